@@ -17,6 +17,7 @@ from bench.http2 import dial
 from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
+from gpushare_agent.agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -151,7 +152,7 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
     manager = VirtualManager(
         files=VDeviceFiles(state / "vm"),
         allocations=lambda: world.allocations,
-        pods=world,
+        pods=cast(ClaimPods, world),
         configs=VDeviceConfigs(
             inventory=lambda: world.inventory,
             driver_version=lambda: "550.54.14",

@@ -20,7 +20,7 @@ class Uncounted:
     """Metrics that nobody reads."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+        return lambda *_, **__: None
 
 
 def node_of(

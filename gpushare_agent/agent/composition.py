@@ -114,7 +114,7 @@ def build(
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
-    readiness = share_readiness.build(node, isolation, driver, dra)
+    readiness = share_readiness.build(node, isolation, driver, dra, kubelet.garbage.checkpoint)
     gpus = GpusPart(node, driver)
     needs_restart = gpus.watch.needs_restart
 

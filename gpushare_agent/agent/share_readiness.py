@@ -20,6 +20,7 @@ import structlog
 from gpushare_agent.agent.delivery.cdi_specs import CdiWatch
 from gpushare_agent.agent.gpus.part import NodeDriver
 from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.kubelet.records import LEFT_REMEDY, KubeletCheckpoint, describe_left, vdevices
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.core.model.errors import AgentError, Unavailable
@@ -89,9 +90,11 @@ async def problem_of(look: Look) -> str:
     return ""
 
 
-def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart | None) -> ShareReadiness:
-    """What shares need other than GPUs: the kubelet's PodResources socket, what each isolation needs, CDI names, and the
-    NVLink fabric."""
+def build(
+    node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart | None, records: KubeletCheckpoint
+) -> ShareReadiness:
+    """What shares need other than GPUs: the kubelet's PodResources socket, what each isolation needs, CDI names, the NVLink
+    fabric, and that no running container has its files in an earlier directory."""
     socket = node.settings.kubelet.pod_resources_socket
     return ShareReadiness(
         {
@@ -99,6 +102,7 @@ def build(node: Node, isolation: Isolations, driver: NodeDriver, claims: DraPart
             **isolation.looks(),
             "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
             "NVLink fabric": partial(_look_at_fabric, node, driver),
+            "containers": partial(_look_for_left, node, records, claims),
         },
         # Claims that an earlier agent has left are served without the right to publish more.
         claims=claims if node.settings.dra.gpus else None,
@@ -125,6 +129,21 @@ async def _look_at_fabric(node: Node, driver: NodeDriver) -> None:
     gpus = await _gpus(node, driver)
     if gpus and all(gpu.has_joined is False for gpu in gpus):
         raise Unavailable(f"no GPU can be given; of GPU {gpus[0].label}: {gpus[0].unhealthy_reason}")
+
+
+async def _look_for_left(node: Node, records: KubeletCheckpoint, claims: DraPart | None) -> None:
+    """Raises Unavailable where containers run whose files another directory has: the agent that serves keeps them."""
+    found = await claims.claims.vdevices() if claims is not None else {}
+    try:
+        entries = await records.read()
+    except AgentError:
+        entries = ()  # a new kubelet has no record
+    # The record also has pods that have ended since the last Allocate. Not before it is read: the pods may come meanwhile.
+    pods = node.pods
+    running = {pod.uid for pod in pods.pods() if not pod.is_terminal}
+    found |= vdevices(one for one in entries if one.pod_uid in running or not pods.is_synced)
+    if left := describe_left(found, node.settings.virtual_manager.path):
+        raise Unavailable(f"{left}; {LEFT_REMEDY}")
 
 
 async def _gpus(node: Node, driver: NodeDriver) -> Sequence[Gpu]:

@@ -43,13 +43,11 @@ from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed, report_mistakes
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages, typical_documents
-from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.http import ExtenderWeb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.preemption import Preemption
-from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.extender.waiters import Waiters
@@ -171,11 +169,11 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     chosen = with_admission_config(settings.extender)
     # The agents' names, from the same settings: other names would be other resources.
     names = resource_names(settings)
-    metrics, quota, events = ExtenderMetrics(), QuotaState(names), EventRecorder(socket.gethostname())
+    metrics, events = ExtenderMetrics(), EventRecorder(socket.gethostname())
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
-    state = ClusterState(policy=policy, quota=quota)
+    state = ClusterState(policy=policy)
     election = _election(chosen, api)
-    pods = PodsFeed(state=state, names=names, model_label=chosen.model_label, clock=clock)
+    pods = PodsFeed(state=state, model_label=chosen.model_label, clock=clock)
     writes = PodWrites(api=api, names=names, leads=election.leads)
     binder = Binder(
         state=state,
@@ -190,7 +188,6 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     pods.on_waiting = partial(
         report_mistakes,
         state=state,
-        names=names,
         events=events,
         # Another program's names are right where a node offers them. A new leader lists the nodes first, then all pods.
         may_tell=lambda: election.leads() and every_node.has_listed,
@@ -201,7 +198,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         Informer(
             kind="configmap",
             watched=config_map(chosen.quota_namespace, chosen.quota_name),
-            handler=QuotaFeed(state=quota, events=events, metrics=metrics),
+            handler=QuotaFeed(state=state.quota, events=events, metrics=metrics),
             metrics=metrics,
         ),
         every_node,
@@ -210,19 +207,11 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     leadership = Leadership(
         election=election, informers=informers, state=state, unscheduled=pods.unscheduled_pods, metrics=metrics
     )
-    waiters = Waiters(
-        quota=quota,
-        writes=writes,
-        unscheduled=pods.unscheduled,
-        fits_somewhere=lambda pod: in_steps(state.fits_somewhere_steps(pod)),
-        metrics=metrics,
-        clock=clock,
-    )
+    waiters = Waiters(state=state, writes=writes, unscheduled=pods.unscheduled, metrics=metrics, clock=clock)
     preemption = Preemption(state=state, writes=writes, unscheduled=pods.unscheduled, events=events, clock=clock)
     # Set later, because the waiters ask the quota, and the quota tells the waiters.
-    quota.on_gain = waiters.gained
+    state.quota.on_gain = waiters.gained
     extender = Extender(
-        names=names,
         state=state,
         binder=binder,
         metrics=metrics,

@@ -26,7 +26,6 @@ from gpushare_agent.core.kube.pods import PodJson, read_pod_json, scheduler_mess
 from gpushare_agent.core.model.errors import Corrupt, RefusalReason
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, QuotaState
@@ -49,15 +48,13 @@ MALFORMED = "QuotaMalformed"
 """The reason of the Event on a ConfigMap that cannot be read."""
 
 
-def report_mistakes(
-    read: PodJson, *, state: ClusterState, names: ResourceNames, events: EventRecorder, may_tell: Callable[[], bool]
-) -> None:
+def report_mistakes(read: PodJson, *, state: ClusterState, events: EventRecorder, may_tell: Callable[[], bool]) -> None:
     """An Event, once in ten minutes, on a pod that kube-scheduler has refused and whose request is wrong: an extender is not
     asked about a pod for which no node counts enough. For PodsFeed.on_waiting."""
     # Another program may know the names of a pod that no scheduler has refused.
     if not (said := scheduler_message(read)) or not may_tell():
         return
-    text, reason = mistakes(read, names, state.offer), RefusalReason.INVALID_REQUEST.value
+    text, reason = mistakes(read, state.policy.names, state.offer), RefusalReason.INVALID_REQUEST.value
     # The extender's own refusal is in the scheduler's Event.
     if text and text.rstrip(".") not in said:
         involved = _reference("Pod", read.meta)
@@ -80,7 +77,6 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
     never listed."""
 
     state: ClusterState
-    names: ResourceNames
     model_label: str = ""
     clock: Callable[[], float] = time.monotonic
     on_scheduled: Callable[[Pod], None] = lambda pod: None
@@ -112,9 +108,10 @@ class PodsFeed(Handler, Struct, kw_only=True, eq=False):
         if not read.spec.node_name:
             self.on_waiting(read)
         # Before anything more is parsed: nearly all pods of a cluster end here.
-        if not asks_for_ours(read, self.names):
+        names = self.state.policy.names
+        if not asks_for_ours(read, names):
             return self._put_other(read)
-        pod = lean_pod(read, self.names, self.model_label)
+        pod = lean_pod(read, names, self.model_label)
         # The pod has ended, and the selector of the watch has not dropped it yet.
         if pod.is_terminal:
             return False

@@ -119,8 +119,8 @@ class ClusterState:
     """`quota` is asked for each kind of node, and told what counts; nobody has one where it is not given."""
 
     def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
-        self._policy = policy
-        self._quota = quota or QuotaState(policy.names)
+        self.policy = policy
+        self.quota = quota or QuotaState(policy.names)
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, tuple[Pod, str]] = {}
         """The pods that are bound or reserved, and on which node."""
@@ -176,9 +176,9 @@ class ClusterState:
             self._kinds = None
         if ledger is None or ledger.node.gpus != node.gpus:
             self._offer = None
-        is_recounted = self._quota.put_node(node)
+        is_recounted = self.quota.put_node(node)
         if ledger is None:
-            ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names, self._node_changed)
+            ledger = self._nodes[node.name] = NodeLedger(node, self.policy.names, self._node_changed)
             # A new node has no answers at all.
             self._node_changed(node.name, True)
             ledger.set_hosted(self._hosted.get(node.name, NOTHING_HOSTED))
@@ -198,7 +198,7 @@ class ClusterState:
                     self._confirm(reserved, charges, now)
         if is_recounted:
             for uid in ledger.reservations:
-                self._quota.count(*self._pods[uid])
+                self.quota.count(*self._pods[uid])
         # Pods that were ended by force, or that our watch has not shown yet: their processes still have the GPU.
         ledger.set_unattributed({uid: charges for uid, charges in reported.items() if uid not in ledger.reservations})
 
@@ -209,7 +209,7 @@ class ClusterState:
         if ledger is None:
             return
         self._kinds = self._offer = None
-        self._quota.remove_node(name)
+        self.quota.remove_node(name)
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
@@ -238,8 +238,8 @@ class ClusterState:
             self._place(pod, pod.node_name)
             if (ledger := self._nodes.get(pod.node_name)) is not None:
                 self._resolve(ledger, pod, now)
-            if self._policy.node_policy == "fgd" and (signature := signature_of(pod, self._policy.names)):
-                self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self._policy.names))
+            if self.policy.node_policy == "fgd" and (signature := signature_of(pod, self.policy.names)):
+                self._learnt.put(pod.uid, kind_of(signature, pod.host_request, self.policy.names))
 
     def put_other_pod(self, uid: PodUid, node: str, request: HostRequest) -> None:
         """A bound pod that asks for nothing of ours: only its CPU and main memory count."""
@@ -263,7 +263,7 @@ class ClusterState:
     def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Steps[Filtered]:
         """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
         meanwhile: each verdict is about its node as it is at that moment."""
-        signature = signature_of(pod, self._policy.names)
+        signature = signature_of(pod, self.policy.names)
         asked = list(names) if names is not None else self.node_names()
         if not signature:
             return Filtered(fitting=asked)
@@ -296,7 +296,7 @@ class ClusterState:
 
     def fits_somewhere_steps(self, pod: Pod) -> Steps[bool]:
         """Whether any known node would take the pod, by GPUs and quota, in steps."""
-        signature = signature_of(pod, self._policy.names)
+        signature = signature_of(pod, self.policy.names)
         if not signature or self._invalid(pod):
             return False
         over = self._over_quota(pod)
@@ -320,14 +320,14 @@ class ClusterState:
 
     def costs_steps(self, pod: Pod, names: Sequence[str]) -> Steps[list[float | None]]:
         """`costs` in steps."""
-        signature = signature_of(pod, self._policy.names)
+        signature = signature_of(pod, self.policy.names)
         if not signature or self._invalid(pod):
             return [None] * len(names)
         answers, typical = (yield from self._answers_steps(pod, signature, names)), self.renew_typical()
         fitting = answers.fitting
         if typical is None:
             return [fitting.get(name) for name in names]
-        kind = kind_of(signature, pod.host_request, self._policy.names)
+        kind = kind_of(signature, pod.host_request, self.policy.names)
         known = _cached(self._costs, kind, lambda: _Answers(set(self._nodes)))
         of_node, outdated, of_kind = known.fitting, known.outdated, KindCosts(typical, kind)
         work = 0
@@ -380,14 +380,14 @@ class ClusterState:
         if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
         # Checked again, though filter has: other pods of the namespace were reserved between the two.
-        if (over := self._quota(pod, model=ledger.node.model, pool=ledger.node.pool)) is not None:
+        if (over := self.quota(pod, model=ledger.node.model, pool=ledger.node.pool)) is not None:
             return over
         # A client that binds without filtering gets past no rule.
         invalid = self._invalid(pod)
         if invalid:
             return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
         # By the exact plan, whatever the summary said: what is reserved names GPUs.
-        plan = plan_pod(pod, self._gpus_for(pod, ledger), ledger.node.topology, self._policy)
+        plan = plan_pod(pod, self._gpus_for(pod, ledger), ledger.node.topology, self.policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
         # CPU and memory with the GPUs, before the watch shows the pod: the next one may be decided in between.
@@ -418,7 +418,7 @@ class ClusterState:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given, or others of
         lower priority where these do not suffice; the most important first. Budgets allow no end of `protected`. Where a
         quota is used up no pod is evicted."""
-        if not signature_of(pod, self._policy.names):
+        if not signature_of(pod, self.policy.names):
             return {node: list(uids) for node, uids in candidates.items()}
         fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
@@ -442,14 +442,14 @@ class ClusterState:
         # Also pods of other priorities that end already: what they leave costs nothing.
         left = charged(gpus, self._ending(ledger), -1)
         willing = [one for one in lower if not one.is_ending]
-        chosen = yield from choose_victims(pod, willing, left, topology, self._policy)
+        chosen = yield from choose_victims(pod, willing, left, topology, self.policy)
         own = [*chosen, *(one for one in lower if one.is_ending)] if chosen is not None else []
         gone = [one.uid for one in by_importance(own)]
         held = {**ledger.unattributed, **{uid: one.plan.charges for uid, one in ledger.reservations.items()}}
         left = charged(gpus, (held[uid] for uid in given if uid in held), -1)
         is_lacking = self._lacks_host(pod, ledger, gone)
         # The scheduler may have chosen its own for other resources, too.
-        is_enough = given and isinstance(plan_pod(pod, left, topology, self._policy), PodPlan)
+        is_enough = given and isinstance(plan_pod(pod, left, topology, self.policy), PodPlan)
         if is_enough and (not own or is_lacking or cost_of(self.victims(given, protected)) <= cost_of(own)):
             return list(given)
         return gone and gone + [uid for uid in given if uid not in gone and (is_lacking or uid not in held)]
@@ -496,7 +496,7 @@ class ClusterState:
         # As they will be: what they wait for is in use until the evicted pods have ended.
         gpus, kept = charged(ledger.gpus, self._ending(ledger), -1), []
         for _, uid in waiting[: bisect_left(waiting, own)]:
-            plan = plan_pod(nominated[uid], gpus, ledger.node.topology, self._policy)
+            plan = plan_pod(nominated[uid], gpus, ledger.node.topology, self.policy)
             if isinstance(plan, PodPlan):
                 kept.append(plan.charges)
                 gpus = charged(gpus, [plan.charges], 1)
@@ -509,7 +509,7 @@ class ClusterState:
             yield
             if (ledger := self._nodes.get(name)) is None or (gpus := self._gpus_for(pod, ledger)) is ledger.gpus:
                 continue
-            if isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
+            if isinstance(plan_pod(pod, gpus, ledger.node.topology, self.policy), Refused):
                 kept.add(name)
         return kept
 
@@ -598,11 +598,11 @@ class ClusterState:
         the pod is charged as it was probably placed."""
         # No annotation of ours at all: most likely gpu-manager's node.
         if ledger.node.allocated is None and not ledger.node.is_exact:
-            planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
+            planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self.policy)
             if isinstance(planned, PodPlan):
                 return replace(planned, containers=())  # charged, and never compared with a later report
         indexes = [gpu.index for gpu in ledger.node.gpus]
-        return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self._policy.names))
+        return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self.policy.names))
 
     def _confirm(self, known: Reservation, charges: Mapping[int, Charge], now: float) -> None:
         """The agent's report replaces the charges; the plan stays to be compared with it."""
@@ -616,7 +616,7 @@ class ClusterState:
             pod_uid=pod.uid, namespace=pod.namespace, pod=pod.name, node=node, plan=plan, stage=stage, at=now
         )
         self._put(reservation)
-        self._quota.count(pod, node)
+        self.quota.count(pod, node)
         return reservation
 
     def _put(self, reservation: Reservation) -> Reservation:
@@ -631,7 +631,7 @@ class ClusterState:
 
     def _drop_reservation(self, uid: PodUid) -> None:
         if self._reservations.pop(uid, None) is not None:
-            self._quota.uncount(uid)
+            self.quota.uncount(uid)
 
     def _drop_hosted(self, uid: PodUid) -> None:
         known = self._host_requests.pop(uid, None)
@@ -675,7 +675,7 @@ class ClusterState:
 
     def _verdict(self, pod: Pod, signature: Signature, choice: GpuChoice, ledger: NodeLedger) -> _Verdict:
         capacity = capacity_of(accepting(choice, ledger.gpus)) if choice else ledger.capacity
-        names = self._policy.names
+        names = self.policy.names
         for _, request in signature:
             # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
             if (lack := capacity.lack(request)) is not None:
@@ -685,23 +685,23 @@ class ClusterState:
             # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
             if text := lack_together(capacity, signature, names):
                 return _Verdict(text)
-            plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
+            plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self.policy)
             if isinstance(plan, Refused):
                 # What is invalid on this node stays so, whoever ends.
                 return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        policy: SharePolicy = "spread" if self._policy.node_policy == "spread" else "binpack"
+        policy: SharePolicy = "spread" if self.policy.node_policy == "spread" else "binpack"
         return _Verdict("", cost=fullness_cost(capacity, signature, policy))
 
     def _over_quota(self, pod: Pod) -> dict[NodeKind, str]:
         """The refusal by kind of node, where a quota refuses the pod."""
         if self._kinds is None:
             self._kinds = list(dict.fromkeys(ledger.node.kind for ledger in self._nodes.values()))
-        refused = {kind: self._quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}
+        refused = {kind: self.quota(pod, model=kind[0], pool=kind[1]) for kind in self._kinds}
         return {kind: one.detail for kind, one in refused.items() if one is not None}
 
     def _invalid(self, pod: Pod) -> str:
         """Why no node can serve the pod; empty where one may."""
-        names, asking = self._policy.names, 0
+        names, asking = self.policy.names, 0
         for container in pod.containers:
             request = request_of(container, names)
             if request == NOTHING:

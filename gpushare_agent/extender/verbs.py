@@ -18,7 +18,6 @@ from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import (
@@ -50,7 +49,6 @@ otherwise it has looked at all nodes."""
 class Extender(Struct, kw_only=True, eq=False):
     """Answers the requests that http.py reads."""
 
-    names: ResourceNames
     state: ClusterState
     binder: Binder
     metrics: ExtenderMetrics
@@ -82,7 +80,7 @@ class Extender(Struct, kw_only=True, eq=False):
     async def filter(self, content: bytes) -> Result:
         args: NodesArgs | None = None
         try:
-            args = parse_nodes_args(content, self.names)
+            args = parse_nodes_args(content, self.state.policy.names)
             answer = await self.nodes_for(args)
         except Corrupt as e:
             # 200 with the field Error: kube-scheduler shows that text, of another status only the number.
@@ -92,7 +90,7 @@ class Extender(Struct, kw_only=True, eq=False):
     async def prioritize(self, content: bytes) -> Result:
         """HostPriorityList has no place for an error."""
         try:
-            args = parse_nodes_args(content, self.names)
+            args = parse_nodes_args(content, self.state.policy.names)
         except Corrupt as e:
             return bad_request(e)
         if not args.pod.containers:
@@ -111,7 +109,7 @@ class Extender(Struct, kw_only=True, eq=False):
     async def preempt(self, content: bytes) -> Result:
         """ExtenderPreemptionResult has no place for an error."""
         try:
-            args = await in_steps(parse_preempt_args(content, self.names))
+            args = await in_steps(parse_preempt_args(content, self.state.policy.names))
         except Corrupt as e:
             return bad_request(e)
         # The nodes where the pod would fit once the victims are gone, each with its victims.

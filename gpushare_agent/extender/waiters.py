@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
 import structlog
@@ -26,8 +26,9 @@ from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Una
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import PodWrites
-from gpushare_agent.extender.decisions.quota import QuotaState
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import NodeKind
 
 log = structlog.get_logger(__name__)
@@ -60,13 +61,11 @@ class _Unnamed(Struct):
 
 
 class Waiters(Struct, kw_only=True, eq=False):
-    """`answered` is called by the verbs, `gained` by QuotaState; `run` once. `unscheduled` finds a pod
-    without a node; `fits_somewhere`: by GPUs and quota, on any node that is known."""
+    """`answered` is called by the verbs, `gained` by QuotaState; `run` once. `unscheduled` finds a pod without a node."""
 
-    quota: QuotaState
+    state: ClusterState
     writes: PodWrites
     unscheduled: Callable[[PodUid], Pod | None]
-    fits_somewhere: Callable[[Pod], Awaitable[bool]]
     metrics: ExtenderMetrics
     pace_s: float = PACE_S
     clock: Callable[[], float] = time.monotonic
@@ -117,7 +116,7 @@ class Waiters(Struct, kw_only=True, eq=False):
                 continue
             pod = self.unscheduled(uid)
             # Bound or gone meanwhile, or no node would take it: the scheduler's next event is for it.
-            is_over = pod is None or not await self.fits_somewhere(pod)
+            is_over = pod is None or not await in_steps(self.state.fits_somewhere_steps(pod))
             # Filter may have answered meanwhile: that answer counts.
             if self._unnamed.get(uid) is not one:
                 continue
@@ -157,7 +156,7 @@ class Waiters(Struct, kw_only=True, eq=False):
 
     def _is_allowed(self, pod: Pod) -> bool:
         kinds = self._over_quota.get(pod.uid, ())
-        return any(self.quota(pod, model=model, pool=pool) is None for model, pool in kinds)
+        return any(self.state.quota(pod, model=model, pool=pool) is None for model, pool in kinds)
 
     async def _try_again(self, pod: Pod, reason: str) -> bool:
         """False where the API server did not answer. `reason` is the metric's."""

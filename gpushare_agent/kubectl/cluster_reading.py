@@ -7,10 +7,11 @@ GPUs are those that agents report, as the extender reads them (extender/objects.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import Raw, Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.core.kube.objects import read_node_json
@@ -18,11 +19,13 @@ from gpushare_agent.core.kube.pods import PodJson, read_pod_json
 from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
 from gpushare_agent.core.kube.session import KubeLists
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.quota import Quota, QuotaState
+from gpushare_agent.extender.decisions.ledger import NodeLedger
+from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, read_quota, resources_of_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.kubectl.cluster_nodes import cluster_names
@@ -48,32 +51,37 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     """Raises AgentError: nodes or pods cannot be listed."""
     reader = _Reader(settings)
     nodes, _ = await api.list_all(ALL_NODES, reader.node)
-    quota, problem = await read_quota_of(api, settings)
-    names = reader.names
-    quotas = QuotaState(names)
-    quotas.quota = quota or Quota()
-    policy = ClusterPolicy(
-        names=names, share_policy=settings.placement.share_policy, node_policy=settings.extender.node_policy
-    )
-    state = ClusterState(policy=policy, quota=quotas if quota is not None else None)
+    state = new_state(settings, reader.names)
+    state.quota.quota, problem = await read_quota_of(api, settings)
     state.put_resources(reader.resources)
     for node, _ in nodes:
         state.put_node(node, 0.0)
     used: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=names, used=used))
+    pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=reader.names, used=used))
     for one in pods:
         state.put_pod(one.pod, 0.0)
-    view = ClusterView(
-        policy=policy,
-        nodes=tuple(
-            NodeView(ledger=ledger, offer=facts.offer, used=used[node.name], uncordonable=facts.uncordonable)
-            for node, facts in sorted(nodes, key=lambda one: one[0].name)
-            if (ledger := state.node_ledger(node.name)) is not None
-        ),
-        pods={one.pod.uid: one for one in pods},
-        quotas=quotas if quota is not None else None,
-    )
+    facts = {node.name: of_node for node, of_node in nodes}
+    view = view_of(state, facts, {one.pod.uid: one for one in pods}, lambda ledger: used[ledger.node.name])
     return ReadCluster(view=view, state=state, quota_problem=problem)
+
+
+def new_state(settings: Settings, names: ResourceNames) -> ClusterState:
+    """The extender's, of a cluster of which nothing is known yet."""
+    placement, node_policy = settings.placement, settings.extender.node_policy
+    policy = ClusterPolicy(names=names, share_policy=placement.share_policy, node_policy=node_policy)
+    return ClusterState(policy=policy)
+
+
+def view_of(
+    state: ClusterState,
+    facts: Mapping[str, NodeFacts],
+    pods: Mapping[PodUid, PodView],
+    used: Callable[[NodeLedger], Mapping[str, int]],
+) -> ClusterView:
+    """All nodes that the state knows; `used` is what a node's pods ask for of other resources than GPUs."""
+    ledgers = [ledger for name in state.node_names() if (ledger := state.node_ledger(name)) is not None]
+    nodes = tuple(NodeView(ledger=one, used=used(one), **asdict(facts[one.node.name])) for one in ledgers)
+    return ClusterView(policy=state.policy, nodes=nodes, pods=pods, quotas=state.quota)
 
 
 class _Reader:
@@ -149,12 +157,12 @@ def pod_view(read: PodJson, names: ResourceNames) -> PodView | None:
     return PodView(pod=pod, needs=needs, labels=read.meta.labels, owner=owner)
 
 
-async def read_quota_of(api: KubeLists, settings: Settings) -> tuple[Quota | None, str]:
-    """The quota, None where it is not known, and why."""
+async def read_quota_of(api: KubeLists, settings: Settings) -> tuple[Quota, str]:
+    """The quota, and why it is not known: then it limits nobody."""
     where = settings.extender
     try:
         found, _ = await api.list_all(config_map(where.quota_namespace, where.quota_name), read_quota)
     # Few have this right. A quota that exists and cannot be read refuses every pod, or leaves an older quota in force.
     except (Rejected, NotFound, Corrupt) as error:
-        return None, str(error)
+        return Quota(), str(error)
     return (found[0] if found else Quota()), ""

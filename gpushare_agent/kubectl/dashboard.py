@@ -52,17 +52,25 @@ from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.core.web.debug_guard import Guard
 from gpushare_agent.core.web.page import WebPage
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
-from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
+from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
-from gpushare_agent.extender.decisions.quota import Quota, QuotaState
+from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import NodeReading, read_node
-from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
-from gpushare_agent.kubectl.cluster_reading import NodeFacts, ReadCluster, node_facts, pod_view, read_quota_of
-from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView, hindrance
+from gpushare_agent.kubectl.cluster_reading import (
+    NodeFacts,
+    ReadCluster,
+    new_state,
+    node_facts,
+    pod_view,
+    read_quota_of,
+    view_of,
+)
+from gpushare_agent.kubectl.decisions.cluster_view import NodeView, PodView, hindrance
 from gpushare_agent.kubectl.explain_waiting import asked_by, waiting_document
 
 T = TypeVar("T")
@@ -96,9 +104,10 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
-        view = pod_view(read, self.names) if is_ours else None
+        names = self.state.policy.names
+        view = pod_view(read, names) if is_ours else None
         # A mistyped name asks for nothing of ours.
-        waits = not read.spec.node_name and (view is not None or mistakes(read, self.names, self.state.offer))
+        waits = not read.spec.node_name and (view is not None or mistakes(read, names, self.state.offer))
         _keep(self.views, uid, view)
         _keep(self.waiting, uid, read if waits else None)
         return is_ours
@@ -121,12 +130,10 @@ class ClusterPage:
         self._lost: Lost | None = None
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._facts: dict[str, NodeFacts] = {}
-        self._quotas = QuotaState(names)
         self._port = port
         metrics = ExtenderMetrics()
-        policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
-        self._policy, self._state = policy, ClusterState(policy=policy, quota=self._quotas)
-        self._pods = _Pods(state=self._state, names=names)
+        self._state = new_state(settings, names)
+        self._pods = _Pods(state=self._state)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
         nodes = NodesFeed(
@@ -234,18 +241,8 @@ class ClusterPage:
 
     def _read_cluster(self, quota_problem: str) -> ReadCluster:
         """The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted."""
-        known = [one for name in self._state.node_names() if (one := self._state.node_ledger(name)) is not None]
-        self._facts = {one.node.name: self._facts[one.node.name] for one in known}
-        nodes = tuple(
-            NodeView(
-                ledger=ledger,
-                offer=facts.offer,
-                used={CPU: ledger.hosted.cpu_milli, MEMORY: ledger.hosted.memory_mib * MIB, PODS: ledger.hosted.pods},
-                uncordonable=facts.uncordonable,
-            )
-            for ledger, facts in zip(known, self._facts.values(), strict=True)
-        )
-        view = ClusterView(policy=self._policy, nodes=nodes, pods=self._pods.views, quotas=self._quotas)
+        self._facts = {name: self._facts[name] for name in self._state.node_names()}
+        view = view_of(self._state, self._facts, self._pods.views, _hosted)
         return ReadCluster(view=view, state=self._state, quota_problem=quota_problem)
 
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
@@ -261,8 +258,8 @@ class ClusterPage:
         try:
             quota, problem = await read_quota_of(api, self._settings)
         except AgentError as e:  # the page shows what it has
-            quota, problem = None, str(e)
-        self._quotas.quota = quota or Quota()
+            quota, problem = Quota(), str(e)
+        self._state.quota.quota = quota
         pod = self._pods.waiting.get(PodUid(asked["uid"]))
         read = self._read_cluster(problem)
         if pod is None or (found := waiting_document(read, pod)) is None:
@@ -324,6 +321,11 @@ class ClusterPage:
                 for verdict, node in shown
             ],
         }
+
+
+def _hosted(ledger: NodeLedger) -> dict[str, int]:
+    hosted = ledger.hosted
+    return {CPU: hosted.cpu_milli, MEMORY: hosted.memory_mib * MIB, PODS: hosted.pods}
 
 
 def _gpu(gpu: GpuAccount, request: Request, otherwise: str) -> dict[str, Any]:

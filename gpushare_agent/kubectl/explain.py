@@ -44,7 +44,7 @@ _POLICIES = {
 _BAR = 8
 _WIDTH_WITH_BARS = 90
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
-ADVICE = {
+ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
     RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
     RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end if this one has so many",
@@ -61,7 +61,7 @@ ADVICE = {
     RefusalReason.WRONG_POOL: "Use a node of a pool that the namespace's quota names, or have the pool added to it",
 }
 
-CLAIM_ADVICE = {
+CLAIM_ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the claim, its template or its class, as the refusal states",
     RefusalReason.NOT_READY: "Nothing: the pod waits and the kubelet tries again. If it goes on, read the agent's log",
 }
@@ -116,11 +116,8 @@ def _policy(decision: DecisionDocument) -> str:
 
 
 def _advice(resource: str, reason: str) -> str:
-    known = {
-        # A claim is tried again by the kubelet, where a pod that is refused at admission has failed.
-        item.value: text
-        for item, text in (ADVICE | (CLAIM_ADVICE if resource == CLAIMS_RESOURCE else {})).items()
-    }
+    # A claim is tried again by the kubelet, where a pod that is refused at admission has failed.
+    known = ADVICE | CLAIM_ADVICE if resource == CLAIMS_RESOURCE else ADVICE
     return f"{known[reason]}." if reason in known else ""
 
 

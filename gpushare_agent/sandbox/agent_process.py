@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from msgspec import Struct
 
 import gpushare_agent
 from gpushare_agent.core.model.errors import StartupError
@@ -62,28 +63,17 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
-class AgentProcess:
+class AgentProcess(Struct, eq=False):
     """`run` keeps it running until it is cancelled. `notify` gets a line for people at every unexpected end; the line calls
     it `name`. `command` is that of the command line."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log_file: Path,
-        notify: Callable[[str], None],
-        *,
-        command: str = "run",
-        name: str = "the agent",
-    ) -> None:
-        # -P: code in the caller's directory is not the agent. The directory itself stays, because paths are relative to it.
-        self._command = [sys.executable, "-P", "-m", "gpushare_agent", command, *arguments]
-        self.name = name
-        self._log_start = 0
-        self._log_file = log_file
-        self._notify = notify
-        self._process: asyncio.subprocess.Process | None = None
-        self.started_at = 0.0
-        """Monotonic time of the newest start."""
+    arguments: Sequence[str]
+    log_file: Path
+    notify: Callable[[str], None]
+    command: str = "run"
+    name: str = "the agent"
+    _log_start: int = 0
+    _process: asyncio.subprocess.Process | None = None
 
     @property
     def pid(self) -> int | None:
@@ -103,16 +93,16 @@ class AgentProcess:
         quick_ends, delay_s = 0, _FIRST_DELAY_S
         try:
             while True:
-                self.started_at = time.monotonic()
+                started_at = time.monotonic()
                 code = await self._run_once()
                 if code < 0:  # killed by a signal, as kill-agent does: no fault of its own
-                    self._notify(f"{self.name} was killed by signal {-code}; starting it again")
+                    self.notify(f"{self.name} was killed by signal {-code}; starting it again")
                     quick_ends, delay_s = 0, _FIRST_DELAY_S
                 elif code == 0:  # asked to end, as SIGTERM does
-                    self._notify(f"{self.name} has ended as it was asked to; starting it again")
+                    self.notify(f"{self.name} has ended as it was asked to; starting it again")
                     quick_ends = 0
                 else:
-                    is_quick = time.monotonic() - self.started_at < _QUICK_END_S
+                    is_quick = time.monotonic() - started_at < _QUICK_END_S
                     # An end after a while is the first of a new row.
                     quick_ends = quick_ends + 1 if is_quick else 1
                     # 2 is a wrong command line or setting: the next start would read the same.
@@ -124,24 +114,26 @@ class AgentProcess:
             await self._stop()
 
     async def _run_once(self) -> int:
+        # -P: code in the caller's directory is not the agent. The directory itself stays, because paths are relative to it.
+        command = [sys.executable, "-P", "-m", "gpushare_agent", self.command, *self.arguments]
         # A session of its own: Ctrl-C in the terminal reaches the sandbox alone, which ends its children in order.
-        with self._log_file.open("ab") as output:
+        with self.log_file.open("ab") as output:
             # The log also has the earlier runs: a reason is looked for after this.
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 preexec_fn=partial(end_with_parent, signal.SIGTERM), env=_environment(),
             )  # fmt: skip
         return await self._process.wait()
 
     def _report_end(self, code: int, *, is_last: bool) -> None:
         """The whole end of the log only where the agent itself gave no reason, and once: the log goes with the sandbox."""
-        reason = last_reason(self._log_file, self._log_start)
+        reason = last_reason(self.log_file, self._log_start)
         text = f"{self.name} ended with exit code {code}: {reason or 'it gave no reason'}"
         if not is_last:
-            self._notify(f"{text}; starting it again")
+            self.notify(f"{text}; starting it again")
             return
-        lines = "" if reason else f"; the last lines of its log:\n{last_lines(self._log_file)}"
+        lines = "" if reason else f"; the last lines of its log:\n{last_lines(self.log_file)}"
         raise StartupError(f"{text}; it is not started again{lines}")
 
     async def _stop(self) -> None:

@@ -19,7 +19,7 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.kubelet.calls import NodeParts
+from gpushare_agent.sandbox.kubelet.calls import CallObserver, NodeParts
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
@@ -68,6 +68,7 @@ async def open_node_on(
     seed: int,
     times: KubeletTimes | None,
     cgroups: str | None = None,
+    calls: CallObserver | None = None,
 ) -> AsyncIterator[EmbeddedNode]:
     """Kubelet and container runtime of one node of this API server. Raises StartupError."""
     # Of an earlier node: this one's GPUs are new.
@@ -77,8 +78,9 @@ async def open_node_on(
     api.write_kubeconfig(paths.kubeconfig)
     runtime = ContainerRuntime(paths.state, api.signal, cgroups)
     parts = NodeParts(
-        name=name, paths=paths, api=api, runtime=runtime, times=times or KubeletTimes(), rng=random.Random(seed)
-    )
+        name=name, paths=paths, api=api, runtime=runtime, times=times or KubeletTimes(), rng=random.Random(seed),
+        calls=calls or CallObserver(),
+    )  # fmt: skip
     kubelet, cri = EmbeddedKubelet(parts), CriServer(runtime, paths.runtime_socket)
     # `kubectl logs` reads the files of the runtime of the pod's node.
     api.subresources.runtimes[name] = runtime

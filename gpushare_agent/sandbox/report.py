@@ -78,15 +78,9 @@ def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
 # --- the document ---
 
 
-class Processes(TypedDict):
-    """The first process and all of them, as this machine counts them; none of a container that does not run."""
-
-    pid: int | None
-    pids: Sequence[int]
-
-
-class ContainerRow(Processes):
-    """What the kubelet has given it, and its processes."""
+class ContainerRow(TypedDict):
+    """What the kubelet has given it, and its first process and all of them, as this machine counts them; none of a
+    container that does not run."""
 
     name: str
     gpus: list[int]
@@ -94,6 +88,8 @@ class ContainerRow(Processes):
     mounts: list[dict[str, Any]]
     devices: list[dict[str, Any]]
     annotations: dict[str, str]
+    pid: int | None
+    pids: Sequence[int]
 
 
 class PodRow(TypedDict):
@@ -246,6 +242,8 @@ def _container(shown: ReportedNode, pod: RawObject, container: str) -> Container
         answers = [parsed_answer(record.response) for _, record in sorted(given.items())]
         gpus = {gpu.index for gpu in gpus_of(ids_of(shown, pod_uid, container), shown.gpus)}
         gpus |= {share["gpu"] for share in shares_of_container(shown, pod, container)}
+    runtime = shown.node.kubelet.runtime
+    run = runtime.find(pod_uid, container)
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     return {
@@ -255,13 +253,6 @@ def _container(shown: ReportedNode, pod: RawObject, container: str) -> Container
         "mounts": [{name: getattr(one, name) for name in _MOUNT} for _, one in sorted(mounts.items())],
         "devices": [{name: getattr(one, name) for name in _DEVICE_NODE} for _, one in sorted(devices.items())],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
-        **container_processes(shown, pod_uid, container),
+        "pid": run.pid if run is not None and run.is_running else None,
+        "pids": runtime.pids(run) if run is not None else [],
     }
-
-
-def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> Processes:
-    runtime = shown.node.kubelet.runtime
-    container = runtime.find(pod_uid, name)
-    if container is None or not container.is_running:
-        return {"pid": None, "pids": []}
-    return {"pid": container.pid or None, "pids": runtime.pids(container)}

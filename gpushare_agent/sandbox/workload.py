@@ -12,11 +12,11 @@ import asyncio
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.core.formats.simulated_gpus import SimulatedProcess, encode_usage
@@ -30,7 +30,6 @@ from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, anno
 from gpushare_agent.sandbox.report import (
     ClaimRow,
     ReportedNode,
-    container_processes,
     gpus_of,
     ids_of,
     parts_of_gpus,
@@ -123,25 +122,16 @@ def memory_load(container: SimulatedContainer) -> float:
     return _MEMORY_AT_START + (_MEMORY_FILLED - _MEMORY_AT_START) * filled
 
 
-class WorkloadPlayer:
+class WorkloadPlayer(Struct, eq=False):
     """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` gives seconds
     since the epoch."""
 
-    def __init__(
-        self,
-        shown: ReportedNode,
-        path: Path,
-        *,
-        isolation: str = "gpushare",
-        allowed: Iterable[str] = (),
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._shown = shown
-        self._path = path
-        self._isolation = isolation
-        self._allowed = tuple(allowed)
-        self._clock = clock
-        self._unwritable = ReportOnce()
+    shown: ReportedNode
+    path: Path
+    isolation: str = "gpushare"
+    allowed: Collection[str] = ()
+    clock: Callable[[], float] = time.time
+    _unwritable: ReportOnce = field(default_factory=ReportOnce)
 
     async def run(self) -> None:
         """Writes the use of each second, without an end."""
@@ -153,23 +143,23 @@ class WorkloadPlayer:
         """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
         while the kubelet is down, because only it knows who has which."""
         # Only the kubelet knows which container has a GPU: without it the last use stays.
-        if not self._shown.node.kubelet.is_running:
+        if not self.shown.node.kubelet.is_running:
             return
-        now_s = self._clock()
-        running = [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
+        now_s = self.clock()
+        running = [run for run in self.shown.node.kubelet.runtime.containers() if run.is_running]
         containers = [container for run in running if (container := self._simulated(run, now_s)) is not None]
         try:
-            new = self._path.with_name(f".{self._path.name}")
+            new = self.path.with_name(f".{self.path.name}")
             new.write_text(encode_usage(simulated_usage(containers, now_s)))
             # By rename: the agent reads it each second.
-            new.replace(self._path)
+            new.replace(self.path)
         except OSError as error:
             if self._unwritable.is_new(str(error)):
-                log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
+                log.warning("usage_file_not_written", path=str(self.path), reason=str(error))
 
     def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
         """The container to simulate; None if it has no GPUs or its pod has gone."""
-        shown = self._shown
+        shown = self.shown
         ids = ids_of(shown, run.pod_uid, run.name)
         gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
@@ -182,11 +172,11 @@ class WorkloadPlayer:
         if not gpus or spec is None:
             return None
         share, memory_bytes = self._claimed(pod, claims) if claims else self._share(spec, gpus, ids)
-        chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
+        chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self.isolation, self.allowed)
         return SimulatedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
             gpus=tuple(gpu.index for gpu in gpus),
-            pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
+            pids=tuple(shown.node.kubelet.runtime.pids(run)),
             share=share,
             memory_bytes=memory_bytes,
             age_s=now_s - run.created_at,
@@ -197,19 +187,18 @@ class WorkloadPlayer:
     def _claimed(self, pod: RawObject, claims: Sequence[ClaimRow]) -> tuple[float, int]:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
         memory. The containers of the pod that use a claim have equal parts of it."""
-        all_shares = [shares_of_container(self._shown, pod, spec.name) for spec in containers_of(pod)]
+        all_shares = [shares_of_container(self.shown, pod, spec.name) for spec in containers_of(pod)]
         # Containers of a claim share what it has.
         users = sum(any(one in shares for one in claims) for shares in all_shares)
         least_mib = min(one["memory_mib"] for one in claims)
         parts = [
-            one["cores"] / CORES_PER_GPU or one["memory_mib"] / self._shown.gpus[one["gpu"]].memory_mib
-            for one in claims
+            one["cores"] / CORES_PER_GPU or one["memory_mib"] / self.shown.gpus[one["gpu"]].memory_mib for one in claims
         ]
         return min(parts) / users, least_mib * MIB // users
 
     def _share(self, spec: ContainerSpec, gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
         """The part and the bytes of memory of each of its GPUs."""
-        names, whole_mib = self._shown.names, min(gpu.memory_mib for gpu in gpus)
+        names, whole_mib = self.shown.names, min(gpu.memory_mib for gpu in gpus)
         asked = request_of(spec, names)
         if asked.whole_gpus:
             return 1.0, whole_mib * MIB

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
 from gpushare_agent.simulation.replay import Measured, Meter, Replay, Tally, typical_shapes
@@ -135,14 +135,7 @@ def _policy_document(result: PolicyResult) -> dict[str, Any]:
 
 
 def _waits_document(waits: Waits) -> dict[str, Any]:
-    return {
-        "ran": waits.ran,
-        "waited": waits.waited,
-        "p50_s": _rounded(waits.p50_s),
-        "p95_s": _rounded(waits.p95_s),
-        "longest_s": _rounded(waits.longest_s),
-        "mean_s": _rounded(waits.mean_s),
-    }
+    return {name: _rounded(value) for name, value in asdict(waits).items()}
 
 
 def _counts(counts: Mapping[Any, int]) -> dict[str, int]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -25,6 +27,7 @@ from gpushare_agent.simulation.workload import (
     memory_of,
 )
 
+N = TypeVar("N", int, float)
 MAX_ROWS = 1_000_000
 MAX_GPUS = 64
 MAX_MEMORY_MIB = 1 << 24
@@ -59,23 +62,17 @@ class _Row(Struct, frozen=True, kw_only=True):
         return value
 
     def whole(self, column: str, most: int, least: int = 0) -> int:
-        try:
-            value = int(self.text(column))
-        except ValueError:
-            # Outside of every range, so the error below has the one text.
-            value = -1
-        if not least <= value <= most:
-            raise self.wrong(column, f"a whole number from {least} to {most}")
-        return value
+        return self._number(int, column, least, most, f"a whole number from {least} to {most}")
 
     def seconds(self, column: str) -> float:
-        try:
-            value = float(self.text(column))
-        except ValueError:
-            value = -1.0
-        if not 0 <= value <= MAX_SECONDS:
-            raise self.wrong(column, f"seconds from 0 to {MAX_SECONDS:.0f}")
-        return value
+        return self._number(float, column, 0, MAX_SECONDS, f"seconds from 0 to {MAX_SECONDS:.0f}")
+
+    def _number(self, kind: Callable[[str], N], column: str, least: float, most: float, expected: str) -> N:
+        with suppress(ValueError):
+            value = kind(self.text(column))
+            if least <= value <= most:
+                return value
+        raise self.wrong(column, expected)
 
     def models(self, column: str) -> tuple[str, ...]:
         return tuple(sorted({model.strip() for model in self.text(column).split("|") if model.strip()}))

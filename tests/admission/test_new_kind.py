@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from fractions import Fraction
 
 from msgspec.structs import replace
@@ -11,7 +10,7 @@ from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.agent.admission.device_tables import DeviceTables
 from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.kit.supervision import forever
 from gpushare_agent.core.model.allocations import Allocation, Charge, ContainerEdits
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import RefusalReason, Refused
@@ -32,6 +31,7 @@ from gpushare_agent.core.model.shares import ShareLimits, share_limits
 from gpushare_agent.core.node_report.annotations import allocations_by_pod
 from tests.admission.test_admission import Scripted
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
 from tests.observability.support_usage import facts, snapshot
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_json import written_node
@@ -117,12 +117,10 @@ async def test_a_share_beside_slices_is_followed_by_their_list() -> None:
     """The table is brought up to date after each allocation, whichever its kind."""
     kubelet, _ = await admitted()
     kubelet.agent.cache.subscribe(kubelet.tables.allocation_changed)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(forever("tables", kubelet.tables.run))
+    async with running(lambda: forever("tables", kubelet.tables.run)):
         kubelet.agent.cache.put(allocation(asks("b"), "main", ids(1, range(50)), ids(1, range(8))))
         rows = kubelet.tables.tables[RESOURCE]
         await poll_until(lambda: sum(row.healthy for row in rows.devices) == 8 + 4, "the list of slices")
-        await stop_task(task)
 
 
 async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:

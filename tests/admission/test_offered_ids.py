@@ -11,6 +11,7 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import VCORE_RESOURCE, GpuUuid, device_id, unit_id
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import Settings
+from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import key_of
 from tests.support_core import allocation, container, inventory, pod, used_blocks, used_cores
 from tests.support_node import FreeIsolations, node_of
@@ -31,11 +32,9 @@ async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offe
     cache.put(whole)
     tables.refresh()
     assert not any(row.healthy for row in tables.tables[VCORE_RESOURCE].devices)
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(tables.run())
+    async with running(tables.run):
         cache.release(whole.key)
         await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
-        running.cancel()
 
 
 async def _listed(tables: DeviceTables, texts: list[str]) -> None:

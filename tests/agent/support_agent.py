@@ -26,14 +26,15 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
+from tests.fakes.kubelet_calls import PluginCall
 from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
 from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_json import undecoded
+from tests.support_process import running_process
 
 CORES = 100
 BLOCKS = 96
@@ -118,24 +119,18 @@ async def open_child(
     """
     before = {event: len(log_lines(node, event)) for event in ("ready", "kubelet_version") if stderr is None}
     with node.paths.agent_log.open("ab") as log:
-        child = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, *program, "run", *arguments(node, *flags)),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log if stderr is None else stderr,
-        )
-    try:
-        if wait:
-            await wait_registered(node)
-            for event, count in before.items():
-                await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - asked in this turn
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            await child.wait()
+        ) as child:
+            if wait:
+                await wait_registered(node)
+                for event, count in before.items():
+                    await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - in this turn
+            yield child
 
 
 def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
@@ -174,7 +169,7 @@ class Moments:
         self._pods = pods
         self._acts: dict[int, Callable[[], object]] = {}
         self._next: tuple[str, Callable[[], object]] | None = None
-        calls = node.kubelet.log
+        calls = node.calls
         calls.open_calls = _Reported(calls.open_calls, lambda call: self._note(call.pod_name, call.method, "asked"))
         calls.calls = _Reported(calls.calls, lambda call: self._note(call.pod_name, call.method, "answered"))
         calls.pod_resources_calls = _Reported(calls.pod_resources_calls, self._listed)
@@ -273,6 +268,12 @@ async def wait_running(node: EmbeddedNode, *names: str) -> None:
         assert found["phase"] == "Running", (name, found)
 
 
+async def settle_pod(node: EmbeddedNode, made: dict[str, Any]) -> str:
+    """Until it runs or is refused; the message of the status."""
+    node.api.create_pod(made)
+    return await wait_settled(node, made["metadata"]["name"])
+
+
 async def wait_settled(node: EmbeddedNode, name: str) -> str:
     """Running or Failed; the message of the status."""
     raw = await wait_phase(node, name, "Running", "Failed")
@@ -293,7 +294,7 @@ def kubelet_held(node: EmbeddedNode) -> Held:
 def given(node: EmbeddedNode) -> Held:
     """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
     last: dict[tuple[str, str, str], PluginCall] = {}
-    for call in node.kubelet.log.calls:
+    for call in node.calls.calls:
         if call.method == "Allocate" and not call.error:
             last[call.pod_uid, call.container, call.resource] = call
     found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
@@ -334,7 +335,7 @@ def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.kubelet.log.calls if c.pod_name == name and c.method == method]
+    return [c for c in node.calls.calls if c.pod_name == name and c.method == method]
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:
@@ -363,10 +364,10 @@ def _brief(held: Held) -> dict[str, tuple[int, int]]:
     return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}
 
 
-def record_claim(node: EmbeddedNode) -> None:
-    """As an earlier agent left it: 40 cores of the first GPU."""
+def record_claim(node: EmbeddedNode, isolation: str = "none") -> None:
+    """As an earlier agent left it: 40 cores of the first GPU. Files, if the isolation has any, are in /etc/gpu-manager."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
     claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
-    made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy("none"), 256)
+    made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy(isolation), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

@@ -16,9 +16,7 @@ from grpclib.client import UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import UnixChannel
-from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.protobuf import bytes_field, decode_allocate, string_list
-from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
@@ -33,6 +31,7 @@ from tests.agent.support_agent import (
     open_child,
     plugin_socket,
     poll_until,
+    settle_pod,
     uuid_of,
     wait_ledger_equal,
     wait_registered,
@@ -40,9 +39,20 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, container, open_test_node, pod, wait_phase
+from tests.kit.support_grpc import served_at
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    SmallPlugin,
+    container,
+    open_test_node,
+    pod,
+    start_pods,
+    wait_phase,
+)
 from tests.sandbox.support_sandbox import register as register_plugin
 from tests.settings.support_settings import clean_environment, run_program
+from tests.support_process import running_process
 
 SERVICE = "/v1beta1.DevicePlugin"
 METHODS = ("GetDevicePluginOptions", "GetPreferredAllocation", "Allocate", "PreStartContainer")
@@ -68,8 +78,7 @@ async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
 ) -> None:
     """The status and an Event of the pod say what was asked; nothing is held, and the next pod runs."""
     async with open_test_node() as node, open_agent(node) as agent:
-        node.api.create_pod(pod("wrong", container(cores=cores, blocks=blocks)))
-        message = await wait_settled(node, "wrong")
+        message = await settle_pod(node, pod("wrong", container(cores=cores, blocks=blocks)))
         assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
         assert "default/wrong" in message and says in message
         await wait_until(
@@ -79,16 +88,14 @@ async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
             "the agent's Event",
         )  # fmt: skip
         assert holders_of(agent) == 0
-        node.api.create_pod(pod("right", container(cores=30, blocks=10)))
-        await wait_running(node, "right")
+        await start_pods(node, pod("right", container(cores=30, blocks=10)))
         await wait_ledger_equal(node, agent)
 
 
 async def test_a_pod_that_asks_for_zero_cores_is_a_plain_pod() -> None:
     """The kubelet asks nobody about a zero."""
     async with open_test_node() as node, open_agent(node) as agent:
-        node.api.create_pod(pod("zero", container(cores=0, blocks=0)))
-        await wait_running(node, "zero")
+        await start_pods(node, pod("zero", container(cores=0, blocks=0)))
         assert not calls_of(node, "zero") and holders_of(agent) == 0
 
 
@@ -102,8 +109,7 @@ async def test_a_predicate_annotation_that_makes_no_sense_is_ignored(text: str) 
     """Any tenant can write it: the pod is placed as if it were not there."""
     async with open_test_node() as node, open_agent(node) as agent:
         annotations = {f"{PREDICATE_GPU_INDEX_PREFIX}0": text}
-        node.api.create_pod(pod("tenant", container(cores=30, blocks=10), annotations=annotations))
-        await wait_running(node, "tenant")
+        await start_pods(node, pod("tenant", container(cores=30, blocks=10), annotations=annotations))
         assert gpus_of(node, "tenant") == {uuid_of(agent, 0)}
 
 
@@ -116,8 +122,7 @@ async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits(
             ("full", node.name, 65, 0),
         ):
             annotations = {PREDICATE_NODE_ANNOTATION: where, f"{PREDICATE_GPU_INDEX_PREFIX}0": "3"}
-            node.api.create_pod(pod(name, container(cores=cores, blocks=10), annotations=annotations))
-            await wait_running(node, name)
+            await start_pods(node, pod(name, container(cores=cores, blocks=10), annotations=annotations))
             assert gpus_of(node, name) == {uuid_of(agent, expected)}, name
         assert_nothing_shared(node)
         await wait_ledger_equal(node, agent)
@@ -165,15 +170,12 @@ class IgnoresAdvice:
 async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
     """The vcore plugin as the kubelet knows it is not ours any more."""
     service = IgnoresAdvice(plugin_socket(node, "vcore"), change)
-    server = GrpcServer([service])
-    path = node.paths.device_plugin_path / "between.sock"
-    await server.serve(bind_unix_socket(path, mode=0o600))
     try:
-        await register_plugin(node, SmallPlugin(CORE, {}), path.name)
-        await wait_registered(node)
-        yield
+        async with served_at(node.paths.device_plugin_path / "between.sock", service) as path:
+            await register_plugin(node, SmallPlugin(CORE, {}), path.name)
+            await wait_registered(node)
+            yield
     finally:
-        await server.stop()
         service.close()
 
 
@@ -198,13 +200,11 @@ async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
     change, says = CHANGES[case]
     async with open_test_node() as node, open_agent(node) as agent:
         holder = {f"{PREDICATE_GPU_INDEX_PREFIX}0": "2"}
-        node.api.create_pod(pod("holder", container(cores=30, blocks=10), annotations=holder))
-        await wait_running(node, "holder")
+        await start_pods(node, pod("holder", container(cores=30, blocks=10), annotations=holder))
         before = agent.held()
         assert uuid_of(agent, 0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
         async with _ignoring_advice(node, change):
-            node.api.create_pod(pod("wrong", container(cores=30, blocks=10)))
-            message = await wait_settled(node, "wrong")
+            message = await settle_pod(node, pod("wrong", container(cores=30, blocks=10)))
             assert "code = " in message and says in message, message
             await wait_until(node, lambda: agent.held() == before, "nothing but the holder's share held")
 
@@ -243,8 +243,7 @@ async def test_messages_that_are_none_are_answered_with_an_error(socket: str, me
         if method != "GetPreferredAllocation":  # which advises only
             stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{uuid_of(agent, 0)}::0"])))
             assert isinstance(stranger, GRPCError) or method == "PreStartContainer"
-        node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-        await wait_running(node, "after")
+        await start_pods(node, pod("after", container(cores=30, blocks=10)))
         await wait_ledger_equal(node, agent)
 
 
@@ -277,18 +276,12 @@ async def _child_on_a_full_disk(node: EmbeddedNode, *flags: str) -> AsyncIterato
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     with Path("/dev/full").open("wb") as full:
-        child = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
             env=clean_environment(), stdin=asyncio.subprocess.DEVNULL, stdout=full, stderr=full, preexec_fn=limit,
-        )  # fmt: skip
-    try:
-        await wait_registered(node)
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            await child.wait()
+        ) as child:  # fmt: skip
+            await wait_registered(node)
+            yield child
 
 
 async def test_on_a_full_disk_the_agent_goes_on() -> None:

@@ -17,8 +17,8 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.isolation import MemoryLimit
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_running, wait_settled
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_settled
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 
 MIB = 1 << 20
 MAY_SET = ("--isolation=driver", "--driver-limits.set-by-agent=true")
@@ -62,8 +62,7 @@ async def test_a_share_has_its_limit_and_again_after_a_restart() -> None:
     async with open_test_node() as node:
         require_v2(node)
         async with open_agent(node, *MAY_SET) as agent:
-            node.api.create_pod(share("first"))
-            await wait_running(node, "first")
+            await start_pods(node, share("first"))
             await wait_limit(node, agent, "first", 8 * 256)
             kept = agent.parts.isolation.kept(agent.parts.node.cache.view()[key_of(node, "first")])
             assert kept is not None and (kept.memory_by, kept.compute_by) == ("driver", NOBODY)
@@ -76,8 +75,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
     async with open_test_node() as node:
         require_v2(node)
         async with open_agent(node, "--isolation=driver") as agent:
-            node.api.create_pod(share("bare"))
-            await wait_running(node, "bare")
+            await start_pods(node, share("bare"))
             limits = agent.parts.isolation.parts["driver"].services["driver limits"]
             assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")

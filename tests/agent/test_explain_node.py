@@ -18,7 +18,7 @@ from tests.agent.support_agent import (
     wait_until,
     write_faults,
 )
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods, wait_phase
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 
@@ -56,8 +56,7 @@ async def test_what_was_placed_is_explained() -> None:
         open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent,
     ):
         for name, cores, blocks in (("share", 30, 10), ("whole", 100, 0), ("pair", 200, 0)):
-            node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)))
-            await wait_running(node, name)
+            await start_pods(node, pod(name, container(cores=cores, blocks=blocks)))
         share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
     assert [r.outcome for r in (share, whole, pair)] == [Outcome.ALLOCATED] * 3
     assert (share.policy, whole.policy, pair.policy) == ("share", "fragment", "link")

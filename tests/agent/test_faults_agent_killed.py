@@ -20,7 +20,7 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 
 ADMISSION = 4 * 5
 """Two containers with two resources: preference asked, List, preference answered, Allocate asked, Allocate answered."""
@@ -45,8 +45,7 @@ async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_
     """At each moment of a pod's admission: the next agent knows every allocation, and admits the next pod."""
     async with open_test_node(seed=number) as node:
         async with open_agent(node) as agent:
-            node.api.create_pod(pod("before", container(cores=40, blocks=16)))
-            await wait_running(node, "before")
+            await start_pods(node, pod("before", container(cores=40, blocks=16)))
             moments = Moments(node, "during")
             moments.at(number, agent.task.cancel)
             node.api.create_pod(_two_containers("during"))
@@ -73,8 +72,7 @@ async def test_an_agent_killed_in_an_admission_leaves_nothing_that_its_successor
     """SIGKILL to the process: sockets stay behind, without notice; the next agent takes over all the same."""
     async with open_test_node() as node:
         async with open_child(node) as child:
-            node.api.create_pod(pod("before", container(cores=40, blocks=16)))
-            await wait_running(node, "before")
+            await start_pods(node, pod("before", container(cores=40, blocks=16)))
             moments = Moments(node, "during")
             moments.at_next(moment, child.kill)
             node.api.create_pod(_two_containers("during"))

@@ -26,7 +26,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.cluster.support_kube import pod_named
-from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, kill_container, open_test_node, pod
+from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, kill_container, open_test_node, pod, start_pods
 
 SHORT_LOOKUP = "--kubelet.pod-lookup-timeout-s=1"
 
@@ -55,8 +55,7 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             assert silent_s is not None, "an API server that was never heard is silent, too"
             await node.api.start_listening()
             await wait_synced(agent.parts)
-            node.api.create_pod(pod("late", container(cores=30, blocks=10)))
-            await wait_running(node, "late")
+            await start_pods(node, pod("late", container(cores=30, blocks=10)))
             await wait_ledger_equal(node, agent)
 
 
@@ -75,7 +74,7 @@ async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_
         async with open_agent(node, "--kubelet.pod-lookup-timeout-s=5", wait=False) as agent:
             await wait_registered(node)
             node.api.create_pod(pod("patient", container(cores=30, blocks=10)))
-            await wait_until(node, lambda: node.kubelet.log.open_calls, "the admission to begin")
+            await wait_until(node, lambda: node.calls.open_calls, "the admission to begin")
             await node.api.start_listening()
             await wait_running(node, "patient")
             await wait_ledger_equal(node, agent)
@@ -104,16 +103,14 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
 async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in_when_it_is_back() -> None:
     """The text names the API server; what ended meanwhile is freed when it is back."""
     async with open_test_node() as node, open_agent(node, SHORT_LOOKUP, "--simulated.gpus=1") as agent:
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         await node.api.stop_listening()
         node.api.create_pod(pod("unheard", container(cores=40, blocks=10)))
         assert "API server did not answer" in await _refused(node, "unheard")
         node.api.delete_pod("default", "before", grace_period_s=0)
         await node.api.start_listening()
         await wait_until(node, lambda: holders_of(agent) == 0, "the ended pod's share freed")
-        node.api.create_pod(pod("after", container(cores=100)))
-        await wait_running(node, "after")
+        await start_pods(node, pod("after", container(cores=100)))
         await wait_ledger_equal(node, agent)
 
 
@@ -125,8 +122,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
         assert "API server did not answer" in await _refused(node, "stuck")
         node.api.running.set()
         await wait_until(node, lambda: pod_named(agent.parts.node.pods, "stuck"), "the watch to go on")
-        node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-        await wait_running(node, "after")
+        await start_pods(node, pod("after", container(cores=30, blocks=10)))
         await wait_ledger_equal(node, agent)
 
 

@@ -18,6 +18,7 @@ from tests.agent.support_agent import (
     log_lines,
     open_agent,
     open_child,
+    settle_pod,
     uuid_of,
     wait_ledger_equal,
     wait_running,
@@ -25,7 +26,7 @@ from tests.agent.support_agent import (
     wait_until,
     write_faults,
 )
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, start_pods, wait_phase
 from tests.support_deadline import DEADLINE_S
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
@@ -64,8 +65,7 @@ async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhe
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
-            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-            await wait_running(node, "first")
+            await start_pods(node, pod("first", container(cores=30, blocks=10)))
             lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
             assert gpus_of(node, "first") == {lost}
             write_faults(faults, lost={"0": "fell off the bus"})
@@ -89,8 +89,7 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
-            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-            await wait_running(node, "first")
+            await start_pods(node, pod("first", container(cores=30, blocks=10)))
             before = agent.held()
             write_faults(faults, all_lost="driver/library version mismatch")
             await _wait_healthy(node, 0)
@@ -112,12 +111,10 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
     flags = ("--simulated.gpus=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
-        node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
-        message = await wait_settled(node, "unlucky")
+        message = await settle_pod(node, pod("unlucky", container(cores=30, blocks=10)))
         assert "NoHealthyGPU" in message and "Create the pod again" in message
         await _wait_healthy(node, 1)
-        node.api.create_pod(pod("again", container(cores=30, blocks=10)))
-        await wait_running(node, "again")
+        await start_pods(node, pod("again", container(cores=30, blocks=10)))
         await wait_ledger_equal(node, agent)
 
 

@@ -36,6 +36,7 @@ from tests.sandbox.support_sandbox import (
     open_test_node,
     pod,
     serving,
+    start_pods,
 )
 from tests.sandbox.support_sandbox import register as register_plugin
 
@@ -70,8 +71,7 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
     """The pod under admission comes back to a kubelet that has forgotten half of it; nothing is given twice."""
     async with open_test_node(seed=number, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
         node.kubelet.begin_admissions()
-        node.api.create_pod(pod("before", container(cores=40, blocks=16)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=40, blocks=16)))
         ids = _container_ids(node, "before")
         moments = Moments(node, "during")
         async with asyncio.TaskGroup() as group:
@@ -94,18 +94,16 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
     """While the new kubelet lists nothing, the ledger stays; the plugins are back in time, and no container restarts."""
     async with open_test_node(kubelet_version=version, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
         node.kubelet.begin_admissions()
-        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
-        node.api.create_pod(pod("whole", container(cores=200)))
-        await wait_running(node, "share", "whole")
+        await start_pods(node, pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=200)))
         before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
         freed = _note_releases(agent)
         collection = collection_of(node, agent)
         for _ in range(2):
             await node.kubelet.restart()
-            asked = len(node.kubelet.log.pod_resources_calls)
+            asked = len(node.calls.pod_resources_calls)
             for _ in range(2):
                 await collection.reconcile()
-            assert len(node.kubelet.log.pod_resources_calls) > asked and not kubelet_held(node)
+            assert len(node.calls.pod_resources_calls) > asked and not kubelet_held(node)
             await wait_registered(node)
             node.kubelet.begin_admissions()
             await _wait_kubelet_knows(node, "share", "whole")
@@ -148,8 +146,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         open_agent(node, "--simulated.gpus=1") as agent,
     ):
         node.kubelet.begin_admissions()
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         before = agent.held()
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
@@ -176,8 +173,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
 async def test_a_socket_that_someone_deletes_is_served_and_registered_again(names: list[str]) -> None:
     """Without a socket the kubelet could not come back; pods are admitted as before."""
     async with open_test_node() as node, open_agent(node) as agent:
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         done = agent.parts.kubelet.registrar
         sockets = [plugin_socket(node, name) for name in names]
         for socket in sockets:
@@ -200,8 +196,7 @@ async def test_a_socket_that_someone_deletes_is_served_and_registered_again(name
 async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
     """A second program that replaces our socket and registers our resource does not keep it."""
     async with open_test_node() as node, open_agent(node) as agent:
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         registered = agent.count("gpushare_registrations_total", resource=CORE)
         rival = SmallPlugin(CORE, device_ids("GPU-rival", count=4))
         name = plugin_socket(node, "vcore").name

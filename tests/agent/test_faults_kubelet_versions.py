@@ -30,6 +30,7 @@ from tests.sandbox.support_sandbox import (
     limits_of,
     open_test_node,
     pod,
+    start_pods,
     wait_gone,
 )
 from tests.support_deadline import DEADLINE_S
@@ -75,8 +76,7 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
         assert len(gpus_of(node, "whole")) == 2
         await wait_ledger_equal(node, agent)
         for name, cores, blocks in (("late-1", 10, 5), ("late-2", 30, 20)):  # as the rejected pods of before asked
-            node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)))
-            await wait_running(node, name)
+            await start_pods(node, pod(name, container(cores=cores, blocks=blocks)))
         _assert_given_what_was_asked(node)
         for raw in node.api.pods():
             node.api.delete_pod("default", raw["metadata"]["name"])
@@ -121,6 +121,4 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
         text = node.paths.agent_log.read_text()
         assert "v1.29.14" in text and "1.30" in text and "Upgrade the kubelet" in text
         assert "Traceback" not in text
-        assert not node.kubelet.log.pod_resources_calls or not any(
-            c.inside for c in node.kubelet.log.pod_resources_calls
-        )
+        assert not node.calls.pod_resources_calls or not any(c.inside for c in node.calls.pod_resources_calls)

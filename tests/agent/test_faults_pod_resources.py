@@ -18,8 +18,6 @@ from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import UnixChannel
-from gpushare_agent.core.kit.grpc_server import GrpcServer
-from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     DEADLINE_S,
@@ -32,13 +30,24 @@ from tests.agent.support_agent import (
     open_agent,
     open_child,
     poll_until,
+    settle_pod,
     wait_ledger_equal,
     wait_running,
     wait_settled,
     wait_until,
 )
 from tests.agent.support_reconcile import collection_of
-from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, pod_resources, wait_gone
+from tests.cluster.support_kube import running
+from tests.kit.support_grpc import served_at
+from tests.sandbox.support_sandbox import (
+    container,
+    kill_container,
+    open_test_node,
+    pod,
+    pod_resources,
+    remove_pod,
+    start_pods,
+)
 
 LIST = "/v1.PodResourcesLister/List"
 GET = "/v1.PodResourcesLister/Get"
@@ -92,14 +101,9 @@ class StandsBetween:
 async def _between(node: EmbeddedNode) -> AsyncIterator[tuple[StandsBetween, str]]:
     """The server, and the flag that makes an agent ask it."""
     service = StandsBetween(node.paths.pod_resources_socket)
-    server = GrpcServer([service])
-    path = node.paths.state / "between.sock"
-    await server.serve(bind_unix_socket(path, mode=0o600))
-    try:
+    async with served_at(node.paths.state / "between.sock", service) as path:
         yield service, f"--kubelet.pod-resources-socket={path}"
-    finally:
         service.may_answer.set()
-        await server.stop()
 
 
 def _share(name: str, cores: int = 30, blocks: int = 10, **extra: Any) -> dict[str, Any]:
@@ -110,9 +114,7 @@ async def test_a_list_refused_by_the_rate_limit_is_asked_again_and_the_pod_is_se
     """Five refusals before each answer cost a few milliseconds and nothing else."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
         between.refusals = 5
-        node.api.create_pod(_share("one"))
-        node.api.create_pod(_share("two"))
-        await wait_running(node, "one", "two")
+        await start_pods(node, _share("one"), _share("two"))
         assert between.refused >= 20
         await wait_ledger_equal(node, agent)
 
@@ -136,14 +138,12 @@ async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_
         open_agent(node, flag, list_timeout_s=1.0) as agent,
     ):
         between.may_answer.clear()
-        node.api.create_pod(_share("stuck"))
-        message = await wait_settled(node, "stuck")
+        message = await settle_pod(node, _share("stuck"))
         assert "code = Unavailable" in message and "did not answer within 1 s" in message
         assert "gpushare-agent check" in message
         between.may_answer.set()
         agent.parts.kubelet.gate.list_timeout_s = DEADLINE_S
-        node.api.create_pod(_share("after"))
-        await wait_running(node, "after")
+        await start_pods(node, _share("after"))
         await wait_ledger_equal(node, agent)
 
 
@@ -152,8 +152,7 @@ async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None
     async with open_test_node() as node:
         missing = node.paths.state / "nowhere.sock"
         async with open_agent(node, f"--kubelet.pod-resources-socket={missing}") as agent:
-            node.api.create_pod(_share("lost"))
-            message = await wait_settled(node, "lost")
+            message = await settle_pod(node, _share("lost"))
             assert str(missing) in message and "code = Unavailable" in message
             assert holders_of(agent) == 0
 
@@ -164,16 +163,14 @@ async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_k
         flag = "--kubelet.pod-resources-socket="
         async with open_agent(node, flag) as agent:
             for name in ("first", "second"):
-                node.api.create_pod(_share(name))
-                await wait_running(node, name)
+                await start_pods(node, _share(name))
             await wait_ledger_equal(node, agent)
         async with open_agent(node, flag) as agent:
             await wait_ledger_equal(node, agent)
             # The checkpoint has UIDs alone: the names come with the list of pods.
             names = {"first", "second"}
             await poll_until(lambda: {a.pod_name for a in agent.parts.node.cache} == names, "the pods' names")
-            node.api.delete_pod("default", "first")
-            await wait_gone(node, "first")
+            await remove_pod(node, "first")
             await wait_ledger_equal(node, agent)
 
 
@@ -182,11 +179,9 @@ async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_cras
     """The pod is refused with the reason; the agent stays, and serves when answers can be read again."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag):
         between.answers = [garbage]
-        node.api.create_pod(_share("unread"))
-        assert "no valid message" in await wait_settled(node, "unread")
+        assert "no valid message" in await settle_pod(node, _share("unread"))
         between.answers = []
-        node.api.create_pod(_share("after"))
-        await wait_running(node, "after")
+        await start_pods(node, _share("after"))
 
 
 async def test_an_empty_list_frees_nothing() -> None:
@@ -197,9 +192,7 @@ async def test_an_empty_list_frees_nothing() -> None:
         open_agent(node, flag) as agent,
     ):
         collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
-        node.api.create_pod(_share("one"))
-        node.api.create_pod(_share("two", cores=100))
-        await wait_running(node, "one", "two")
+        await start_pods(node, _share("one"), _share("two", cores=100))
         before = agent.held()
         between.answers = [b"\x12\x00"]  # an unknown field and no pod
         for _ in range(3):
@@ -212,8 +205,7 @@ async def test_an_empty_list_frees_nothing() -> None:
 
 async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> None:
     """Whatever the kubelet forgets by it, no container gets an ID that a living one holds."""
-    async with open_test_node(seed=3) as node, open_agent(node) as agent, asyncio.TaskGroup() as group:
-        lists = group.create_task(_list_for_ever(node))
+    async with open_test_node(seed=3) as node, open_agent(node) as agent, running(lambda: _list_for_ever(node)):
         for number in range(30):
             node.api.create_pod(_share(f"p{number}", cores=25, blocks=20, restartPolicy="Never"))
             if number >= 6:
@@ -222,7 +214,6 @@ async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> No
             assert_nothing_shared(node)
         await wait_running(node, *(f"p{number}" for number in range(24, 30)))
         await wait_ledger_equal(node, agent)
-        lists.cancel()
 
 
 async def _list_for_ever(node: EmbeddedNode) -> None:
@@ -239,8 +230,7 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
     """A List while our Allocate is open, after another pod's end: the next pod is offered what this one got, and the agent
     counts the offer and gives it other IDs."""
     async with open_test_node(seed=seed) as node, open_child(node) as child:
-        node.api.create_pod(_share("ended", restartPolicy="Never"))
-        await wait_running(node, "ended")
+        await start_pods(node, _share("ended", restartPolicy="Never"))
         moments = Moments(node, "victim")
         moments.at_next("Allocate asked", lambda: os.kill(child.pid, signal.SIGSTOP))
         node.api.create_pod(_share("victim", cores=40, blocks=20))
@@ -282,17 +272,13 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
     """One GPU, allocated to a container that the kubelet has forgotten: no other gets it."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
-        node.api.create_pod(_share("holder", cores=80, blocks=50))
-        await wait_running(node, "holder")
+        await start_pods(node, _share("holder", cores=80, blocks=50))
         for taken in node.kubelet.devices._allocated.values():  # as after a List at the wrong moment
             taken.clear()
-        node.api.create_pod(_share("second", cores=60, blocks=50, nodeName=node.name))
-        message = await wait_settled(node, "second")
+        message = await settle_pod(node, _share("second", cores=60, blocks=50, nodeName=node.name))
         assert node.api.pod("default", "second")["status"]["phase"] == "Failed"
         assert "default/second" in message and ("free" in message)
         assert_nothing_shared(node)
-        node.api.delete_pod("default", "holder")
-        await wait_gone(node, "holder")
-        node.api.create_pod(_share("third", cores=100))
-        await wait_running(node, "third")
+        await remove_pod(node, "holder")
+        await start_pods(node, _share("third", cores=100))
         await wait_ledger_equal(node, agent)

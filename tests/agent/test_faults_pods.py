@@ -14,13 +14,22 @@ from tests.agent.support_agent import (
     gpus_of,
     holders_of,
     open_agent,
+    settle_pod,
     uuid_of,
     wait_ledger_equal,
     wait_running,
-    wait_settled,
     wait_until,
 )
-from tests.sandbox.support_sandbox import active_records, container, kill_container, open_test_node, pod, wait_gone
+from tests.sandbox.support_sandbox import (
+    active_records,
+    container,
+    kill_container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+    wait_gone,
+)
 
 ADMISSION = 10
 """Moments of the admission of one container with two resources: see test_faults_agent_killed.py."""
@@ -41,16 +50,14 @@ async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behin
         await wait_until(node, lambda: len(moments.seen) > number, "the moment of the deletion")
         await wait_gone(node, "brief")
         await wait_until(node, lambda: not node.kubelet.listed_pods(), "the kubelet to forget the pod")
-        node.api.create_pod(_share("next", cores=100, blocks=0))
-        await wait_running(node, "next")
+        await start_pods(node, _share("next", cores=100, blocks=0))
         await wait_ledger_equal(node, agent)
 
 
 async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_lose() -> None:
     """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own ledger."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
-        node.api.create_pod(_share("other", cores=30, blocks=20))
-        await wait_running(node, "other")
+        await start_pods(node, _share("other", cores=30, blocks=20))
         for turn in range(8):
             cores = 40 + turn
             node.api.create_pod(_share("web-0", cores=cores, blocks=20 + turn))
@@ -68,12 +75,9 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
     """As a StatefulSet's pod that is deleted in peace, on a GPU that holds only one of them."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
         for _ in range(4):
-            node.api.create_pod(_share("web-0"))
-            await wait_running(node, "web-0")
-            node.api.delete_pod("default", "web-0")
-            await wait_gone(node, "web-0")
-        node.api.create_pod(_share("web-0"))
-        await wait_running(node, "web-0")
+            await start_pods(node, _share("web-0"))
+            await remove_pod(node, "web-0")
+        await start_pods(node, _share("web-0"))
         await wait_ledger_equal(node, agent)
         assert holders_of(agent) == 60
 
@@ -81,19 +85,16 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
 async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
     """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
-        node.api.create_pod(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
-        await wait_running(node, "stays")
+        await start_pods(node, _share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
         uid = node.api.pod("default", "stays")["metadata"]["uid"]
         assert gpus_of(node, "stays") == {uuid_of(agent, 0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
         await wait_until(node, lambda: uid not in node.kubelet.runtime.pods() or not active_records(node), "gone")
-        node.api.create_pod(_share("next"))
-        await wait_running(node, "next")
+        await start_pods(node, _share("next"))
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
         assert gpus_of(node, "next") == {uuid_of(agent, 1)}
         assert_nothing_shared(node)
-        node.api.create_pod(_share("refused"))
-        assert "free" in await wait_settled(node, "refused")
+        assert "free" in await settle_pod(node, _share("refused"))
         await wait_until(node, lambda: holders_of(agent) == 60, "the lingering share freed")
         assert not node.kubelet.runtime.is_running(uid, "main")
         node.api.create_pod(_share("last", cores=80))
@@ -105,8 +106,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
 async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> None:
     """Each start is checked by PreStartContainer; nothing is allocated again."""
     async with open_test_node() as node, open_agent(node) as agent:
-        node.api.create_pod(_share("crashes"))
-        await wait_running(node, "crashes")
+        await start_pods(node, _share("crashes"))
         before = agent.held()
         for starts in range(2, 6):
             kill_container(node, "default", "crashes", "main")

@@ -22,7 +22,7 @@ from tests.agent.support_agent import (
     wait_settled,
     wait_until,
 )
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
 from tests.support_deadline import DEADLINE_S
 
 
@@ -40,8 +40,7 @@ async def _terminate(node: EmbeddedNode, child: asyncio.subprocess.Process) -> N
 async def test_sigterm_ends_the_agent_well_and_removes_its_sockets() -> None:
     """Exit code 0; the pods that run are left alone."""
     async with open_test_node() as node, open_child(node) as child:
-        node.api.create_pod(pod("runs", container(cores=30, blocks=10)))
-        await wait_running(node, "runs")
+        await start_pods(node, pod("runs", container(cores=30, blocks=10)))
         assert [name.partition("-")[0] for name in _sockets(node)] == ["vcore", "vmemory"]
         await _terminate(node, child)
         await wait_running(node, "runs")
@@ -62,7 +61,7 @@ async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
         await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
         node.api.running.clear()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
-        await wait_until(node, lambda: node.kubelet.log.open_calls, "the admission")
+        await wait_until(node, lambda: node.calls.open_calls, "the admission")
         await _terminate(node, child)
         assert "error reading from server: EOF" in await wait_settled(node, "waits")  # not the agent's own answer
         node.api.running.set()
@@ -88,8 +87,7 @@ async def test_a_log_that_nobody_reads_stops_neither_admissions_nor_the_end() ->
                 os.write(write_end, b"x")
         os.set_blocking(write_end, True)
         async with open_test_node() as node, open_child(node, stderr=write_end) as child:
-            node.api.create_pod(pod("runs", container(cores=30, blocks=10)))
-            await wait_running(node, "runs")
+            await start_pods(node, pod("runs", container(cores=30, blocks=10)))
             await _terminate(node, child)
     finally:
         os.close(read_end)
@@ -117,8 +115,7 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
         _write(path, "simulated: {gpus: 2}\nlog: {level: info}\n")
         async with open_child(node, f"--config={path}") as child:
             await _wait_blocks(node, BLOCKS)
-            node.api.create_pod(pod("runs", container(cores=100)))
-            await wait_running(node, "runs")
+            await start_pods(node, pod("runs", container(cores=100)))
             _write(path, "simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
             child.send_signal(signal.SIGHUP)
             await _wait_blocks(node, BLOCKS // 4)

@@ -28,6 +28,7 @@ from tests.isolation.support_vdevice import MIB, register
 from tests.sandbox.support_containers import KINDS
 from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
 from tests.settings.support_settings import clean_environment
+from tests.support_process import running_process
 
 SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100
@@ -79,19 +80,14 @@ def manifest(number: int, load: Path, quiet: Path) -> dict[str, Any]:
 async def running_agent(node: EmbeddedNode) -> AsyncIterator[asyncio.subprocess.Process]:
     """The agent, just executed; killed at the end."""
     with node.paths.agent_log.open("ab") as log:
-        child = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, "-m", "gpushare_agent", "run", *node.agent_arguments(), "--web.port=0"),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-        )
-    try:
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
+        ) as child:
+            yield child
 
 
 def uid_of(node: EmbeddedNode, number: int) -> str:

@@ -37,8 +37,9 @@ from tests.sandbox.support_sandbox import (
     open_plugin,
     open_test_node,
     pod,
+    remove_pod,
+    start_pods,
     wait_allocatable,
-    wait_gone,
     wait_phase,
 )
 
@@ -110,8 +111,7 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
                 # By their IDs, which a kubelet that starts again must find, or it rejects the pods.
                 await wait_until(node, lambda: sum(is_offered(node)) == 90, "its cores are listed")
         async with open_agent(node, *FLAGS) as agent:
-            node.api.create_pod(pod("next", container(cores=70, blocks=60)))
-            await wait_running(node, "next")
+            await start_pods(node, pod("next", container(cores=70, blocks=60)))
             assert gpus_of(node, "next") == {GPUS[0]}
             # Nothing of the agent's is in the containers that it did not start.
             uid = node.api.pod("default", "by-answer")["metadata"]["uid"]
@@ -129,8 +129,7 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
             assert {name: annotations.get(name) for name in ASSIGNED} == ASSIGNED
             assert not ASSIGNED.keys() & node.api.pod("default", "by-answer")["metadata"]["annotations"].keys()
             for name in ("by-answer", "by-annotation", "next"):
-                node.api.delete_pod("default", name, grace_period_s=0)
-                await wait_gone(node, name)
+                await remove_pod(node, name, grace_period_s=0)
             await wait_until(node, lambda: not len(agent.parts.node.cache), "all released")
             await wait_until(node, lambda: not any(is_offered(node)), "its IDs are offered to nobody")
             await wait_allocatable(node, CORE, 200)
@@ -147,8 +146,7 @@ async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:
                 plugin.answer = next(answers)
 
             plugin.on_allocate = next_answer
-            node.api.create_pod(pod("two", container("a", cores=30, blocks=4), container("b", cores=100, blocks=96)))
-            await wait_running(node, "two")
+            await start_pods(node, pod("two", container("a", cores=30, blocks=4), container("b", cores=100, blocks=96)))
         async with open_agent(node, *FLAGS) as agent:
             uid = node.api.pod("default", "two")["metadata"]["uid"]
             held = {one.key.container: (one.gpus, one.is_whole) for one in agent.parts.node.cache.of_pod(uid)}
@@ -216,7 +214,6 @@ async def test_gpushares_pods_keep_the_gpu_of_their_index() -> None:
             (found,) = agent.parts.node.cache
             assert found.gpus == (GPUS[1],) and len(found.ids_of(ResourceKind.GPU_MEM)) == 20
             await wait_allocatable(node, GPU_MEM, 48)
-            node.api.create_pod(pod("new", limits_of("main", {GPU_MEM: 10})))
-            await wait_running(node, "new")
+            await start_pods(node, pod("new", limits_of("main", {GPU_MEM: 10})))
             (new,) = agent.parts.node.cache.of_pod(node.api.pod("default", "new")["metadata"]["uid"])
             assert new.gpus == (GPUS[0],)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.core.formats.vdevice import decode_config
-from tests.agent.support_agent import open_agent, wait_running, wait_until
-from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_allocatable
+from tests.agent.support_agent import open_agent, wait_until
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, start_pods, wait_allocatable
 
 BLOCK_BYTES = 256 * 2**20
 
@@ -33,8 +33,7 @@ async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, s
     """It has its GPUs in gpu-manager's annotations, and a share its limits where the control library looks."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2", "--isolation=vcuda"):
         await wait_allocatable(node, CORE, 200)
-        node.api.create_pod(pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
-        await wait_running(node, "vcuda")
+        await start_pods(node, pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
 
         def written() -> dict[str, str]:
             return dict(node.api.pod("default", "vcuda")["metadata"].get("annotations", {}))

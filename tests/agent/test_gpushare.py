@@ -12,7 +12,7 @@ from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_settled, wait_until
+from tests.agent.support_agent import calls_of, open_agent, poll_until, settle_pod, wait_until
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -20,8 +20,9 @@ from tests.sandbox.support_sandbox import (
     limits_of,
     open_test_node,
     pod,
+    remove_pod,
+    start_pods,
     wait_allocatable,
-    wait_gone,
 )
 from tests.support_json import undecoded
 
@@ -46,9 +47,8 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
     """Without any extender; the compute follows the memory, and the container finds its limits."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
-        node.api.create_pod(pod("share", memory(6), memory(2, "side")))
-        await wait_running(node, "share")
-        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate" and c.resource == GPU_MEM]
+        await start_pods(node, pod("share", memory(6), memory(2, "side")))
+        calls = [c for c in node.calls.calls if c.method == "Allocate" and c.resource == GPU_MEM]
         env = ContainerAllocateResponse.parse(calls[0].response).envs
         key = calls[0].device_ids[0].rpartition("-")[0]
         assert {d.rpartition("-")[0] for c in calls for d in c.device_ids} == {key}  # binpack
@@ -71,8 +71,7 @@ async def test_the_gpu_that_gpushares_extender_chose_is_taken_where_it_fits() ->
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
         for name, units, wish in (("first", 20, "1"), ("second", 4, "1"), ("third", 6, "1"), ("odd", 1, "../1")):
-            node.api.create_pod(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
-            await wait_running(node, name)
+            await start_pods(node, pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
         gpus = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
         assert gpus == ["1", "1", "0"]
         await wait_until(
@@ -85,23 +84,18 @@ async def test_a_gpus_memory_is_one_account() -> None:
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
             await wait_allocatable(node, GPU_MEM, 48)
-            node.api.create_pod(pod("whole", container(cores=100)))
-            await wait_running(node, "whole")
+            await start_pods(node, pod("whole", container(cores=100)))
             await wait_allocatable(node, GPU_MEM, 24)
-            node.api.create_pod(pod("units", memory(10)))
-            await wait_running(node, "units")
+            await start_pods(node, pod("units", memory(10)))
             await wait_allocatable(node, MEMORY, 2 * 96 - 40)
-            node.api.create_pod(pod("share", container(cores=30, blocks=20)))
-            await wait_running(node, "share")
+            await start_pods(node, pod("share", container(cores=30, blocks=20)))
             await wait_allocatable(node, GPU_MEM, 24 - 5)
         async with open_agent(node, *FLAGS):
             await wait_allocatable(node, GPU_MEM, 24 - 5)
-            node.api.create_pod(pod("late", memory(9)))
-            await wait_running(node, "late")
+            await start_pods(node, pod("late", memory(9)))
             await wait_allocatable(node, MEMORY, 2 * 96 - 76)
             for name in ("whole", "units", "share", "late"):
-                node.api.delete_pod("default", name, grace_period_s=0)
-                await wait_gone(node, name)
+                await remove_pod(node, name, grace_period_s=0)
             await wait_allocatable(node, GPU_MEM, 48)
             await wait_allocatable(node, MEMORY, 2 * 96)
 
@@ -110,8 +104,7 @@ async def test_both_resources_in_one_container_are_refused_with_what_is_valid() 
     """Memory alone, or a share of compute and memory."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_allocatable(node, GPU_MEM, 48)
-        node.api.create_pod(pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
-        message = await wait_settled(node, "both")
+        message = await settle_pod(node, pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
         assert "Ask for one or the other" in message
 
 
@@ -185,8 +178,7 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
             "tencent.com/gpu-assigned": "false",
             "ALIYUN_COM_GPU_MEM_IDX": "1",
         }
-        node.api.create_pod(pod("two", memory(3), memory(4, "side"), annotations=plan))
-        await wait_running(node, "two")
+        await start_pods(node, pod("two", memory(3), memory(4, "side"), annotations=plan))
         calls = [c for c in calls_of(node, "two", "Allocate") if c.resource == GPU_MEM]
         given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
         assert given == ["0", "1"]

@@ -7,10 +7,17 @@ from collections.abc import Callable
 
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import calls_of, open_agent, wait_running, wait_until
+from tests.agent.support_agent import calls_of, open_agent, wait_until
 from tests.agent.test_gpushare import FLAGS, memory
 from tests.cluster.support_gpushare_inspect import GPU_MEM, Inspected, inspect_node
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_allocatable, wait_gone
+from tests.sandbox.support_sandbox import (
+    container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+    wait_allocatable,
+)
 
 
 def inspected(node: EmbeddedNode) -> Inspected:
@@ -40,20 +47,16 @@ async def test_its_sums_are_what_the_kubelet_has_given() -> None:
             "tencent.com/predicate-gpu-idx-0": "0",
             "tencent.com/predicate-gpu-idx-1": "1",
         }
-        node.api.create_pod(pod("one", memory(6), memory(2, "side")))
-        await wait_running(node, "one")
-        node.api.create_pod(pod("two", memory(3), memory(4, "side"), annotations=plan))
-        await wait_running(node, "two")
+        await start_pods(node, pod("one", memory(6), memory(2, "side")))
+        await start_pods(node, pod("two", memory(3), memory(4, "side"), annotations=plan))
         node.api.create_pod(pod("waits", memory(40)))
         units = given(node, "one", "two")
         assert sorted(units.values()) == [4, 11]
         await wait_until(node, shows(node, (f"{units[0]}/24", f"{units[1]}/24"), "15/48"), "what was given")
-        node.api.create_pod(pod("share", container(cores=50, blocks=40)))
-        await wait_running(node, "share")
+        await start_pods(node, pod("share", container(cores=50, blocks=40)))
         await wait_allocatable(node, GPU_MEM, 38)
         assert shows(node, (f"{units[0]}/19", f"{units[1]}/19"), "15/38")()
-        node.api.delete_pod("default", "one", grace_period_s=0)
-        await wait_gone(node, "one")
+        await remove_pod(node, "one", grace_period_s=0)
         left = given(node, "two")
         await wait_until(node, shows(node, (f"{left[0]}/19", f"{left[1]}/19"), "7/38"), "what is left")
 
@@ -62,8 +65,7 @@ async def test_a_pod_that_is_not_admitted_yet_is_pending() -> None:
     """Bound to the node without an annotation, as in GPUShare before its plugin has answered."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
         await wait_until(node, shows(node, ("0/24", "0/24"), "0/48"), "the empty node")
-        node.api.create_pod(pod("first", memory(6)))
-        await wait_running(node, "first")
+        await start_pods(node, pod("first", memory(6)))
         await wait_until(node, lambda: inspected(node).pending is None, "the annotations")
         bound = {"metadata": {"name": "bound"}, "spec": {**pod("bound", memory(5))["spec"], "nodeName": node.name}}
         found = inspect_node(node.api.object_of("nodes", ("", node.name)) or {}, [*node.api.pods(), bound])

@@ -25,7 +25,7 @@ from tests.agent.support_agent import (
 )
 from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 from tests.support_deadline import DEADLINE_S
 
 
@@ -87,8 +87,7 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
 async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number: signal.Signals) -> None:
     """An upgrade that fails, or is taken back: no third agent is needed, also where the newcomer was killed."""
     async with open_test_node() as node, open_child(node):
-        node.api.create_pod(pod("before", container(cores=60, blocks=40)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=60, blocks=40)))
         async with open_child(node, wait=False) as new:
             await _wait_serving(node, times=2)
             await poll_until(lambda: len(log_lines(node, "another_agent_serves")) == 2, "the first stands by")
@@ -107,8 +106,7 @@ async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None
             await poll_until(lambda: log_lines(node, "another_agent_serves"), "the newcomer asks")
             await _end(old, signal.SIGKILL)
             await _wait_serving(node, times=2)
-            node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=60, blocks=40)))
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
@@ -141,8 +139,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         await poll_until(
             lambda: any(named in one for one in new.parts.readiness.not_ready()), "the newcomer has looked"
         )
-        node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-        await wait_running(node, "after")
+        await start_pods(node, pod("after", container(cores=60, blocks=40)))
         assert old.held() and not new.held()
         assert not old.parts.kubelet.handover.waiting
         assert not old.parts.readiness.not_ready()
@@ -163,6 +160,48 @@ async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -
         assert not new.parts.readiness.not_ready()
 
 
+async def test_a_newcomer_with_another_directory_waits_until_the_shares_of_the_first_have_ended(
+    short_dir: Path,
+) -> None:
+    """Their files stay with the agent that keeps them, which serves on."""
+    flags = [f"--virtual-manager.path={short_dir}/vm", f"--libgpushare.directory={short_dir}/own"]
+    async with open_test_node() as node, open_agent(node) as old:
+        node.api.create_pod(pod("before", container(cores=40, blocks=8)))
+        await wait_running(node, "before")
+        files = sorted(node.paths.virtual_manager.rglob("*"))
+        assert files
+        async with open_agent(node, *flags, wait=False) as new:
+            new.parts.readiness.period_s = 0.05
+            await poll_until(lambda: "earlier directory" in str(new.parts.readiness.not_ready()), "it has looked")
+            node.api.create_pod(pod("meanwhile", container(cores=40, blocks=8)))
+            await wait_running(node, "before", "meanwhile")
+            assert old.held() and not new.held() and not old.parts.readiness.not_ready()
+            assert set(files) <= set(node.paths.virtual_manager.rglob("*"))
+            for name in ("before", "meanwhile"):
+                node.api.delete_pod("default", name)
+            await poll_until(lambda: old.parts.kubelet.handover.waiting, "the newcomer asks")
+            assert not new.parts.readiness.not_ready()
+
+
+async def test_an_agent_alone_serves_and_warns_of_shares_in_an_earlier_directory(short_dir: Path) -> None:
+    """Nobody else could: they keep their files, which it does not touch."""
+    async with open_test_node() as node:
+        async with open_agent(node):
+            node.api.create_pod(pod("before", container(cores=40, blocks=8)))
+            await wait_running(node, "before")
+        files = {path: path.stat().st_ino for path in node.paths.virtual_manager.rglob("*") if path.is_file()}
+        async with open_agent(node, f"--virtual-manager.path={short_dir}/vm", wait=False) as agent:
+            agent.parts.readiness.period_s = 0.05
+            await poll_until(lambda: "earlier directory" in str(agent.parts.readiness.not_ready()), "it has looked")
+            await wait_registered(node)
+            node.api.create_pod(pod("after", container(cores=40, blocks=8)))
+            await wait_running(node, "before", "after")
+            await agent.parts.isolation.vdevices.remove_stale()
+            assert files and {path: path.stat().st_ino for path in files} == files
+            node.api.delete_pod("default", "before")
+            await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
+
+
 async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_has_ended() -> None:
     """What can be had is given, a share is refused with the setting as it is written, and the agent stays not Ready."""
     flags = ("--libgpushare.directory=/proc/nope/gpushare", "--isolations-allowed=none")
@@ -172,8 +211,7 @@ async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_h
         await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
         await wait_registered(node)
         unlimited = {"tencent.com/gpu-isolation": "none"}
-        node.api.create_pod(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
-        await wait_running(node, "unlimited")
+        await start_pods(node, pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
         node.api.create_pod(pod("limited", container(cores=40, blocks=8)))
         assert "(setting libgpushare.directory)" in await wait_settled(node, "limited")
         assert "(setting libgpushare.directory)" in str(new.parts.readiness.not_ready())
@@ -233,6 +271,15 @@ async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_re
         async with open_agent(node, *_elsewhere(node, short_dir)) as agent:
             await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
             assert agent.parts.dra is not None and agent.parts.dra.not_served()
+
+
+async def test_a_claim_with_files_in_an_earlier_directory_keeps_a_newcomer_from_being_ready(short_dir: Path) -> None:
+    """As a share of a device plugin does."""
+    async with open_test_node() as node:
+        record_claim(node, "gpushare")
+        async with open_agent(node, *_elsewhere(node, short_dir), wait=False) as agent:
+            await poll_until(lambda: "earlier directory" in str(agent.parts.readiness.not_ready()), "it has looked")
+            assert "claim " in str(agent.parts.readiness.not_ready())
 
 
 async def test_the_first_refused_claim_is_an_increase() -> None:

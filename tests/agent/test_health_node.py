@@ -33,7 +33,7 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.gpus.support_health import write_rehearsal
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, start_pods
 from tests.settings.support_settings import clean_environment, run_program
 from tests.support_deadline import DEADLINE_S
 
@@ -106,8 +106,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
     flags = ("--simulated.gpus=3", "--health.check-period-s=0.2")
     async with _agent(*flags, event_period_s=EVENT_PERIOD_S) as (node, agent, faults):
         ill, *others = (uuid_of(agent, index) for index in range(3))
-        node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-        await wait_running(node, "first")
+        await start_pods(node, pod("first", container(cores=30, blocks=10)))
         assert gpus_of(node, "first") == {ill}
         lists, before = _record_lists(node), agent.held()
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}])
@@ -185,8 +184,7 @@ async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
 async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
     """By the command line, on a running agent; who runs on the GPU goes on; the Node and the document show it."""
     async with _agent() as (node, agent, _):
-        node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-        await wait_running(node, "first")
+        await start_pods(node, pod("first", container(cores=30, blocks=10)))
         uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
         code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
         assert (code, err) == (0, "")
@@ -318,6 +316,5 @@ async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serve
         ]
         with capture_logs() as logged:
             async with open_agent(node, *FAST, *lost):
-                node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-                await wait_running(node, "first")
+                await start_pods(node, pod("first", container(cores=30, blocks=10)))
         assert {"control_socket_not_open", "health_state_not_read"} <= {line["event"] for line in logged}

@@ -22,12 +22,13 @@ from tests.agent.support_agent import (
     gpus_of,
     open_agent,
     poll_until,
+    settle_pod,
     wait_running,
     wait_settled,
     wait_until,
 )
 from tests.isolation.support_library import fake_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
 
 EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
@@ -234,16 +235,14 @@ async def test_without_its_library_only_shares_of_gpushare_are_refused() -> None
         host.library.write_bytes(b"no library")
         async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=gpushare", *host.flags) as agent:
             chooses = {ISOLATION_ANNOTATION: "gpushare"}
-            node.api.create_pod(pod("refused", running(cores=30, blocks=8), annotations=chooses))
-            words = await wait_settled(node, "refused")
+            words = await settle_pod(node, pod("refused", running(cores=30, blocks=8), annotations=chooses))
             assert str(host.library) in words and "--libgpushare.library" in words and "Nothing was allocated" in words
             node.api.create_pod(pod("whole", running(cores=100), annotations=chooses))
             node.api.create_pod(pod("other", running(cores=30, blocks=8)))
             await wait_running(node, "whole", "other")
             fake_library(host.library)
             await agent.parts.isolation.watches["gpushare"].poll()
-            node.api.create_pod(pod("late", running(cores=30, blocks=8), annotations=chooses))
-            await wait_running(node, "late")
+            await start_pods(node, pod("late", running(cores=30, blocks=8), annotations=chooses))
             assert (host.installed / "ld.so.preload").is_file()
 
 
@@ -271,8 +270,7 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
         ends = node.paths.state / "ends"
         until = f"until test -e {shlex.quote(str(ends))}; do sleep 0.02; done"
         async with open_agent(node, "--isolation=gpushare", *host.flags):
-            node.api.create_pod(pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
-            await wait_running(node, "waits")
+            await start_pods(node, pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
             host.library.write_bytes(b"no library")
             (host.installed / "libgpushare.so").unlink()
             ends.touch()

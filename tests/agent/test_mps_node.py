@@ -10,6 +10,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -26,7 +28,7 @@ from tests.agent.support_agent import (
 )
 from tests.isolation.support_mps import MpsPlace, mps_place
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, start_pods, wait_phase
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
 
 GPU_MIB = 24576
@@ -80,9 +82,13 @@ async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) ->
     )
 
 
-async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(short_dir: Path) -> None:
+@pytest.fixture
+def place(short_dir: Path) -> MpsPlace:
+    return mps_place(short_dir)
+
+
+async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(place: MpsPlace) -> None:
     """The variables and mounts of the seed, with the numbers of 30 cores and a quarter of the memory."""
-    place = mps_place(short_dir)
     asks = f"echo get_server_list | {place.program} && echo connected; while :; do sleep 600; done"
     async with (
         open_fake_mps(place.pipe, place.logs, place.program) as daemon,
@@ -120,14 +126,12 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
         assert mounts_of(node, "whole") == []
 
 
-async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(short_dir: Path) -> None:
+async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(place: MpsPlace) -> None:
     """The daemon dies and comes back, the agent restarts: the same processes run on, and the ledger is the same."""
-    place = mps_place(short_dir)
     async with open_test_node() as node:
         async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
             async with open_agent(node, *flags(place)) as agent:
-                node.api.create_pod(share("seed"))
-                await wait_running(node, "seed")
+                await start_pods(node, share("seed"))
                 pid = process_of(node, "seed")
             async with open_agent(node, *flags(place)) as agent:
                 await wait_ledger_equal(node, agent)
@@ -140,16 +144,14 @@ async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(short_dir: Pa
             await wait_ledger_equal(node, agent)
             async with open_fake_mps(place.pipe, place.logs, place.program):
                 await wait_shares(node, agent, served=True)
-                node.api.create_pod(share("second"))
-                await wait_running(node, "second")
+                await start_pods(node, share("second"))
             await wait_shares(node, agent, served=False)
             assert process_of(node, "seed") == pid and process_of(node, "second")
             await wait_ledger_equal(node, agent)
 
 
-async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(short_dir: Path) -> None:
+async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(place: MpsPlace) -> None:
     """Shares come again by themselves once the daemon does."""
-    place = mps_place(short_dir)
     async with (
         open_fake_mps(place.pipe, place.logs, place.program),
         open_test_node() as node,
@@ -171,14 +173,12 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         away.rename(place.pipe / "control")
         program_away.rename(place.program)
         await wait_shares(node, agent, served=True)
-        node.api.create_pod(share("late"))
-        await wait_running(node, "late")
+        await start_pods(node, share("late"))
         assert environment_inside(process_of(node, "late"))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
 
 
-async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Path) -> None:
+async def test_a_share_without_a_daemon_is_refused_with_the_reason(place: MpsPlace) -> None:
     """The text is on the pod: what is wrong with the daemon, and that nothing was allocated."""
-    place = mps_place(short_dir)
     async with (
         open_fake_mps(place.pipe, place.logs, place.program),
         open_test_node() as node,

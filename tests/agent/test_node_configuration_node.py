@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gpushare_agent.core.settings.node_configuration import LABELS
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_running, wait_until
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.agent.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_until
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
 
 OURS = LABELS[0]
 REFUSED = "NodeConfigurationRefused"
@@ -64,8 +64,7 @@ async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_r
             await _wait_blocks(node, BLOCKS // 2)
             _mount(directory, small="", large="resources: {memory_block_mib: many}")
             await poll_until(lambda: len(log_lines(node, "settings_not_reloaded")) == 2, "the file is refused")
-            node.api.create_pod(pod("after", container(cores=50, blocks=BLOCKS // 8)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=50, blocks=BLOCKS // 8)))
             assert _registered(node) == [CORE, MEMORY]
 
 

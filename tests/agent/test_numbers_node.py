@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.grpc_client import UnixChannel
@@ -15,7 +12,7 @@ from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
-from tests.gpus.support_nvml import fake_library
+from tests.gpus.support_nvml import becomes
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -23,7 +20,8 @@ from tests.sandbox.support_sandbox import (
     limits_of,
     open_test_node,
     pod,
-    wait_gone,
+    remove_pod,
+    start_pods,
     wait_phase,
 )
 from tests.support_deadline import DEADLINE_S
@@ -40,25 +38,10 @@ H = ("GPU-bbbbbbbb-0000-4000-8000-000000000002", "00000000:AF:00.0 81559 2 NVIDI
 X = ("GPU-cccccccc-0000-4000-8000-000000000003", "00000000:3B:00.0 24576 2 NVIDIA A10")
 
 
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
-
-
 def boots(script: Path, *gpus: tuple[tuple[str, str], int]) -> None:
     """The driver shows these GPUs, each with its minor, in this order."""
     lines = [f"GPU {index} {uuid} {minor} {rest}\n" for index, ((uuid, rest), minor) in enumerate(gpus)]
-    fresh = script.with_suffix(".new")
-    fresh.write_text(f"count {len(gpus)}\n" + "".join(lines))
-    fresh.replace(script)
-
-
-@pytest.fixture
-def script(library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library_directory))
-    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(short_dir / "script"))
-    return short_dir / "script"
+    becomes(script, f"count {len(gpus)}\n" + "".join(lines))
 
 
 def make_templates(node: EmbeddedNode, **expressions: str) -> None:
@@ -124,8 +107,7 @@ async def test_a_claim_has_its_own_gpu_or_none_after_a_boot(script: Path) -> Non
     async with open_test_node() as node:
         make_templates(node, a10=model.format("A10"), h100=model.format("H100"))
         async with open_child(node, *flags, wait=False):
-            node.api.create_pod(claiming("first", "a10"))
-            await wait_phase(node, "first", "Running")
+            await start_pods(node, claiming("first", "a10"))
             assert claimed(node) == {"first": A[0].replace("GPU-", "gpu-")}
         # Allocated while the agent is away, by the names of before.
         node.api.create_pod(claiming("second", "h100"))
@@ -144,14 +126,12 @@ async def test_a_claim_has_its_own_gpu_or_none_after_a_boot(script: Path) -> Non
         async with open_child(node, *flags, wait=False):
             await poll_until(lambda: len(log_lines(node, "dra_driver_registered")) == 4, "the driver")
             assert (await prepare_again(node))["first"][0] == found["first"][0]
-            node.api.delete_pod("default", "first")
-            await wait_gone(node, "first")
+            await remove_pod(node, "first")
             # Before that the scheduler may choose the GPU that is gone.
             await poll_until(
                 lambda: offered(node) == {X[0].replace("GPU-", "gpu-"), H[0].replace("GPU-", "gpu-")}, "slice"
             )
-            node.api.create_pod(claiming("third", "a10"))
-            await wait_phase(node, "third", "Running")
+            await start_pods(node, claiming("third", "a10"))
             assert (await prepare_again(node))["third"] == ("", ["/dev/nvidia0"])
 
 
@@ -160,8 +140,7 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
     boots(script, (A, 0), (H, 1))
     async with open_test_node() as node:
         async with open_child(node, *FLAGS):
-            node.api.create_pod(pod("p", limits_of("main", {CORE: 10, MEMORY: 4})))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", limits_of("main", {CORE: 10, MEMORY: 4})))
         boots(script, (A, 1), (H, 0))
 
         def container() -> dict[str, Any]:

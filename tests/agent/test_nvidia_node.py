@@ -6,23 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.resources import replica_layout
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    calls_of,
-    open_agent,
-    open_child,
-    wait_running,
-    wait_settled,
-    wait_until,
-    write_faults,
-)
-from tests.gpus.support_nvml import fake_library
+from tests.agent.support_agent import calls_of, open_agent, open_child, wait_settled, wait_until, write_faults
+from tests.gpus.support_nvml import becomes
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
 from tests.sandbox.support_sandbox import (
     CORE,
@@ -31,8 +21,9 @@ from tests.sandbox.support_sandbox import (
     limits_of,
     open_test_node,
     pod,
+    remove_pod,
+    start_pods,
     wait_allocatable,
-    wait_gone,
 )
 
 GPU = "nvidia.com/gpu"
@@ -56,8 +47,7 @@ async def test_a_node_may_offer_nvidias_names_alone() -> None:
     """Setting resources.enabled: a share waits for another node, and the agent is ready."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--resources.enabled=false", wait=False) as agent:
         await wait_allocatable(node, GPU, 2)
-        node.api.create_pod(sample("whole"))
-        await wait_running(node, "whole")
+        await start_pods(node, sample("whole"))
         assert set(node.kubelet.devices.capacity()) == {GPU}
         assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.registrar.all_registered.is_set()
 
@@ -66,20 +56,17 @@ async def test_a_gpu_given_whole_is_out_of_the_shares_also_over_a_restart() -> N
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
             await wait_allocatable(node, GPU, 2)
-            node.api.create_pod(sample("whole"))
-            await wait_running(node, "whole")
+            await start_pods(node, sample("whole"))
             await wait_allocatable(node, CORE, 100)
             await wait_allocatable(node, MEMORY, 96)
             (device,), given = answer(node, "whole")
             assert given.envs["NVIDIA_VISIBLE_DEVICES"].startswith(f"GPU-{device.rpartition('-')[0]}")
         async with open_agent(node, *FLAGS):
             await wait_allocatable(node, CORE, 100)
-            node.api.create_pod(pod("share", container(cores=30, blocks=20)))
-            await wait_running(node, "share")
+            await start_pods(node, pod("share", container(cores=30, blocks=20)))
             await wait_allocatable(node, GPU, 1)  # the one that is taken
             for name in ("whole", "share"):
-                node.api.delete_pod("default", name, grace_period_s=0)
-                await wait_gone(node, name)
+                await remove_pod(node, name, grace_period_s=0)
             await wait_allocatable(node, GPU, 2)
             await wait_allocatable(node, CORE, 200)
 
@@ -89,16 +76,14 @@ async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS, "--nvidia.replicas=*=4"):
             await wait_allocatable(node, GPU, 8)
-            node.api.create_pod(sample("quarter"))
-            await wait_running(node, "quarter")
+            await start_pods(node, sample("quarter"))
             await wait_allocatable(node, CORE, 175)
         async with open_agent(node, *FLAGS, "--nvidia.replicas=*=2"):
             await wait_allocatable(node, GPU, 4)  # a half of one GPU, two halves of the other, and the quarter
             (device,), given = answer(node, "quarter")
             (found,) = DeviceIds([]).read([device])
             assert replica_layout(found).of == 4 and given.envs["NVIDIA_VISIBLE_DEVICES"]
-            node.api.delete_pod("default", "quarter", grace_period_s=0)
-            await wait_gone(node, "quarter")
+            await remove_pod(node, "quarter", grace_period_s=0)
             await wait_allocatable(node, GPU, 4)
             await wait_allocatable(node, CORE, 200)
 
@@ -108,10 +93,8 @@ async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
     flags = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=vcuda", "--nvidia.sharing=shares")
     async with open_test_node() as node, open_agent(node, *flags, "--nvidia.replicas=0=4"):
         await wait_allocatable(node, GPU, 5)
-        node.api.create_pod(sample("first"))
-        await wait_running(node, "first")
-        node.api.create_pod(sample("second"))
-        await wait_running(node, "second")
+        await start_pods(node, sample("first"))
+        await start_pods(node, sample("second"))
         configs = {}
         for name in ("first", "second"):
             uid = node.api.pod("default", name)["metadata"]["uid"]
@@ -125,35 +108,26 @@ async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
         assert configs == {"4s": (25, 6 * 2**30, True), "1": (100, 24 * 2**30, False)}
 
 
-async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(script: Path) -> None:
     """The agent's next life registers it, and a pod on another GPU runs on; on the real nvidia-ml-py, on a scripted library.
     This machine has no capability nodes, so the instances are Unhealthy."""
     small, medium = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb"
-    script = short_dir / "script"
-    script.write_text(A100 + ONE_G)
-    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(script))
+    becomes(script, A100 + ONE_G)
     flags = ("--driver=nvml", "--isolation=none", "--device-list-strategy=envvar", "--health.check-period-s=0.2")
-    with fake_library() as library:
-        monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
-        async with (
-            open_test_node() as node,
-            open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
-        ):
-            await wait_allocatable(node, GPU, 1)
-            await wait_until(node, lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
-            node.api.create_pod(sample("whole"))
-            await wait_running(node, "whole")
-            fresh = script.with_suffix(".new")
-            fresh.write_text(A100 + ONE_G + TWO_G)
-            fresh.replace(script)
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
-            )
-            assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
-            assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
-            assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
+    async with (
+        open_test_node() as node,
+        open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
+    ):
+        await wait_allocatable(node, GPU, 1)
+        await wait_until(node, lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
+        await start_pods(node, sample("whole"))
+        becomes(script, A100 + ONE_G + TWO_G)
+        await wait_until(
+            node, lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
+        )
+        assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
+        assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
+        assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
 
 
 async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> None:
@@ -163,22 +137,19 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
         write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb"]})
         async with open_agent(node, *flags, "--simulated.gpus=2", "--health.check-period-s=0.2"):
             await wait_allocatable(node, GPU, 2)
-            node.api.create_pod(sample("first"))
-            await wait_running(node, "first")
+            await start_pods(node, sample("first"))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
             await wait_until(
                 node, lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
             )
             assert node.api.pod("default", "first")["status"]["phase"] == "Running"
-            node.api.create_pod(pod("share", container(cores=30, blocks=4)))
-            await wait_running(node, "share")
+            await start_pods(node, pod("share", container(cores=30, blocks=4)))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
             # The share is on the GPU that no other name serves.
             await wait_until(
                 node, lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 3, "all that are alike"
             )
-            node.api.create_pod(sample("second"))
-            await wait_running(node, "second")
+            await start_pods(node, sample("second"))
 
 
 async def test_a_container_asks_for_one_kind_of_gpu() -> None:

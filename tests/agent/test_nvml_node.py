@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import CORES, log_lines, open_child, poll_until, wait_until
-from tests.gpus.support_nvml import TWO_PAIRS, fake_library
+from tests.gpus.support_nvml import TWO_PAIRS, becomes
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -24,6 +23,7 @@ from tests.sandbox.support_sandbox import (
     limits_of,
     open_test_node,
     pod,
+    start_pods,
     wait_allocatable,
     wait_phase,
 )
@@ -43,41 +43,20 @@ HANGS = GPUS + "hang_sample\n"
 LACKS = "call_error nvmlDeviceGetMemoryInfo 0 3\ncall_error nvmlDeviceGetMemoryInfo_v2 0 3\n"
 
 
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
-
-
-def _set(script: Path, text: str) -> None:
-    """Changes in one step what the library shows."""
-    fresh = script.with_suffix(".new")
-    fresh.write_text(text, errors="surrogateescape")
-    fresh.replace(script)
-
-
-@pytest.fixture
-def script(library_directory: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the library of programs that are started now shows."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library_directory))
-    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(short_dir / "script"))
-    return short_dir / "script"
-
-
 async def test_a_node_whose_sampling_hangs_keeps_its_gpus(script: Path) -> None:
     """While usage cannot be sampled, a GPU that is lost goes alone, within moments, and comes back."""
-    _set(script, GPUS)
+    becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
         await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
-        _set(script, HANGS)
+        becomes(script, HANGS)
         await poll_until(lambda: log_lines(node, "usage_not_sampled"), "a sample that failed")
-        _set(script, HANGS + "error 1 15\n")
+        becomes(script, HANGS + "error 1 15\n")
         await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
-        _set(script, HANGS)
+        becomes(script, HANGS)
         await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
         assert not log_lines(node, "gpus_lost")
-        _set(script, GPUS)
+        becomes(script, GPUS)
 
 
 async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) -> None:
@@ -87,17 +66,15 @@ async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) ->
         f"call_error nvmlDeviceGetMemoryInfo {gpu} 3\ncall_error nvmlDeviceGetMemoryInfo_v2 {gpu} 3\n"
         for gpu, digit in enumerate("ab")
     )
-    _set(script, f"count 2\n{gpus}")
+    becomes(script, f"count 2\n{gpus}")
     async with (
         open_test_node() as node,
         open_child(node, *FLAGS, "--nvidia.enabled", "--nvidia.replicas=1=4", wait=False),
     ):
         await wait_allocatable(node, NVIDIA_GPU_RESOURCE, 5)
         await wait_allocatable(node, CORE, 200)
-        node.api.create_pod(pod("whole", container(cores=100)))
-        await wait_phase(node, "whole", "Running")
-        node.api.create_pod(pod("quarter", limits_of("main", {NVIDIA_GPU_RESOURCE: 1})))
-        await wait_phase(node, "quarter", "Running")
+        await start_pods(node, pod("whole", container(cores=100)))
+        await start_pods(node, pod("quarter", limits_of("main", {NVIDIA_GPU_RESOURCE: 1})))
         await wait_allocatable(node, CORE, 175)
         node.api.create_pod(pod("share", container(cores=30, blocks=4), nodeName=node.name))
         await wait_phase(node, "share", "Failed")
@@ -106,7 +83,7 @@ async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) ->
 async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
     """Of GB10, here one without minor number, bus ID and name: it has no node, so NVIDIA's runtime gives it by its UUID."""
     lacks = "".join(f"call_error nvmlDevice{name} 0 3\n" for name in ("GetMinorNumber", "GetPciInfo_v3", "GetName"))
-    _set(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 0 2 NVIDIA GB10\n{LACKS}{lacks}")
+    becomes(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 0 2 NVIDIA GB10\n{LACKS}{lacks}")
     async with open_test_node() as node, open_child(node, *FLAGS, "--resources.unified-memory-mib=98304"):
         await wait_allocatable(node, MEMORY, 384)
         node.api.create_pod(pod("share", container(cores=30, blocks=4)))
@@ -134,14 +111,14 @@ async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
 async def test_check_says_what_of_the_memory_no_share_keeps(
     script: Path, lines: str, flags: tuple[str, ...], detail: str, remedy: str
 ) -> None:
-    _set(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 NVIDIA GH200\n{lines}")
+    becomes(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 NVIDIA GH200\n{lines}")
     checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none", *flags)
     [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == "gpu memory"]
     assert found["level"] == "warning" and detail in found["detail"] and remedy in found["cure"], found
 
 
 async def test_check_says_that_a_gpu_has_no_node(script: Path) -> None:
-    _set(
+    becomes(
         script,
         "count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 A\ncall_error nvmlDeviceGetMinorNumber 0 3\n",
     )
@@ -152,14 +129,14 @@ async def test_check_says_that_a_gpu_has_no_node(script: Path) -> None:
 
 async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
     """It comes while the agent runs; the Event of the Node names the call."""
-    _set(script, GPUS)
+    becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05") as child:
         await wait_allocatable(node, CORE, 4 * CORES)
-        _set(script, GPUS.replace("00000000:3C:00.0 24576 0 Tesla P40", "00000000:3C:00.0 24576 0 \udcf8\udc95"))
+        becomes(script, GPUS.replace("00000000:3C:00.0 24576 0 Tesla P40", "00000000:3C:00.0 24576 0 \udcf8\udc95"))
         await wait_allocatable(node, CORE, 3 * CORES)
         [line] = log_lines(node, "gpu_unhealthy")
         assert "nvmlDeviceGetName" in line["reason"]
-        _set(script, GPUS)
+        becomes(script, GPUS)
         await wait_allocatable(node, CORE, 4 * CORES)
         assert child.returncode is None
 
@@ -196,17 +173,17 @@ async def _probe(node: EmbeddedNode, path: str) -> tuple[int, str]:
 async def test_a_driver_that_refuses_the_container_ends_it(script: Path, refuses: str) -> None:
     """The kubelet's liveness probe fails after some polls, with the reason, and the log has it once; a driver that answers
     again ends it all."""
-    _set(script, GPUS)
+    becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05"):
         await wait_allocatable(node, CORE, 4 * CORES)
         assert await _probe(node, "/healthz") == (200, "ok\n")
-        _set(script, GPUS + refuses)
+        becomes(script, GPUS + refuses)
         await poll_until(lambda: log_lines(node, "restart_needed"), "the end of its patience")
         (status, text), ready = await _probe(node, "/healthz"), await _probe(node, "/readyz")
         assert status == ready[0] == 503 and text in ready[1]
         assert "A new container may reach it" in text and "nvidia-smi" in text
         assert node.kubelet.devices.capacity()[CORE] == (4 * CORES, 0)
-        _set(script, GPUS)
+        becomes(script, GPUS)
         await wait_allocatable(node, CORE, 4 * CORES)
         assert await _probe(node, "/healthz") == (200, "ok\n")
         assert len(log_lines(node, "restart_needed")) == 1
@@ -217,7 +194,7 @@ async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path
     the other is left out; nothing has to be restarted for it."""
     waits = "".join(f"fabric {gpu} 2 0 {'0' * 32} 0\n" for gpu in range(4))
     joined = f"fabric {{}} 3 0 {'1' * 32} 1\n"
-    _set(script, GPUS + waits)
+    becomes(script, GPUS + waits)
     flags = (*FLAGS, "--health.check-period-s=0.05")
     async with open_test_node() as node, open_child(node, *flags, wait=False):
         await poll_until(lambda: log_lines(node, "web_listening"), "the web port")
@@ -229,10 +206,9 @@ async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path
         await poll_until(lambda: "NVLink fabric" in str(node.api.events()), "the Event")
         node.api.create_pod(pod("early", container(cores=100), nodeName=node.name))
         await wait_phase(node, "early", "Failed")
-        _set(script, GPUS + joined.format(0) + waits.replace("fabric 0 2", "fabric 9 2"))
+        becomes(script, GPUS + joined.format(0) + waits.replace("fabric 0 2", "fabric 9 2"))
         await wait_allocatable(node, CORE, CORES)
         async with asyncio.timeout(DEADLINE_S):
             while await _probe(node, "/readyz") != (200, "ok\n"):
                 pass  # it is looked at every two seconds
-        node.api.create_pod(pod("whole", container(cores=100)))
-        await wait_phase(node, "whole", "Running")
+        await start_pods(node, pod("whole", container(cores=100)))

@@ -16,19 +16,11 @@ from bench.node import agent_arguments
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    log_lines,
-    open_agent,
-    open_child,
-    poll_until,
-    record_claim,
-    wait_registered,
-    wait_running,
-)
+from tests.agent.support_agent import log_lines, open_agent, open_child, poll_until, record_claim, wait_registered
 from tests.agent.support_touched import touched
 from tests.dra.support_claims import uid_of
 from tests.isolation.support_library import fake_library
-from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod
+from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod, start_pods
 from tests.settings.support_settings import run_program
 from tests.support_deadline import DEADLINE_S
 
@@ -52,7 +44,7 @@ HARMLESS = {
 
 
 def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:
-    return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.log.dra_calls]
+    return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.calls.dra_calls]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +65,7 @@ async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
         async with open_child(node, *flags, f"--libgpushare.library={library}", program=program) as child:
             await poll_until(is_dra_registered(node), "the DRA driver is registered")
             resize = {RESIZE_ANNOTATION: "main:cores=20"}
-            node.api.create_pod(pod("p", container(cores=10, blocks=4), annotations=resize))
-            await wait_running(node, "p")
+            await start_pods(node, pod("p", container(cores=10, blocks=4), annotations=resize))
             if "vcuda" in flags[0]:  # before the cordon: on a GPU out of service no share grows
                 await poll_until(node.paths.resize_state.exists, "the resize is on the disk")
             cordoned = await run_program("cordon", "1", f"--control.socket={node.paths.agent_control_socket}")

@@ -123,7 +123,7 @@ class Play:
                 assert kind != "bad" or status.get("phase") == "Pending", status
 
     def _is_settled(self) -> bool:
-        return not self.node.kubelet.log.open_calls and all(map(_is_settled, self.node.api.pods()))
+        return not self.node.calls.open_calls and all(map(_is_settled, self.node.api.pods()))
 
     def _is_registered(self) -> bool:
         assert self.agent is not None

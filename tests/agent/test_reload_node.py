@@ -29,7 +29,7 @@ from tests.agent.support_agent import (
     wait_running,
     wait_until,
 )
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, start_pods
 from tests.support_core import used_cores
 
 GPU_MEM = "aliyun.com/gpu-mem"
@@ -70,8 +70,7 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
     """Counters do not go back, numbers of decisions go on, and the curves have the points from before."""
     async with open_test_node() as node, open_child(node, "--sample-period-s=0.1") as child:
         url = await _life(node, 1)
-        node.api.create_pod(pod("before", container(cores=30, blocks=10)))
-        await wait_running(node, "before")
+        await start_pods(node, pod("before", container(cores=30, blocks=10)))
         admitted = await _admitted(url)
         assert admitted == [f"{ADMITTED} 1.0"]
         while (history := await _get(f"{url}/api/v1/history?only=gpus"))["at"] is None:
@@ -108,8 +107,7 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
             )
             await poll_until(lambda: _sockets(node) == sockets, "its socket removed")
             assert sorted(_registered(node)) == sorted([CORE, MEMORY, GPU_MEM])
-            node.api.create_pod(pod("after", container(cores=50, blocks=BLOCKS // 4)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=50, blocks=BLOCKS // 4)))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ async def test_reloads_in_a_burst_reject_no_pod(
         assert sorted(_registered(node)) == sorted(resources)
         assert not log_lines(node, "admissions_not_paused")
         assert_nothing_shared(node)
-        calls = [call for call in node.kubelet.log.calls if call.method == "Allocate"]
+        calls = [call for call in node.calls.calls if call.method == "Allocate"]
         ids = [(call.resource, device) for call in calls for device in call.device_ids]
         assert len(ids) == len(set(ids))
 
@@ -149,7 +147,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         await first.parts.kubelet.pause()
         await stop_task(first.task)
         node.api.create_pod(pod("between", container(cores=50, blocks=20)))
-        await wait_until(node, lambda: node.kubelet.log.open_calls, "the kubelet asks")
+        await wait_until(node, lambda: node.calls.open_calls, "the kubelet asks")
         settings = load_settings(arguments(node, "--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
         second = build(settings, open_driver(settings), previous=first.parts)
         second.take_over(first.parts)
@@ -161,7 +159,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
                 allocation.gpus[0]: 50
             }
             await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
-            assert not [call for call in node.kubelet.log.calls if call.error]
+            assert not [call for call in node.calls.calls if call.error]
             await stop_task(task)
         assert not _sockets(node)
 
@@ -177,8 +175,7 @@ async def test_settings_with_which_no_life_starts_are_followed_by_those_before()
             await _recovered(node, 2)
             assert [line["then"] for line in log_lines(node, "settings_not_applied")]
             assert "gpushare" in await _get(f"{await _life(node, 2)}/metrics")
-            node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=30, blocks=10)))
             assert sorted(_registered(node)) == [CORE, MEMORY]
 
 
@@ -193,8 +190,7 @@ async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
             )
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "they are refused")
-            node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-            await wait_running(node, "after")
+            await start_pods(node, pod("after", container(cores=30, blocks=10)))
             await poll_until(lambda: log_lines(node, "allocate"), "its admission is logged, which is no error")
             path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: debug}\n")
             child.send_signal(signal.SIGHUP)

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
-from tests.agent.support_agent import DEADLINE_S, open_agent, wait_running
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
+from tests.agent.support_agent import DEADLINE_S, open_agent
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 
 PATHS = ("/api/v1/node", "/usage", "/graph", "/version", "/metrics")
 
 
-async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> None:
+async def test_everything_that_shows_the_node_is_made_from_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read, and however often, until something changes; then each shows the change."""
     made: list[NodeSnapshot] = []
     changes: list[None] = []
     async with open_test_node() as node, open_agent(node, "--sample-period-s=60") as agent, ClientSession() as session:
         snapshots = agent.parts.observability.snapshots
-        make = snapshots._make
+        make = snapshots.make
 
         def counted() -> NodeSnapshot:
             made.append(make())
             return made[-1]
 
-        def changed() -> None:
+        def changed(cache: SnapshotCache) -> None:
             changes.append(None)
-            expire()
+            expire(cache)
 
-        expire = snapshots.expire
-        snapshots._make, snapshots._max_age_s = counted, 3600.0
-        snapshots.expire = changed  # type: ignore[method-assign]
+        expire = SnapshotCache.expire
+        snapshots.make, snapshots.max_age_s = counted, 3600.0
+        monkeypatch.setattr(SnapshotCache, "expire", changed)
         url = f"http://localhost:{await agent.parts.observability.web.wait_listening()}"
 
         async def read(path: str) -> str:
@@ -39,8 +40,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot() -> Non
                 assert answer.status == 200
                 return await answer.text()
 
-        node.api.create_pod(pod("shown", container(cores=30, blocks=10)))
-        await wait_running(node, "shown")
+        await start_pods(node, pod("shown", container(cores=30, blocks=10)))
         await agent.parts.observability.usage.sample_once()
         made.clear()
         changes.clear()

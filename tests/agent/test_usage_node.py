@@ -32,7 +32,14 @@ from tests.agent.support_agent import (
     wait_until,
 )
 from tests.isolation.support_tenant import SlowFiles
-from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, wait_gone
+from tests.sandbox.support_sandbox import (
+    container,
+    kill_container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+)
 
 MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
@@ -146,8 +153,7 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         assert of_pod(rows["gpushare_container_memory_used_bytes"], "a") == [0.0]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "a") == [0.3]
         assert sum(value for _, value in rows["gpushare_gpu_cores_allocated_ratio"]) == 0.6
-        node.api.delete_pod("default", "a", grace_period_s=0)
-        await wait_gone(node, "a")
+        await remove_pod(node, "a", grace_period_s=0)
         await wait_until(node, lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
         rows = await scrape(agent)
         assert not [name for name, found in rows.items() if of_pod(found, "a")]
@@ -252,8 +258,7 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
 async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its own container starts again, with new files and a socket that is served."""
     async with open_test_node() as node, open_agent(node, *FAST, "--isolation=gpushare") as agent:
-        node.api.create_pod(pod("hostile", container(cores=10, blocks=2)))
-        await wait_running(node, "hostile")
+        await start_pods(node, pod("hostile", container(cores=10, blocks=2)))
         directory = agent.parts.node.settings.virtual_manager.path / key_of(node, "hostile").pod_uid / "main"
         former = (directory / "usage").stat().st_ino
         slow = SlowFiles(monkeypatch)

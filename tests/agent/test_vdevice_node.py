@@ -9,7 +9,7 @@ from aiohttp import ClientSession
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
-from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
 
 
 def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:
@@ -20,9 +20,7 @@ def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:
 async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> None:
     """The mount is of its own directory; a whole GPU's says that nothing is limited."""
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
-        node.api.create_pod(pod("share", container(cores=30, blocks=10)))
-        node.api.create_pod(pod("whole", container(cores=100)))
-        await wait_running(node, "share", "whole")
+        await start_pods(node, pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=100)))
         own = directory_of(node, "share")
         config = decode_config((own / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (30, 10 * 256 * 1024 * 1024, True)

@@ -16,9 +16,16 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-from tests.agent.support_agent import InnerAgent, open_agent, wait_running, wait_settled, wait_until, write_faults
+from tests.agent.support_agent import (
+    InnerAgent,
+    open_agent,
+    settle_pod,
+    wait_running,
+    wait_until,
+    write_faults,
+)
 from tests.browser.support_browser import WHY_NOT, Browser, get_json, open_browser
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, remove_pod
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -98,8 +105,7 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
         await scene.create("pair", cores=200)
         for number, (cores, blocks) in enumerate([(60, 16), (60, 32), (60, 4), (10, 8)]):
             await scene.create(f"share-{number}", cores=cores, blocks=blocks)
-        scene.node.api.create_pod(pod("much-too-much", container(cores=300)))
-        refusal = await wait_settled(scene.node, "much-too-much")
+        refusal = await settle_pod(scene.node, pod("much-too-much", container(cores=300)))
         scene.player.play()
         browser = scene.browser
         await browser.wait("document.querySelectorAll('.containers tbody tr').length === 6")
@@ -166,8 +172,7 @@ async def test_the_page_follows_the_node() -> None:
         await scene.browser.wait(
             "[...document.querySelectorAll('.bar .share-name')].filter((one) => one.textContent === 'goes').length === 2"
         )
-        scene.node.api.delete_pod("default", "goes")
-        await wait_gone(scene.node, "goes")
+        await remove_pod(scene.node, "goes")
         await scene.wait_row("goes", is_there=False)
         await scene.wait_row("stays")
         assert "goes" not in await scene.browser.script("return document.querySelector('#gpus').textContent")

@@ -11,13 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from gpushare_agent.agent.commands.check import check_node
-from gpushare_agent.core.kit.grpc_server import GrpcServer
-from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.finding import Finding, Level
 from gpushare_agent.core.settings.settings import Settings, load_settings
 from gpushare_agent.core.wire.runtime import v1
 from tests.cluster.support_kube import write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
+from tests.kit.support_grpc import served_at
 from tests.settings.support_settings import ListeningSocket, listening
 
 NODE = "node-1"
@@ -29,17 +28,6 @@ class Runtime(v1.RuntimeServiceBase):
 
     async def version(self, message: v1.VersionRequest) -> v1.VersionResponse:
         return v1.VersionResponse(runtime_name="containerd", runtime_version="v2.1.0")
-
-
-@asynccontextmanager
-async def runtime_at(path: Path) -> AsyncIterator[Path]:
-    server = GrpcServer([Runtime()])
-    await server.serve(bind_unix_socket(path, mode=0o660))
-    try:
-        yield path
-    finally:
-        await server.stop()
-        path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -97,7 +85,7 @@ async def complete_node(directory: Path, behaviour: Callable[..., Any] | None = 
     async with (
         listening(directory / "device-plugins" / "kubelet.sock") as kubelet,
         listening(directory / "pod-resources" / "kubelet.sock") as pod_resources,
-        runtime_at(directory / "runtime.sock") as runtime,
+        served_at(directory / "runtime.sock", Runtime(), mode=0o660) as runtime,
         fake_api(others=[behaviour or node_api()]) as api,
     ):
         yield Node(path=directory, kubelet=kubelet, pod_resources=pod_resources, runtime=runtime, api=api)

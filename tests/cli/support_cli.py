@@ -30,6 +30,7 @@ from tests.observability.support_usage import UUIDS, allocation, facts, gpu_samp
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_json import written_node
+from tests.support_process import running_process
 
 SAMPLED_AT = 999.5
 
@@ -206,18 +207,14 @@ async def at_terminal(*argv: str, columns: int = 120, rows: int = 30) -> AsyncIt
     environ = clean_environment(TERM="xterm")
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environ.pop(name, None)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gpushare_agent", *argv), env=environ, stdin=slave, stdout=slave, stderr=slave
-    )
-    terminal = Terminal(process, master)
-    loop.add_reader(master, terminal.read)
+    command = (sys.executable, "-m", "gpushare_agent", *argv)
     try:
-        yield terminal
+        async with running_process(*command, env=environ, stdin=slave, stdout=slave, stderr=slave) as process:
+            terminal = Terminal(process, master)
+            loop.add_reader(master, terminal.read)
+            yield terminal
     finally:
         loop.remove_reader(master)
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
         os.close(slave)
         os.close(master)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import os
@@ -15,15 +16,20 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.commands.check import check_node, device_paths
 from gpushare_agent.agent.isolation.vdevice import check as vdevice_check
+from gpushare_agent.agent.kubelet.records import FILE_NAME
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, Mount
 from tests.cli.support_check import NODE, Node, complete_node, node_api, not_ok, only
 from tests.cli.support_cli import call
 from tests.fakes.api_server import raw_status
+from tests.isolation.support_library import fake_library
 from tests.settings.support_settings import clean_environment, listening, run_program
 from tests.support_core import inventory
+
+UID = "0f2a8c1e-6f0b-4c0e-9d1e-3f4b5a6c7d8e"
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +306,46 @@ async def test_a_full_disk_is_not_said_to_be_a_wrong_mount(short_dir: Path, monk
         for isolation, what in (("vcuda", "directory"), ("vcuda", "virtual manager"), ("gpushare", "gpushare")):
             found = {one.what: one for one in not_ok(await check_node(node.settings(f"--isolation={isolation}")))}
             assert found[what].cure.startswith("free space or inodes on its file system"), found[what]
+
+
+async def test_a_library_that_lies_wrong_is_not_said_to_be_missing(short_dir: Path) -> None:
+    """On a file system without programs, behind a file, or not writable: another directory, of those that the pod has."""
+    (short_dir / "file").touch()
+    (short_dir / "state").mkdir()
+    given = "--isolation=gpushare", f"--libgpushare.library={fake_library(short_dir / 'libgpushare.so')}"
+    places = [f"{short_dir}/file/own"]
+    if os.statvfs("/proc").f_flag & os.ST_NOEXEC:
+        places.append("/proc/own")
+    async with complete_node(short_dir) as node:
+        for place in places:
+            flags = *given, f"--libgpushare.directory={place}", f"--state-directory={short_dir}/state"
+            (found,) = [one for one in not_ok(await check_node(node.settings(*flags))) if one.what == "gpushare"]
+            assert found.level is Level.ERROR and "hostDirectory" in found.cure and "take the image" not in found.cure
+            assert f"below {short_dir}/state" in found.cure
+        settings = node.settings("--isolation=gpushare", f"--libgpushare.library={short_dir}/file")
+        (found,) = [one for one in not_ok(await check_node(settings)) if one.what == "gpushare"]
+        assert "take the image" in found.cure and "hostDirectory" not in found.cure
+
+
+async def test_shares_with_files_in_an_earlier_directory_are_a_warning(short_dir: Path) -> None:
+    """By the answer that the kubelet keeps for their next start."""
+    async with complete_node(short_dir) as node:
+        settings = node.settings()
+        for directory, is_left in ((settings.virtual_manager.path, False), (Path("/mnt/other/vm"), True)):
+            mount = Mount(container_path="/etc/vcuda", host_path=str(directory / UID / "main"))
+            write_checkpoint(settings.kubelet.device_plugin_path / FILE_NAME, ContainerAllocateResponse(mounts=[mount]))
+            found = [one for one in await check_node(settings) if one.what == "virtual manager"]
+            left = [one for one in found if one.level is Level.WARNING]
+            assert len(left) == is_left
+        assert f"main of pod {UID}" in left[0].detail and "/mnt/other/vm" in left[0].detail
+        assert "drain the node" in left[0].cure
+
+
+def write_checkpoint(path: Path, answer: ContainerAllocateResponse) -> None:
+    devices = {"ResourceName": "a.test/b", "DeviceIDs": {"0": ["x"]}}
+    response = base64.b64encode(bytes(answer)).decode()
+    entry = {"PodUID": UID, "ContainerName": "main", "AllocResp": response, **devices}
+    path.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}}))
 
 
 def test_device_nodes_must_be_character_devices(short_dir: Path) -> None:

@@ -19,7 +19,7 @@ from gpushare_agent.core.kit.logs import write_stderr
 from tests.cli.support_cli import agent_answers, busy_node, decision
 from tests.fakes.api_server import json_server
 from tests.settings.support_settings import clean_environment, run_program
-from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 ENCODINGS = ("ascii", "iso8859-1")
 EXPLANATION = "GPU 0 – the fullest… of Zoë's 日本"
@@ -137,12 +137,8 @@ def test_a_last_line_is_written_in_the_encoding_of_standard_error(capfdbinary: p
 async def test_a_stream_that_is_closed_takes_nothing(words: list[str]) -> None:
     """No traceback: whoever closes standard output wants the exit code alone."""
     closed = ["-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "gpushare_agent", *words]
-    process = await asyncio.create_subprocess_exec(
-        "/bin/sh", *closed, env=clean_environment(), stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        _, err = await process.communicate()
-    assert (process.returncode, b"Traceback" in err) == (2 if words == ["nope"] else 0, False)
+    code, _, err = await output_of("/bin/sh", *closed, env=clean_environment(), stdout=None)
+    assert (code, b"Traceback" in err) == (2 if words == ["nope"] else 0, False)
 
 
 def test_a_stream_of_texts_has_no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:

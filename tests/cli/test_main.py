@@ -21,6 +21,7 @@ from gpushare_agent.core.settings.reference import all_keys, select_keys
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.settings.support_settings import DEADLINE_S, clean_environment, run_program
+from tests.support_process import output_of, running_process
 
 SLOW_LIBRARIES = ("argcomplete", "kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
 
@@ -259,22 +260,19 @@ async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
     """Ctrl-C during a command without a handler of its own is reported by the exit code alone."""
     fifo = short_dir / "settings.yaml"
     os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),
-        env=clean_environment(),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
-            process.send_signal(signal.SIGINT)
-            os.close(writer)  # a program that was not reading yet would wait for ever: it gets the end of the file
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    async with (
+        running_process(
+            *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),
+            env=clean_environment(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        ) as process,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
+        process.send_signal(signal.SIGINT)
+        os.close(writer)  # a program that was not reading yet would wait for ever: it gets the end of the file
+        out, err = await process.communicate()
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
@@ -320,22 +318,19 @@ sys.meta_path.insert(0, Finder)
 """
     (short_dir / "waits.py").write_text(waits)
     code = f"{finder if module else waits}\n{PROGRAM.format(function=function)}"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, *words),
-        env=clean_environment(),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
-            process.send_signal(signal.SIGINT)
-            _, err = await process.communicate()
-            os.close(writer)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    async with (
+        running_process(
+            *(sys.executable, "-c", code, *words),
+            env=clean_environment(),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        ) as process,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+        os.close(writer)
     assert (process.returncode, err) == (130, b"")
 
 
@@ -371,13 +366,9 @@ async def test_what_a_shell_runs_in_the_background_goes_on_ignoring_interrupts()
     """Its SIGINT is ignored from the start."""
     code = "import signal; from gpushare_agent.core.cli import interrupts as i; i.end_at_once(); i.raise_error()"
     shown = f"{code}; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
-    process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", """trap '' INT; exec "$0" -c "$1" """, sys.executable, shown),
-        env=clean_environment(),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        assert (await process.communicate())[0] == b"True\n"
+    script = """trap '' INT; exec "$0" -c "$1" """
+    _, out, _ = await output_of("/bin/sh", "-c", script, sys.executable, shown, env=clean_environment())
+    assert out == b"True\n"
 
 
 @pytest.mark.parametrize("words", ["version", "config", "config -o yaml", "--help", "run --help", "completion bash"])
@@ -416,19 +407,13 @@ async def test_output_that_several_tasks_cannot_write_is_no_bug(is_full: bool) -
     os.close(read_end)
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", PRINTS_IN_TASKS),
-            env=clean_environment(),
-            stdout=full if is_full else write_end,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(DEADLINE_S):
-            _, err = await process.communicate()
+        stdout = full if is_full else write_end
+        code, _, err = await output_of(*(sys.executable, "-c", PRINTS_IN_TASKS), env=clean_environment(), stdout=stdout)
     finally:
         os.close(write_end)
         os.close(full)
     expected = b"p: cannot write to standard output: No space left on device\n" if is_full else b""
-    assert (process.returncode, err) == (1, expected)
+    assert (code, err) == (1, expected)
 
 
 async def test_the_environment_of_the_process_is_read() -> None:
@@ -442,11 +427,7 @@ async def test_the_environment_of_the_process_is_read() -> None:
 async def test_reading_settings_loads_no_slow_library() -> None:
     """The way to the first registration is short of time: each command imports its app only when it runs."""
     code = f"import sys, gpushare_agent.commands; print([m for m in {SLOW_LIBRARIES!r} if m in sys.modules])"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code), env=clean_environment(), stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        out, _ = await process.communicate()
+    _, out, _ = await output_of(sys.executable, "-c", code, env=clean_environment())
     assert out.decode().strip() == "[]"
 
 

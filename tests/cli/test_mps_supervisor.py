@@ -26,6 +26,7 @@ from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.isolation.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
 from tests.sandbox.support_containers import is_alive
 from tests.settings.support_settings import clean_environment, run_program
+from tests.support_process import running_process
 
 STARTING, SERVING, WAITING = Condition.STARTING, Condition.SERVING, Condition.WAITING
 
@@ -307,18 +308,13 @@ async def test_a_daemon_that_will_not_quit_is_killed(place: MpsPlace, monkeypatc
 
 @asynccontextmanager
 async def program(place: MpsPlace, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         *(sys.executable, "-m", "gpushare_agent", "mps", "--driver=simulated", "--log.format=json"),
         *(*place.flags(), "--mps.probe-period-s=0.1", *flags),
         env=clean_environment(),
         stderr=asyncio.subprocess.PIPE,
-    )
-    try:
+    ) as process:
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
     for pid in place.daemons():
         assert not is_alive(pid)
 

@@ -23,6 +23,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from tests.isolation.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
 from tests.settings.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
+from tests.support_process import output_of, running_process
 
 PROGRAM = [sys.executable, "-m", "gpushare_agent", "vdevice"]
 
@@ -39,22 +40,9 @@ class ListsTheCaller(FakeNode):
             self.files.write(key, pids=[*self.extra, self.asked[-1]])
 
 
-async def run_client(*arguments: str, program: list[str] = PROGRAM) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(*program, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environment(),
-        cwd=ROOT,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode, out.decode(), err.decode()
+async def run_client(*arguments: str, program: list[str] = PROGRAM) -> tuple[int, str, str]:
+    code, out, err = await output_of(*program, *arguments, env=clean_environment(), cwd=ROOT)
+    return code, out.decode(), err.decode()
 
 
 def rows_of(out: str) -> dict[str, str]:
@@ -277,22 +265,19 @@ async def test_a_core_limit_as_high_as_the_cores_is_said_to_add_nothing(short_di
 
 @contextlib.asynccontextmanager
 async def watching(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(*PROGRAM, "--no-register", "-w", "0.1", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environment(),
-        cwd=ROOT,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield process
-            process.send_signal(signal.SIGINT)
-            assert (await process.communicate(), process.returncode) == ((b"", b""), 130)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    async with (
+        running_process(
+            *(*PROGRAM, "--no-register", "-w", "0.1", *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=clean_environment(),
+            cwd=ROOT,
+        ) as process,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert (await process.communicate(), process.returncode) == ((b"", b""), 130)
 
 
 async def line_of(stream: asyncio.StreamReader | None) -> str:

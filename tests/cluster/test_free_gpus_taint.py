@@ -24,7 +24,7 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.free_gpus import HYSTERESIS, FreeGpus, free_gpus
 from gpushare_agent.core.settings.settings import Settings
-from tests.cluster.support_kube import FAST, NODE, opened
+from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.dra.support_claims import ref_of
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import allocation, inventory, pod
@@ -159,10 +159,8 @@ async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_mean
         desired=lambda: FreeGpus(part=1.0, taint_above=0.5),
         backoff=FAST,
     )
-    async with fake_api(others=[there]) as server, opened(server.url) as api, asyncio.TaskGroup() as group:
-        task = group.create_task(writer.run(api), name="taint")
+    async with fake_api(others=[there]) as server, opened(server.url) as api, running(lambda: writer.run(api)):
         async with asyncio.timeout(DEADLINE_S):
             await there.patched.wait()
-        task.cancel()
     assert there.taints == [OTHERS, OURS]
     assert [request.method for request in server.seen] == ["GET", "GET", "PATCH", "GET", "GET", "PATCH"]

@@ -28,7 +28,7 @@ from gpushare_agent.core.node_report.annotations import (
     allocations_annotation,
     allocations_by_pod,
 )
-from tests.cluster.support_kube import FAST, NODE, opened
+from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import used_blocks
 from tests.support_deadline import DEADLINE_S
@@ -236,17 +236,13 @@ class Ledger:
 
 
 @asynccontextmanager
-async def running(
+async def written(
     server: FakeApiServer, ledger: Ledger, *, gap_s: float = 0.0, period_s: float = 60.0
 ) -> AsyncIterator[NodeFieldsWriter[str]]:
     fields = replace(ALLOCATIONS, gap_s=gap_s, period_s=period_s)
     writer = NodeFieldsWriter(fields=fields, node_name=NODE, desired=ledger, backoff=FAST)
-    async with opened(server.url) as api, asyncio.TaskGroup() as group:
-        task = group.create_task(writer.run(api), name="node fields")
-        try:
-            yield writer
-        finally:
-            task.cancel()
+    async with opened(server.url) as api, running(lambda: writer.run(api)):
+        yield writer
 
 
 def methods(server: FakeApiServer) -> list[str]:
@@ -261,7 +257,7 @@ async def wait_requests(server: FakeApiServer, count: int) -> None:
 async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
     """A node with many pods changes often; what was written last is known."""
     node, ledger = NodeObject(), Ledger()
-    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
+    async with fake_api(others=[node]) as server, written(server, ledger) as writer:
         assert await node.wait_patch() == "first"
         ledger.text = "second"
         writer.changed()
@@ -273,7 +269,7 @@ async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
 async def test_changes_during_the_gap_are_one_patch() -> None:
     """However many pods come in one second."""
     node, ledger = NodeObject(), Ledger()
-    async with fake_api(others=[node]) as server, running(server, ledger, gap_s=0.2) as writer:
+    async with fake_api(others=[node]) as server, written(server, ledger, gap_s=0.2) as writer:
         await node.wait_patch()
         for number in range(50):
             ledger.text = f"change {number}"
@@ -286,7 +282,7 @@ async def test_changes_during_the_gap_are_one_patch() -> None:
 async def test_what_the_node_says_already_is_not_written_again() -> None:
     """After the agent's own restart nothing has changed."""
     node, ledger = NodeObject("first"), Ledger()
-    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
+    async with fake_api(others=[node]) as server, written(server, ledger) as writer:
         await wait_requests(server, 1)
         reads = ledger.reads
         writer.changed()
@@ -297,7 +293,7 @@ async def test_what_the_node_says_already_is_not_written_again() -> None:
 async def test_nothing_is_written_until_the_ledger_can_be_trusted() -> None:
     """An empty text would give away what running pods have."""
     node, ledger = NodeObject("what the agent before it wrote"), Ledger(None)
-    async with fake_api(others=[node]) as server, running(server, ledger) as writer:
+    async with fake_api(others=[node]) as server, written(server, ledger) as writer:
         await ledger.wait_reads(3)
         assert methods(server) == []
         ledger.text = "known now"
@@ -308,7 +304,7 @@ async def test_nothing_is_written_until_the_ledger_can_be_trusted() -> None:
 async def test_what_somebody_undid_comes_back_after_the_period() -> None:
     """Level, not edge."""
     node, ledger = NodeObject(), Ledger()
-    async with fake_api(others=[node]) as server, running(server, ledger, period_s=0.1):
+    async with fake_api(others=[node]) as server, written(server, ledger, period_s=0.1):
         await node.wait_patch()
         node.annotations[ALLOCATIONS_ANNOTATION] = "forged"
         assert await node.wait_patch() == "first"
@@ -324,7 +320,7 @@ async def test_after_a_failed_patch_the_node_is_read_again() -> None:
         is_first_patch = seen.method == "PATCH" and methods(server).count("PATCH") == 1
         return await (fails if is_first_patch else node)(server, seen, request)
 
-    async with fake_api(others=[answer]) as server, running(server, ledger):
+    async with fake_api(others=[answer]) as server, written(server, ledger):
         assert await node.wait_patch() == "first"
         assert methods(server) == ["GET", "PATCH", "GET", "PATCH"]
 
@@ -335,7 +331,7 @@ async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure()
     with capture_logs() as logs:
         async with (
             fake_api(others=[answers(403, raw_status(403, "nodes is forbidden"))]) as server,
-            running(server, ledger, period_s=0.05),
+            written(server, ledger, period_s=0.05),
             asyncio.timeout(DEADLINE_S),
         ):
             await wait_requests(server, 3)

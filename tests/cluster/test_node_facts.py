@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.cluster.node_facts import NodeFacts
 from gpushare_agent.agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
 from gpushare_agent.core.kit.backoff import Backoff
-from tests.cluster.support_kube import FAST, NODE, NotedBackoff, opened
+from tests.cluster.support_kube import FAST, NODE, NotedBackoff, opened, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, fake_api, raw_status, stalls_before_headers
 from tests.support_deadline import DEADLINE_S
 
@@ -53,7 +53,7 @@ class Wanted:
 
 
 @asynccontextmanager
-async def running(
+async def written(
     server: FakeApiServer,
     wanted: Callable[[], NodeFacts | None],
     *,
@@ -64,12 +64,8 @@ async def running(
     """The writer on the server, ended afterwards."""
     fields = replace(FACTS, gap_s=0.0, period_s=period_s)
     writer = NodeFieldsWriter(fields=fields, node_name=NODE, desired=wanted, backoff=backoff, **more)
-    async with opened(server.url) as api, asyncio.TaskGroup() as group:
-        task = group.create_task(writer.run(api), name="node fields")
-        try:
-            yield writer
-        finally:
-            task.cancel()
+    async with opened(server.url) as api, running(lambda: writer.run(api)):
+        yield writer
 
 
 def patches(server: FakeApiServer) -> list[Any]:
@@ -83,7 +79,7 @@ def methods(server: FakeApiServer) -> str:
 async def test_the_node_gets_labels_and_annotation_by_a_merge_patch_and_is_then_left_alone() -> None:
     """One patch that names only what differs; the comparisons that follow only read."""
     node = NodeObject()
-    async with fake_api(others=[node]) as server, running(server, Wanted(), period_s=0.005):
+    async with fake_api(others=[node]) as server, written(server, Wanted(), period_s=0.005):
         await server.wait_for(lambda requests: len(requests) >= 5)
     assert patches(server) == [
         {"labels": LABELS, "annotations": {"gpushare-agent/gpus": "{}", "gpushare-agent/labels": next(iter(LABELS))}}
@@ -106,7 +102,7 @@ async def test_nothing_is_written_before_the_gpus_were_read() -> None:
         asked.set()
         return facts if is_read else None
 
-    async with fake_api(others=[node]) as server, running(server, wanted) as writer:
+    async with fake_api(others=[node]) as server, written(server, wanted) as writer:
         async with asyncio.timeout(DEADLINE_S):
             await asked.wait()
         assert server.seen == []
@@ -119,7 +115,7 @@ async def test_nothing_is_written_before_the_gpus_were_read() -> None:
 async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed() -> None:
     """The period is a minute here; `changed` does not wait for it."""
     node, wanted = NodeObject(), Wanted()
-    async with fake_api(others=[node]) as server, running(server, wanted) as writer:
+    async with fake_api(others=[node]) as server, written(server, wanted) as writer:
         await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
         wanted.labels = {}
         writer.changed()
@@ -131,7 +127,7 @@ async def test_a_change_is_written_at_once_and_what_no_longer_applies_is_removed
 async def test_a_change_by_hand_is_put_right_within_a_period() -> None:
     """No event reports it."""
     node = NodeObject()
-    async with fake_api(others=[node]) as server, running(server, Wanted(), period_s=0.005):
+    async with fake_api(others=[node]) as server, written(server, Wanted(), period_s=0.005):
         await server.wait_for(lambda requests: any(r.method == "PATCH" for r in requests))
         node.labels.clear()
         await server.wait_for(lambda requests: sum(r.method == "PATCH" for r in requests) == 2)
@@ -145,7 +141,7 @@ async def test_a_missing_right_is_one_warning_that_names_the_role() -> None:
     with capture_logs() as logs:
         async with (
             fake_api(others=script) as server,
-            running(server, Wanted(), period_s=0.002, clock=lambda: now[0]),
+            written(server, Wanted(), period_s=0.002, clock=lambda: now[0]),
         ):
             await server.wait_for(lambda requests: len(requests) >= 5)
             now[0] = 3601.0
@@ -165,7 +161,7 @@ async def test_a_server_that_is_away_is_tried_again_with_growing_timeouts() -> N
     with capture_logs() as logs:
         async with (
             fake_api(others=script) as server,
-            running(server, Wanted(), backoff=NotedBackoff(asked=asked), period_s=0.005),
+            written(server, Wanted(), backoff=NotedBackoff(asked=asked), period_s=0.005),
         ):
             await server.wait_for(lambda requests: len(requests) >= 6)
     assert asked == [1, 2, 3]
@@ -178,7 +174,7 @@ async def test_a_change_ends_the_wait_after_a_failure() -> None:
     script = [answers(503, raw_status(503)), node]
     async with (
         fake_api(others=script) as server,
-        running(server, Wanted(), backoff=Backoff(base_s=3600.0, cap_s=3600.0)) as writer,
+        written(server, Wanted(), backoff=Backoff(base_s=3600.0, cap_s=3600.0)) as writer,
     ):
         await server.wait_for(lambda requests: len(requests) == 1)
         writer.changed()
@@ -188,14 +184,14 @@ async def test_a_change_ends_the_wait_after_a_failure() -> None:
 async def test_a_right_that_is_missing_for_a_moment_costs_no_whole_period() -> None:
     """An API server that has just started may refuse what it allows as soon as it has its roles."""
     node = NodeObject()
-    async with fake_api(others=[FORBIDDEN, node]) as server, running(server, Wanted(), period_s=3600.0):
+    async with fake_api(others=[FORBIDDEN, node]) as server, written(server, Wanted(), period_s=3600.0):
         await server.wait_for(lambda _: bool(patches(server)))
 
 
 async def test_a_server_that_does_not_answer_holds_nothing_up_when_the_agent_ends() -> None:
     """The writer is cancelled in the middle of its call."""
     async with asyncio.timeout(DEADLINE_S):
-        async with fake_api(others=[stalls_before_headers]) as server, running(server, Wanted()):
+        async with fake_api(others=[stalls_before_headers]) as server, written(server, Wanted()):
             await server.wait_for(lambda requests: len(requests) == 1)
 
 
@@ -205,7 +201,7 @@ async def test_a_label_that_another_program_holds_is_named_once_and_left() -> No
     node.labels["nvidia.com/gpu.count"] = "1"
     wanted = Wanted({"nvidia.com/gpu.count": "2"}, frozenset())
     with capture_logs() as logs:
-        async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
+        async with fake_api(others=[node]) as server, written(server, wanted, period_s=0.002):
             await server.wait_for(lambda requests: len(requests) >= 5)
     assert node.labels["nvidia.com/gpu.count"] == "1"
     (reported,) = [entry for entry in logs if entry["event"] == "node_labels_of_others"]
@@ -220,7 +216,7 @@ async def test_labels_that_kubernetes_would_refuse_are_named_once_and_the_others
         return NodeFacts(labels=LABELS, annotations={}, owned=frozenset(LABELS), unusable=("bad name",))
 
     with capture_logs() as logs:
-        async with fake_api(others=[node]) as server, running(server, wanted, period_s=0.002):
+        async with fake_api(others=[node]) as server, written(server, wanted, period_s=0.002):
             await server.wait_for(lambda requests: len(requests) >= 6)
     assert LABELS.items() <= node.labels.items()
     (reported,) = [entry for entry in logs if entry["event"] == "node_labels_unusable"]

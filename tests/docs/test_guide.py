@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ from gpushare_agent.core.model.usage import ContainerUse, UsageRound
 from gpushare_agent.core.settings.reference import all_keys
 from tests.docs.generated import chart_table
 from tests.observability.support_usage import UUIDS, allocation, key_of
-from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/how-to"
@@ -101,11 +100,7 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
         )
     document = short_dir / "history.json"
     document.write_text(b"".join(history.pieces()).decode(), encoding="utf-8")
-    child = await asyncio.create_subprocess_exec(
-        *(jq, "-c", "--arg", "GPU", UUIDS[0], program, str(document)), stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        out, _ = await child.communicate()
+    _, out, _ = await output_of(jq, "-c", "--arg", "GPU", UUIDS[0], program, document)
     assert [(one["namespace"], one["pod"], one["container"], round(one["sm"], 3)) for one in json.loads(out)] == [
         ("default", "busy", "main", 0.6),
         ("default", "lazy", "main", 0.1),

@@ -201,6 +201,11 @@ class Driver:
         self.cache.subscribe(lambda _old, _new: made.changed())
         return made
 
+    async def restart(self) -> None:
+        """Of the agent, which reads its files."""
+        self.claims = self.new_claims()
+        await self.claims.restore()
+
     def admission(self, resource: str, outcome: str, reason: str) -> None:
         self.counted.append((resource, outcome, reason))
 

@@ -51,6 +51,11 @@ async def refused(driver: Driver, number: int = 1) -> str:
     return made.detail
 
 
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    return Driver(tmp_path, raw_claim(result()))
+
+
 async def test_a_claim_is_booked_recorded_and_ended(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(cores=40)))
     made = await prepared(driver)
@@ -61,9 +66,8 @@ async def test_a_claim_is_booked_recorded_and_ended(tmp_path: Path) -> None:
     assert not len(driver.cache) and not driver.records() and not driver.specs()
 
 
-async def test_a_repeated_call_changes_nothing(tmp_path: Path) -> None:
+async def test_a_repeated_call_changes_nothing(driver: Driver) -> None:
     """The kubelet forgets on its restart that a claim is prepared: what runs must not be reset."""
-    driver = Driver(tmp_path, raw_claim(result()))
     first = await prepared(driver)
     driver.prepared_keys.clear()
     driver.api.claims.clear()
@@ -78,8 +82,7 @@ async def test_concurrent_calls_for_one_claim_book_it_once(tmp_path: Path) -> No
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 60}
 
 
-async def test_unknown_claims_end_with_success(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result()))
+async def test_unknown_claims_end_with_success(driver: Driver) -> None:
     made = await prepared(driver)
     await driver.claims.unprepare(ref_of(7))
     assert driver.claims.prepared == {uid_of(1): made} and driver.records() == [f"{uid_of(1)}.json"]
@@ -111,8 +114,7 @@ async def test_another_agent_takes_over_what_is_recorded(tmp_path: Path) -> None
     stray = tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json"
     stray.write_text("{}")
     (tmp_path / "cdi" / "nvidia.json").write_text("{}")
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert driver.claims.prepared == {first.ref.uid: first, second.ref.uid: second}
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40, GpuUuid("GPU-1"): 100}
     assert len(driver.specs()) == 3 and not stray.exists()
@@ -127,8 +129,7 @@ async def test_an_unreadable_record_stops_no_other(tmp_path: Path, content: str)
     (tmp_path / "records" / f"{uid_of(1)}.json").write_text(content)
     (tmp_path / "records.last" / f"{uid_of(1)}.json").write_text(content)
     (tmp_path / "records" / "notes.txt").write_text("a person's")
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert driver.claims.prepared.keys() == {uid_of(2)}
 
 
@@ -141,8 +142,7 @@ async def test_the_copy_of_an_unreadable_record_counts(tmp_path: Path) -> None:
     for damage in (None, "[", '{"version": 1, "claim": 7}', other):
         if damage is not None:
             (tmp_path / "records" / f"{uid_of(1)}.json").write_text(damage)
-        driver.claims = driver.new_claims()
-        await driver.claims.restore()
+        await driver.restart()
         assert driver.claims.prepared == {first.ref.uid: first}
     await driver.claims.unprepare(ref_of())
     assert driver.records() == [] and not any((tmp_path / "records.last").iterdir())
@@ -153,8 +153,7 @@ async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
     first = await prepared(driver)
     path = tmp_path / "records" / f"{uid_of(1)}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "boot": "x"}))
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert driver.claims.prepared == {first.ref.uid: first} and '"boot"' in path.read_text()
 
 
@@ -179,8 +178,7 @@ async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
     used = {GpuUuid("GPU-0"): 100, GpuUuid("GPU-1"): 100}
     assert used_cores(driver.cache) == used and driver.prepared_keys[-1] == last.results[0].key
     before = driver.claims.prepared
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert driver.claims.prepared == before and used_cores(driver.cache) == used and len(driver.cache) == 2
     await driver.claims.unprepare(ref_of())
     assert driver.claims.prepared.keys() == {uid_of(2), uid_of(3)} and used_cores(driver.cache) == used
@@ -249,17 +247,15 @@ async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
     assert "another claim has its name" in await refused(driver, 2)
 
 
-async def test_a_call_that_is_cut_off_leaves_nothing_booked(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result()))
+async def test_a_call_that_is_cut_off_leaves_nothing_booked(driver: Driver) -> None:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(driver.claims.prepare(ref_of()))
         driver.api.before = lambda: task.cancel() and None
     assert task.cancelled() and not len(driver.cache) and not driver.claims.prepared
 
 
-async def test_a_call_that_is_cut_off_while_its_record_is_written_leaves_no_file(tmp_path: Path) -> None:
+async def test_a_call_that_is_cut_off_while_its_record_is_written_leaves_no_file(driver: Driver) -> None:
     """The thread that writes is not cut off; the kubelet unprepares what it could not prepare."""
-    driver = Driver(tmp_path, raw_claim(result()))
     started, go_on = threading.Event(), threading.Event()
     save = driver.files.save
 
@@ -283,8 +279,7 @@ async def test_a_spec_that_cannot_be_written_stops_no_restart(tmp_path: Path) ->
     await prepared(driver)
     shutil.rmtree(tmp_path / "cdi")
     (tmp_path / "cdi").write_text("no directory")
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert driver.claims.prepared.keys() == {uid_of(1)} and used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
 
 
@@ -469,8 +464,7 @@ async def test_a_claim_without_a_size_uses_its_gpu_and_takes_nothing_of_it(tmp_p
         assert (charge.cores, charge.blocks, charge.wholes) == (100, 92, 0)
         assert len(driver.cache.ledger(driver.gpus).allocations) == 3
         assert driver.claims.prepared[uid_of(1)].results[0].isolation == "none"
-        driver.claims = driver.new_claims()
-        await driver.claims.restore()
+        await driver.restart()
 
 
 async def test_a_limit_beside_no_limit_on_one_gpu_is_refused(tmp_path: Path) -> None:
@@ -586,8 +580,7 @@ async def test_a_recorded_claim_has_the_numbers_that_its_gpu_has_now(tmp_path: P
         again = await prepared(driver)
         assert [one.cdi_devices for one in again.results] == [one.cdi_devices for one in first.results]
         # Written, not only known: another agent finds it.
-        driver.claims = driver.new_claims()
-        await driver.claims.restore()
+        await driver.restart()
         assert driver.claims.prepared[uid_of(1)] == again
         assert used_cores(driver.cache)[GpuUuid("GPU-0")] == 40
 
@@ -670,9 +663,8 @@ async def test_specs_follow_the_gpus_while_the_agent_runs(tmp_path: Path) -> Non
             assert "not shown by the driver of this node now: lost." in await refused(driver)
 
 
-async def test_a_prepared_claim_waits_for_the_driver(tmp_path: Path) -> None:
+async def test_a_prepared_claim_waits_for_the_driver(driver: Driver) -> None:
     """Before the driver has listed its GPUs nobody knows whether the record is still right; the spec stays as it is."""
-    driver = Driver(tmp_path, raw_claim(result()))
     first = await prepared(driver)
     driver.claims = driver.new_claims()
     driver.node.inventory.is_read = False
@@ -686,12 +678,10 @@ async def test_a_prepared_claim_waits_for_the_driver(tmp_path: Path) -> None:
     assert isinstance(made, Refused) and made.reason is RefusalReason.NOT_READY and "GPU GPU-0" in made.detail
 
 
-async def test_a_prepared_claim_keeps_its_answer_under_other_settings(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result()))
+async def test_a_prepared_claim_keeps_its_answer_under_other_settings(driver: Driver) -> None:
     first = await prepared(driver)
     driver.policy = replace(edit_policy("none"), strategies=(DeviceListStrategy.CDI_CRI,))
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     assert await prepared(driver) == first
 
 

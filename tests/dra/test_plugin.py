@@ -14,6 +14,7 @@ from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.model.gpus import Health
 from gpushare_agent.core.wire import pluginregistration, v1alpha1
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+from tests.cluster.support_kube import running
 from tests.dra.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result, uid_of
 from tests.extender.support_extender import eventually
 from tests.support_deadline import DEADLINE_S
@@ -39,11 +40,9 @@ class Served:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.registration.run())
+        async with running(self.registration.run):
             await eventually(lambda: list(self.registry.iterdir()) != [])
             yield
-            task.cancel()
 
     def channel(self) -> UnixChannel:
         return UnixChannel(self.plugins / "dra-0a0a0a0a.sock")

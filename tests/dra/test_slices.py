@@ -22,6 +22,7 @@ from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.names import GpuUuid
+from tests.cluster.support_kube import running
 from tests.dra.support_claims import DRIVER, NODE
 from tests.extender.support_extender import eventually
 from tests.gpus.support_gpus import read_topology
@@ -295,10 +296,8 @@ class Published:
 
     @asynccontextmanager
     async def running(self) -> Any:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.publisher.run(self.api, self.registered))
+        async with running(lambda: self.publisher.run(self.api, self.registered)):
             yield
-            task.cancel()
 
     def listed(self) -> None:
         self.publisher.list_ended(list(self.api.slices), [], "1")

@@ -31,8 +31,7 @@ async def node(directory: Path) -> tuple[Driver, StaleClaims, Running]:
 async def test_a_claim_that_is_gone_is_ended_at_the_second_poll(tmp_path: Path) -> None:
     """Of another agent's process, too: the record has the pods."""
     driver, _, running = await node(tmp_path)
-    driver.claims = driver.new_claims()
-    await driver.claims.restore()
+    await driver.restart()
     stale = StaleClaims(driver.claims, running)
     driver.api.claims.clear()
     await stale.poll(driver.api)

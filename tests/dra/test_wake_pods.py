@@ -16,6 +16,7 @@ from gpushare_agent.agent.dra import wake_pods
 from gpushare_agent.agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import PodUid
+from tests.cluster.support_kube import running
 from tests.dra.support_claims import Driver, edit_policy, raw_claim, ref_of, result, using
 from tests.support_core import pod
 
@@ -46,10 +47,8 @@ class Waked:
     async def running(self) -> AsyncIterator[None]:
         for one in self.driver.store.pods():
             self.waker.pod_changed(None, one)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.waker.run(self))
+        async with running(lambda: self.waker.run(self)):
             yield
-            task.cancel()
 
     async def passed(self, seconds: float) -> None:
         """The time has passed, and the waker has considered every pod that was due."""

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from tests.cluster.support_kube import FAST, write_kubeconfig
+from tests.cluster.support_kube import FAST, running, write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, Raw
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
@@ -363,7 +364,7 @@ class Replica:
         metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota)
-        pods = PodsFeed(state=self.state, names=NAMES)
+        pods = PodsFeed(state=self.state)
         nodes = NodesFeed(
             state=self.state,
             read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
@@ -413,11 +414,7 @@ async def running_replica(
     cluster: FakeCluster, clock: Callable[[], float] = time.monotonic, *, bind_s: float = DEADLINE_S
 ) -> AsyncIterator[Replica]:
     """With informers that run, not leading yet. What the API server leaves unanswered it cuts off: no time need end."""
-    async with opened_api(cluster) as api, asyncio.TaskGroup() as group:
+    async with opened_api(cluster) as api:
         replica = Replica(api, clock, bind_s)
-        tasks = [group.create_task(informer.run(api)) for informer in replica.informers]
-        try:
+        async with running(*(partial(informer.run, api) for informer in replica.informers)):
             yield replica
-        finally:
-            for task in tasks:
-                task.cancel()

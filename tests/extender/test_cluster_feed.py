@@ -44,7 +44,7 @@ class Feeding:
         node = read_node(undecoded(raw_node("n1")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
         assert node is not None
         self.state.put_node(node, self.now)
-        self.pods = PodsFeed(state=self.state, names=NAMES, clock=lambda: self.now)
+        self.pods = PodsFeed(state=self.state, clock=lambda: self.now)
 
     def reserve(self, raw: Raw) -> None:
         """As a bind does that read the pod itself."""

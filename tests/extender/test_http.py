@@ -27,7 +27,7 @@ from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_state import Filtered
+from gpushare_agent.extender.cluster_state import ClusterPolicy, ClusterState, Filtered
 from gpushare_agent.extender.debug import MOST_NODES, StatePages
 from gpushare_agent.extender.decisions.claims import convert_pod
 from gpushare_agent.extender.decisions.ledger import NodeLedger
@@ -116,7 +116,8 @@ async def served(
         body_s=body_s,
         limits=limits or HttpLimits(idle_s=IDLE_S),
         verbs=EverythingFits(
-            names=ResourceNames(), state=NOTHING, binder=NOTHING, metrics=NOTHING, waiters=NOTHING, preemption=NOTHING
+            state=ClusterState(policy=ClusterPolicy(names=ResourceNames())),
+            **dict.fromkeys(("binder", "metrics", "waiters", "preemption"), NOTHING),
         ),
         metrics=metrics or ExtenderMetrics(),
         ready=list,

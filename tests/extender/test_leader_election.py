@@ -19,6 +19,7 @@ from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.extender.app import lease_owner
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
+from tests.cluster.support_kube import running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api
 from tests.fakes.clock import FakeClock
 from tests.support_deadline import DEADLINE_S
@@ -136,8 +137,7 @@ async def test_an_api_server_that_is_down_ends_leadership_at_the_deadline() -> N
     """The leader goes on while it may, and not longer; back again, it leads in a new term."""
     async with fake_cluster() as cluster, opened_api(cluster) as api:
         election = LeaderElection(api=api, identity="r0", terms=QUICK)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(election.run())
+        async with running(election.run):
             async with asyncio.timeout(DEADLINE_S):
                 await election.wait_change(0, False)
                 assert election.term == 1
@@ -147,7 +147,6 @@ async def test_an_api_server_that_is_down_ends_leadership_at_the_deadline() -> N
                 cluster.is_down = False
                 await election.wait_change(1, False)
                 assert (election.term, election.leads()) == (2, True)
-            task.cancel()
 
 
 async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() -> None:

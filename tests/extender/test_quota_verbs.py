@@ -167,7 +167,7 @@ def test_a_node_that_gets_its_model_later_counts_under_it(keeper: QuotaState) ->
 def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
     """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
     state, metrics = state_of(keeper), ExtenderMetrics()
-    pods = PodsFeed(state=state, names=NAMES)
+    pods = PodsFeed(state=state)
     read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, on_report=pods.drop_missing)
     raw = raw_node("n1", model="M40")

@@ -289,7 +289,7 @@ async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
             assert "0.6" in refused and "M40" in refused and "default" in refused
             assert "quota" in await asker.bind(pods[1], "n1")
             put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 2}}})
-            await eventually(lambda: "200" in str(asker.parts.state._quota.quota))
+            await eventually(lambda: "200" in str(asker.parts.state.quota.quota))
             assert await asker.bind(pods[1], "n1") == ""
 
 

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.names import RETRY_ANNOTATION, PodUid
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import PodWrites
-from gpushare_agent.extender.decisions.quota import QuotaState
+from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import lean_pod
+from gpushare_agent.extender.objects import lean_pod, read_node
+from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.waiters import MAX_WAITING, Waiters
 from tests.extender.support_extender import (
     NAMES,
@@ -31,6 +31,8 @@ from tests.support_json import undecoded
 
 RAW = raw_pod("a", (100, 0))
 POD = lean_pod(read_pod_json(undecoded(RAW)), NAMES)
+NODE = read_node(undecoded(raw_node("n")), NAMES, model_label="", pool_label="").node
+assert NODE is not None
 
 
 class Waiting(Struct, kw_only=True):
@@ -38,10 +40,22 @@ class Waiting(Struct, kw_only=True):
 
     cluster: FakeCluster
     clock: FakeClock
+    state: ClusterState = field(default_factory=lambda: ClusterState(policy=ClusterPolicy(names=NAMES)))
     waiters: Waiters | None = None
-    fits: bool = True
     is_unscheduled: bool = True
     leads: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """A node would take the pod."""
+        return bool(self.state.known_names())
+
+    @fits.setter
+    def fits(self, is_so: bool) -> None:
+        if is_so:
+            self.state.put_node(NODE, 0.0)
+        else:
+            self.state.remove_node(NODE.name)
 
     def version(self) -> str:
         return str(self.cluster.pod(POD.namespace, "a")["metadata"]["resourceVersion"])
@@ -59,14 +73,11 @@ async def waiting(parts: int) -> AsyncIterator[tuple[Waiting, Waiters]]:
     async with fake_cluster(pods=[RAW]) as cluster, opened_api(cluster) as api:
         one = Waiting(cluster=cluster, clock=FakeClock())
 
-        async def fits_somewhere(pod: Pod) -> bool:
-            return one.fits
-
+        one.fits = True
         waiters = one.waiters = Waiters(
-            quota=QuotaState(NAMES),
+            state=one.state,
             writes=PodWrites(api=api, names=NAMES, leads=lambda: one.leads),
             unscheduled=lambda uid: POD if one.is_unscheduled else None,
-            fits_somewhere=fits_somewhere,
             metrics=ExtenderMetrics(),
             pace_s=0.0,
             clock=one.clock,

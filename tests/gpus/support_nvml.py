@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import running_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +53,13 @@ def fake_library(*defines: str) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def becomes(script: Path, text: str) -> None:
+    """Changes the machine, at once for every call that follows. `\\udcf8` is the byte F8, which is no UTF-8."""
+    fresh = script.with_suffix(".new")
+    fresh.write_text(text, errors="surrogateescape")
+    fresh.replace(script)
+
+
 @dataclass
 class Probe:
     """The probe process and the machine that it sees."""
@@ -60,10 +68,7 @@ class Probe:
     directory: Path
 
     def becomes(self, script: str) -> None:
-        """Changes the machine, at once for every call that follows. `\\udcf8` is the byte F8, which is no UTF-8."""
-        fresh = self.directory / "script.new"
-        fresh.write_text(script, errors="surrogateescape")
-        fresh.replace(self.directory / "script")
+        becomes(self.directory / "script", script)
 
     async def ask(self, command: str) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -111,23 +116,18 @@ async def running_probe(
         environment["LD_LIBRARY_PATH"] = str(library)
     try:
         async with asyncio.timeout(DEADLINE_S):
-            process = await asyncio.create_subprocess_exec(
+            async with running_process(
                 *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
                 *(str(directory), str(timeout_s), str(unified_memory_mib)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
-            )
-            probe = Probe(process=process, directory=directory)
-            try:
+            ) as process:
+                probe = Probe(process=process, directory=directory)
                 probe.becomes(script)
                 yield probe
                 assert process.stdin is not None
                 process.stdin.close()
                 assert await process.wait() == 0
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
     finally:
         shutil.rmtree(directory)

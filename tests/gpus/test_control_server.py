@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,9 +23,11 @@ from gpushare_agent.agent.gpus.control_server import MAX_REQUEST_BYTES, ControlS
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.errors import Unavailable
+from tests.cluster.support_kube import running
 from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory, mig_instance
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 
 class Parts:
@@ -49,21 +50,10 @@ class Parts:
 
 
 @asynccontextmanager
-async def _running(server: ControlServer) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(server.run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-
-
-@asynccontextmanager
 async def _listening(path: Path) -> AsyncIterator[Parts]:
     parts = Parts()
     server = parts.server(path)
-    async with _running(server):
+    async with running(server.run):
         async with asyncio.timeout(DEADLINE_S):
             await server.wait_listening()
         yield parts
@@ -72,6 +62,11 @@ async def _listening(path: Path) -> AsyncIterator[Parts]:
 async def _ask(path: Path, method: str, target: str, request: Any = None) -> Answer:
     """The blocking client of the command line, in a thread."""
     return await asyncio.to_thread(ask, path, method, target, request)
+
+
+@pytest.fixture
+def path(short_dir: Path) -> Path:
+    return short_dir / "control.sock"
 
 
 async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
@@ -95,9 +90,8 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
     ]
 
 
-async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> None:
+async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(path: Path) -> None:
     """A poll follows at once."""
-    path = short_dir / "control.sock"
     async with _listening(path) as parts:
         parts.inventory.note_events([xid(79)])
         answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
@@ -107,9 +101,8 @@ async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(short_dir: Path) -> 
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
 
-async def test_what_could_not_be_written_down_is_in_the_answer(short_dir: Path) -> None:
+async def test_what_could_not_be_written_down_is_in_the_answer(path: Path) -> None:
     """The cordon holds all the same."""
-    path = short_dir / "control.sock"
     async with _listening(path) as parts:
         parts.not_kept = "the disk is full"
         answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
@@ -132,19 +125,17 @@ async def test_what_could_not_be_written_down_is_in_the_answer(short_dir: Path) 
     ],
 )
 async def test_a_bad_request_changes_nothing_and_is_reported_why(
-    short_dir: Path, request_: Any, status: int, text: str
+    path: Path, request_: Any, status: int, text: str
 ) -> None:
     """What root asks is bounded and checked, too."""
-    path = short_dir / "control.sock"
     async with _listening(path) as parts:
         answer = await _ask(path, "POST", "/cordon", request_)
         assert answer.status == status and text in answer.document["error"]
         assert parts.inventory.cordoned == {}
 
 
-async def test_a_request_beyond_the_limit_is_refused(short_dir: Path) -> None:
+async def test_a_request_beyond_the_limit_is_refused(path: Path) -> None:
     """By its length alone."""
-    path = short_dir / "control.sock"
     async with _listening(path) as parts:
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(b"POST /cordon HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1))
@@ -155,9 +146,8 @@ async def test_a_request_beyond_the_limit_is_refused(short_dir: Path) -> None:
         assert parts.inventory.cordoned == {}
 
 
-async def test_what_is_no_json_is_refused(short_dir: Path) -> None:
+async def test_what_is_no_json_is_refused(path: Path) -> None:
     """Also what nests too deep."""
-    path = short_dir / "control.sock"
     async with _listening(path):
         for content in (b"\xff", b"[" * 10_000):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -187,17 +177,12 @@ async def test_another_user_is_refused_by_the_kernels_word(short_dir: Path) -> N
     )
     async with _listening(path):
         path.chmod(0o666)
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", asks, str(path)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        async with asyncio.timeout(DEADLINE_S):
-            out, _ = await child.communicate()
+        _, out, _ = await output_of(sys.executable, "-c", asks, path)
     assert b" 403 " in out.splitlines()[0]
 
 
-async def test_a_stale_socket_is_replaced(short_dir: Path) -> None:
+async def test_a_stale_socket_is_replaced(path: Path) -> None:
     """One that a killed agent left behind."""
-    path = short_dir / "control.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     assert not is_served(path)
@@ -213,13 +198,13 @@ async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch
     with capture_logs() as logs:
         async with _listening(path) as first:
             server = second.server(path)
-            async with _running(server):
+            async with running(server.run):
                 await _ask(path, "POST", "/cordon", {"gpu": "0"})
                 async with asyncio.timeout(DEADLINE_S):
                     while not any(line["event"] == "control_socket_not_open" for line in logs):
                         await asyncio.sleep(0.005)
                 assert first.inventory.cordoned and not second.inventory.cordoned
-        async with _running(second.server(path)), asyncio.timeout(DEADLINE_S):
+        async with running(second.server(path).run), asyncio.timeout(DEADLINE_S):
             while not path.exists():
                 await asyncio.sleep(0.005)
             await _ask(path, "POST", "/cordon", {"gpu": "1"})
@@ -269,21 +254,19 @@ async def test_a_socket_of_another_program_in_its_place_is_left_alone(
     assert [line["event"] for line in logs].count("control_socket_gone") == 1
 
 
-async def test_a_file_in_the_sockets_place_is_left_alone(short_dir: Path) -> None:
+async def test_a_file_in_the_sockets_place_is_left_alone(path: Path) -> None:
     """The agent runs on without the socket, and reports what to do."""
-    path = short_dir / "control.sock"
     path.write_text("mine")
     with capture_logs() as logs:
-        async with _running(Parts().server(path)), asyncio.timeout(DEADLINE_S):
+        async with running(Parts().server(path).run), asyncio.timeout(DEADLINE_S):
             while not logs:
                 await asyncio.sleep(0.005)
     assert path.read_text() == "mine"
     assert "--control.socket" in logs[0]["error"]
 
 
-async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) -> None:
+async def test_where_no_agent_listens_the_caller_gets_an_error(path: Path) -> None:
     """No socket, or one that nobody serves, or something else."""
-    path = short_dir / "control.sock"
     with pytest.raises(Unavailable, match="no agent listens"):
         await _ask(path, "GET", "/gpus")
     with socket.socket(socket.AF_UNIX) as left:
@@ -303,9 +286,8 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(short_dir: Path) 
     await server.wait_closed()
 
 
-async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(short_dir: Path) -> None:
+async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path) -> None:
     """It is named by its index as ever; its instance shows what holds for it, and is not put back by itself."""
-    path = short_dir / "control.sock"
     async with _listening(path) as parts:
         found = inventory()
         instance = mig_instance(2, 0, 1)

@@ -46,6 +46,11 @@ async def inventory_of(driver: SimulatedDriver) -> GpuInventory:
     return inventory
 
 
+@pytest.fixture
+def faults(tmp_path: Path) -> Path:
+    return tmp_path / "faults.json"
+
+
 async def test_uuids_are_the_same_after_a_restart_and_differ_between_nodes_and_gpus() -> None:
     """The kubelet's checkpoint names GPUs by UUID, so a restarted agent must find the same ones."""
     first, again = await inventory_of(simulated(gpus=8)), await inventory_of(simulated(gpus=8))
@@ -127,9 +132,8 @@ def test_a_faulty_topology_text_is_refused() -> None:
         simulated(topology="nonsense")
 
 
-async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(tmp_path: Path) -> None:
+async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(faults: Path) -> None:
     """Faults come and go while the agent runs."""
-    faults = tmp_path / "faults.json"
     driver = simulated(gpus=3, faults=faults)
     before = await driver.read()
     faults.write_text(json.dumps({"lost": {"1": "fell off the bus", "9": "no such GPU"}}))
@@ -141,9 +145,8 @@ async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says
     assert await driver.read() == before
 
 
-async def test_a_lost_driver_is_unavailable(tmp_path: Path) -> None:
+async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
     """As NVML is after a driver crash."""
-    faults = tmp_path / "faults.json"
     faults.write_text('{"all_lost": "driver unloaded"}')
     with pytest.raises(Unavailable, match="driver unloaded"):
         await simulated(faults=faults).read()
@@ -171,9 +174,8 @@ async def test_a_lost_driver_is_unavailable(tmp_path: Path) -> None:
     ],
     ids=lambda text: repr(text[:60]),
 )
-async def test_a_malformed_faults_file_is_ignored_with_one_warning(tmp_path: Path, text: str | bytes) -> None:
+async def test_a_malformed_faults_file_is_ignored_with_one_warning(faults: Path, text: str | bytes) -> None:
     """However often it is read: a warning each poll would bury the log."""
-    faults = tmp_path / "faults.json"
     faults.write_bytes(text if isinstance(text, bytes) else text.encode())
     driver = simulated(faults=faults)
     with capture_logs() as logs:
@@ -182,9 +184,8 @@ async def test_a_malformed_faults_file_is_ignored_with_one_warning(tmp_path: Pat
     assert [entry["event"] for entry in logs] == ["faults_file_ignored"]
 
 
-async def test_a_faults_file_that_is_no_file_is_ignored(tmp_path: Path) -> None:
+async def test_a_faults_file_that_is_no_file_is_ignored(faults: Path) -> None:
     """A pipe would block its reader for ever."""
-    faults = tmp_path / "faults.json"
     os.mkfifo(faults)
     with capture_logs() as logs:
         inventory = await simulated(faults=faults).read()
@@ -201,9 +202,8 @@ def write(path: Path, **content: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-async def test_an_event_is_reported_once(tmp_path: Path) -> None:
+async def test_an_event_is_reported_once(faults: Path) -> None:
     """The file keeps it; the driver reports it at the next call only."""
-    faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     uuids = [gpu.uuid for gpu in (await driver.read()).gpus]
     write(faults, xids=[XID_79])
@@ -217,9 +217,8 @@ async def test_an_event_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_look", ["read", "events", "sample"])
-async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path, first_look: str) -> None:
+async def test_what_was_in_the_file_at_the_first_poll_is_history(faults: Path, first_look: str) -> None:
     """An agent that starts again does not report the faults of yesterday; a driver that never polled has not started."""
-    faults = tmp_path / "faults.json"
     write(faults, xids=[XID_79], resets=[{"id": 2, "gpu": 0}])
     driver = simulated(faults=faults)
     await getattr(driver, first_look)()
@@ -229,9 +228,8 @@ async def test_what_was_in_the_file_at_the_first_poll_is_history(tmp_path: Path,
     assert [event.xid for event in await driver.events()] == [48]
 
 
-async def test_a_malformed_file_at_the_first_poll_does_not_count(tmp_path: Path) -> None:
+async def test_a_malformed_file_at_the_first_poll_does_not_count(faults: Path) -> None:
     """What it contained is not known; what is read first is history."""
-    faults = tmp_path / "faults.json"
     faults.write_text("{")
     driver = simulated(faults=faults)
     with capture_logs():
@@ -240,9 +238,8 @@ async def test_a_malformed_file_at_the_first_poll_does_not_count(tmp_path: Path)
     assert await driver.events() == []
 
 
-async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> None:
+async def test_a_storm_comes_in_calls_of_1024_oldest_first(faults: Path) -> None:
     """However they lie in the file, and those of GPUs that are not there left out."""
-    faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     await driver.read()
     storm = [{"id": number, "gpu": 9 if number == 7 else 0, "xid": number} for number in range(1500, 0, -1)]
@@ -252,9 +249,8 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(tmp_path: Path) -> No
     assert calls[0] + calls[1] == [number for number in range(1, 1501) if number != 7]
 
 
-async def test_a_reset_gpu_is_lost_for_one_poll(tmp_path: Path) -> None:
+async def test_a_reset_gpu_is_lost_for_one_poll(faults: Path) -> None:
     """Between two polls a reset would go unseen; so the next poll sees it, and the one after it sees the GPU back."""
-    faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     before = await driver.read()
     write(faults, resets=[{"id": 1, "gpu": 1}])
@@ -263,9 +259,8 @@ async def test_a_reset_gpu_is_lost_for_one_poll(tmp_path: Path) -> None:
     assert polls[1] == before
 
 
-async def test_a_lost_driver_reports_no_events_and_no_usage(tmp_path: Path) -> None:
+async def test_a_lost_driver_reports_no_events_and_no_usage(faults: Path) -> None:
     """Each call gives the reason; what happened meanwhile is reported afterwards."""
-    faults = tmp_path / "faults.json"
     driver = simulated(faults=faults)
     await driver.read()
     write(faults, xids=[XID_79], all_lost="driver unloaded")
@@ -331,9 +326,8 @@ async def test_no_gpu_shows_more_than_all_of_itself(tmp_path: Path) -> None:
     assert (gpu.sm_ratio, gpu.memory_used_bytes) == (1.0, gpu.memory_total_bytes)
 
 
-async def test_a_lost_gpu_is_not_sampled_but_counted(tmp_path: Path) -> None:
+async def test_a_lost_gpu_is_not_sampled_but_counted(faults: Path) -> None:
     """As NVML's error name."""
-    faults = tmp_path / "faults.json"
     write(faults, lost={"0": "gone"})
     driver = simulated(gpus=3, faults=faults)
     sample = await driver.sample()

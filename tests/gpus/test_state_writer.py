@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
@@ -14,6 +12,7 @@ from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.core.model.names import GpuUuid
+from tests.cluster.support_kube import running
 from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory
 from tests.support_deadline import Changes
@@ -51,17 +50,6 @@ class File:
         await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def _running(writer: HealthStateWriter) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(writer.run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-
-
 def _state() -> GpuInventoryState:
     state = GpuInventoryState(IMMEDIATE)
     state.read(inventory())
@@ -77,7 +65,7 @@ def _writer(state: GpuInventoryState, file: File | None) -> HealthStateWriter:
 async def test_a_wait_for_a_reset_is_written_without_a_request() -> None:
     """An agent that is killed the next moment has saved it."""
     state, file = _state(), File()
-    async with _running(_writer(state, file)):
+    async with running(_writer(state, file).run):
         state.note_events([xid(79)])
         await file.wait(1)
     assert file.saves == [state.saved] and state.saved.waits
@@ -87,7 +75,7 @@ async def test_what_changes_nothing_that_is_kept_is_not_written() -> None:
     """A GPU that fails and returns costs no write."""
     state, file = _state(), File()
     writer = _writer(state, file)
-    async with _running(writer):
+    async with running(writer.run):
         state.lost("gone")
         state.read(inventory())
         assert await writer.save_now() == ""
@@ -102,7 +90,7 @@ async def test_a_write_that_fails_is_reported_once_and_tried_again() -> None:
     with capture_logs() as logs:
         state.cordon(GPU, "fan")
         assert await writer.save_now() == "the disk is full"
-        async with _running(writer):
+        async with running(writer.run):
             await file.wait(4)
             file.failure = ""
             await file.wait(file.tries + 1)
@@ -138,6 +126,6 @@ async def test_without_a_file_the_asker_is_reported_so() -> None:
     state = _state()
     writer = _writer(state, None)
     await writer.restore()
-    async with _running(writer):
+    async with running(writer.run):
         state.cordon(GPU, "fan")
         assert await writer.save_now() == NO_FILE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 from msgspec.structs import replace
@@ -16,6 +14,7 @@ from gpushare_agent.core.kit.logs import TenantLines
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.core.model.gpus import GpuInventory
+from tests.cluster.support_kube import running
 from tests.gpus.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
 from tests.support_core import inventory
 from tests.support_node import node_of
@@ -58,17 +57,6 @@ async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exc
     for one in shown:
         driver.shown = one
         await watch.poll()
-
-
-@asynccontextmanager
-async def _running(watch: GpuWatch) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(watch.run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
 
 
 async def test_one_gpu_fails_and_returns() -> None:
@@ -133,7 +121,7 @@ async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
     watch = _watch(driver, state, period_s=3600, event_period_s=0.005)
     await watch.poll()
-    async with _running(watch):
+    async with running(watch.run):
         driver.pending.append([xid(13)])
         await driver.wait(lambda: not driver.pending and driver.fetches > 5)
         assert driver.polls == 1
@@ -182,7 +170,7 @@ async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll
     await watch.poll()
     driver.pending.append([xid(79, None)])
     with capture_logs() as logs:
-        async with _running(watch):
+        async with running(watch.run):
             await driver.wait(lambda: driver.polls == 2)
     assert health(state) == ["Healthy", "Healthy"]
     assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_gpu"] == ["error"]
@@ -220,7 +208,7 @@ async def test_an_unhealthy_gpu_is_polled_when_its_probe_is_due() -> None:
     await watch.poll()
     driver.pending.append([xid(94)])
     await watch.fetch_events()
-    async with _running(watch):
+    async with running(watch.run):
         await driver.wait(lambda: health(state) == ["Healthy", "Healthy"])
     assert driver.polls >= 4
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.isolation.support_driver import require_cc
 from tests.isolation.support_vdevice import POD
+from tests.support_process import output_of
 
 SOURCES = [Path(__file__).parents[2] / "native" / name for name in ("gpu-client.c", "vdevice.c")]
 DEADLINE_S = 60.0
@@ -49,18 +50,8 @@ class Ended:
 
 
 async def run_gpu_client(program: Path, *arguments: str | Path) -> Ended:
-    process = await asyncio.create_subprocess_exec(
-        program, *arguments, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            _, text = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return Ended(process.returncode, text.decode())
+    code, _, text = await output_of(program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=None)
+    return Ended(code, text.decode())
 
 
 async def register_by_name(program: Path, address: Path | str, name: str = "cuda", pod_uid: str = POD) -> Ended:

@@ -15,15 +15,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import hpack
-from h2.config import H2Configuration
-from h2.connection import H2Connection
-from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.server import METHOD, VDeviceLimits
 from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from tests.isolation.support_vdevice import KEY, OTHER, OTHER_POD, POD, FakeNode, register, server_of, share_config
+from tests.kit.support_http2 import frame, hang_up, request_fields, with_length
 from tests.support_deadline import DEADLINE_S
 
 NEVER = 1e-6
@@ -35,22 +33,15 @@ CALLS_AT_ONCE = 16
 
 _HEADERS_FRAME, _DATA_FRAME, _SETTINGS_FRAME = 1, 0, 4
 _END_STREAM, _END_HEADERS = 1, 4
-FIELDS = (
-    (":method", "POST"), (":scheme", "http"), (":path", METHOD), (":authority", "x"), ("te", "trailers"),
-    ("content-type", "application/grpc"),
-)  # fmt: skip
+FIELDS = request_fields(METHOD)
 _BLOCK = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in FIELDS])
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 """What a client begins its connection with."""
 
 
-def frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
-    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream_id) + content
-
-
 def canned_calls(numbers: Iterable[int], message: bytes = REQUEST) -> bytes:
     """One whole call for each number, which is the connection's how many-th call it is, from 0."""
-    content = struct.pack(">BI", 0, len(message)) + message
+    content = with_length(message)
     return b"".join(
         frame(_HEADERS_FRAME, _END_HEADERS, 2 * n + 1, _BLOCK) + frame(_DATA_FRAME, _END_STREAM, 2 * n + 1, content)
         for n in numbers
@@ -125,12 +116,6 @@ async def flood(path: Path, calls: int, *, at_once: int = CALLS_AT_ONCE) -> None
         await hang_up(writer)
 
 
-async def hang_up(writer: asyncio.StreamWriter) -> None:
-    writer.transport.abort()
-    with suppress(ConnectionError):
-        await writer.wait_closed()
-
-
 def resident_mib() -> float:
     """Of this process, now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -189,60 +174,3 @@ async def node_with(
         yield node
     finally:
         await node.stop()
-
-
-class RawClient:
-    """An HTTP/2 client that sends the frames it is given and reads only on request."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.h2 = H2Connection(H2Configuration(client_side=True))
-        self.h2.initiate_connection()
-        self.events: list[Event] = []
-
-    def begin(self, *headers: tuple[str, str]) -> int:
-        stream_id = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(stream_id, [*FIELDS, *headers])
-        return stream_id
-
-    def call(self, message: bytes = REQUEST) -> int:
-        stream_id = self.begin()
-        self.h2.send_data(stream_id, struct.pack(">BI", 0, len(message)) + message, end_stream=True)
-        return stream_id
-
-    def flush(self) -> None:
-        self.writer.write(self.h2.data_to_send())
-
-    async def read(self) -> bool:
-        """Whether there was something to read before the end of the connection."""
-        async with asyncio.timeout(DEADLINE_S):
-            try:
-                content = await self.reader.read(65536)
-            except ConnectionError:
-                return False
-        self.events += self.h2.receive_data(content)
-        self.flush()
-        return bool(content)
-
-    async def status_of(self, stream_id: int) -> tuple[str, str]:
-        """gRPC code and text of a call, once it has ended."""
-        while not any(isinstance(e, StreamEnded) and e.stream_id == stream_id for e in self.events):
-            assert await self.read(), "the server closed the connection"
-        found: dict[bytes, bytes] = {}
-        for event in self.events:
-            if isinstance(event, ResponseReceived | TrailersReceived) and event.stream_id == stream_id:
-                found.update(event.headers or ())  # type: ignore[arg-type]
-        return found[b"grpc-status"].decode(), found.get(b"grpc-message", b"").decode()
-
-    async def wait_closed_by_server(self) -> None:
-        while await self.read():
-            pass
-
-
-@asynccontextmanager
-async def raw_client(path: Path) -> AsyncIterator[RawClient]:
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    try:
-        yield RawClient(reader, writer)
-    finally:
-        await hang_up(writer)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import pytest
 
 from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S, PreparedAhead
-from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
 
 FIRST, SECOND = (ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), name) for name in ("a", "b"))
 
@@ -31,20 +30,11 @@ class Disk:
         return [] if self.fails else keys
 
 
-@asynccontextmanager
-async def running(ahead: PreparedAhead) -> AsyncIterator[None]:
-    task = asyncio.get_running_loop().create_task(ahead.run())
-    try:
-        yield
-    finally:
-        await stop_task(task)
-
-
 async def test_one_preparation_serves_one_start() -> None:
     disk = Disk()
     disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare)
-    async with running(ahead):
+    async with running(ahead.run):
         ahead.add(FIRST)
         await poll_until(lambda: ahead.prepared == {FIRST}, "the container prepared")
     assert [ahead.take(FIRST), ahead.take(FIRST)] == [True, False]
@@ -55,7 +45,7 @@ async def test_a_start_that_comes_first_gets_no_preparation_of_before(is_allocat
     """Its own preparation made the files that it has; one that follows another allocation counts again."""
     disk = Disk()
     ahead = PreparedAhead(disk.prepare)
-    async with running(ahead):
+    async with running(ahead.run):
         ahead.add(FIRST)
         await poll_until(lambda: disk.asked == [[FIRST]], "the preparation under way")
         assert not ahead.take(FIRST)
@@ -72,7 +62,7 @@ async def test_what_fails_is_left_to_the_start() -> None:
     disk.fails = True
     disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare)
-    async with running(ahead):
+    async with running(ahead.run):
         ahead.add(FIRST)
         await poll_until(lambda: disk.asked == [[FIRST]], "the preparation")
         await asyncio.sleep(0)
@@ -88,7 +78,7 @@ async def test_a_burst_is_prepared_together_or_one_by_one(
     ahead = PreparedAhead(disk.prepare, at_once=at_once)
     ahead.add(FIRST)
     ahead.add(SECOND)
-    async with running(ahead):
+    async with running(ahead.run):
         await poll_until(lambda: ahead.prepared == {FIRST, SECOND}, "both prepared")
     assert disk.asked == expected
 
@@ -97,7 +87,7 @@ async def test_containers_that_are_gone_or_never_start_are_forgotten() -> None:
     disk, now = Disk(), [0.0]
     disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare, clock=lambda: now[0])
-    async with running(ahead):
+    async with running(ahead.run):
         ahead.add(FIRST)
         ahead.add(SECOND)
         await poll_until(lambda: ahead.prepared == {FIRST, SECOND}, "both prepared")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.isolation.part import AvailabilityWatch
-from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.errors import Unavailable
+from tests.cluster.support_kube import running
 from tests.support_deadline import DEADLINE_S
 
 
@@ -42,23 +40,13 @@ class ScriptedDaemon:
             await self.changed.wait_for(lambda: self.polled >= times)
 
 
-@asynccontextmanager
-async def running(watch: AvailabilityWatch) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(watch.run())
-        try:
-            yield
-        finally:
-            await stop_task(task)
-
-
 async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
     """Before the first poll has ended it counts as unavailable."""
     daemon = ScriptedDaemon()
     watch = AvailabilityWatch("mps", [daemon.check], period_s=0.001)
     assert "not been checked yet" in watch.unavailable_reason
     daemon.open.clear()
-    async with running(watch):
+    async with running(watch.run):
         await daemon.wait_polled(1)
         assert "not been checked yet" in watch.unavailable_reason
         daemon.open.set()
@@ -73,7 +61,7 @@ async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
     reported: list[str] = []
     watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     with capture_logs() as logs:
-        async with running(watch):
+        async with running(watch.run):
             for daemon.reason in ("", "no answer", ""):
                 await daemon.wait_polled(daemon.polled + 3)  # the poll before the last has ended, with this answer
     assert reported == ["", "no answer", ""]
@@ -95,7 +83,7 @@ async def test_another_reason_is_reported_too() -> None:
 async def test_polls_never_overlap() -> None:
     """A slow daemon is polled again only when it has answered, however short the period."""
     daemon = ScriptedDaemon()
-    async with running(AvailabilityWatch("mps", [daemon.check], period_s=0.0)):
+    async with running(AvailabilityWatch("mps", [daemon.check], period_s=0.0).run):
         for _ in range(5):
             daemon.open.clear()
             await daemon.wait_polled(daemon.polled + 1)

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import ValidationError
 
-from gpushare_agent.agent.delivery.volume_config import parse_volumes, read_volume_config
+from gpushare_agent.agent.delivery import volume_config
+from gpushare_agent.agent.delivery.volume_config import configured_volumes, parse_volumes, read_volume_config
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.settings.settings import load_settings
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"
 
@@ -25,9 +27,13 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def read(directory: Path, document: object) -> tuple[DriverVolume, ...]:
+    return read_volume_config(_written(directory, document))
+
+
+def _written(directory: Path, document: object) -> Path:
     path = directory / "volume.conf"
     path.write_text(document if isinstance(document, str) else json.dumps(document))
-    return read_volume_config(path)
+    return path
 
 
 def test_the_volumes_are_read_in_their_order(short_dir: Path) -> None:
@@ -49,6 +55,28 @@ def test_the_example_of_the_manifests_is_read() -> None:
         assert str(volume.directory) == f"/etc/gpu-manager/vdriver/{volume.name}"
         assert {"libcuda.so", "libnvidia-ml.so"} <= set(volume.libraries)
         assert "nvidia-smi" in volume.binaries
+
+
+def test_a_base_without_a_place_goes_with_the_containers_directories(short_dir: Path) -> None:
+    """As in the manifests, where one variable then moves it."""
+    (volume,) = read_volume_config(_written(short_dir, {"volume": [entry(base="vdriver")]}), Path("/var/lib/x"))
+    assert volume.directory == Path("/var/lib/x/vdriver/nvidia")
+    (volume,) = read_volume_config(_written(short_dir, {"volume": [entry()]}), Path("/var/lib/x"))
+    assert volume.directory == Path("/var/vdriver/nvidia")
+
+
+def test_only_a_file_of_our_manifests_moves_with_the_containers_directories(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpu-manager's flag for these moves no driver: its DaemonSet mounts that at one place."""
+    path = _written(short_dir, {"volume": [entry(base="vdriver")]})
+    flags = [f"--volume-config={path}", "--virtual-manager-path=/data/vm"]
+    (volume,) = configured_volumes(load_settings(flags, {}).settings)
+    assert volume.base == Path("/data/vdriver")
+    monkeypatch.setattr(volume_config, "USUAL_CONFIG", path)
+    for chosen in (flags, flags[1:]):
+        (volume,) = configured_volumes(load_settings(chosen, {}).settings)
+        assert volume.base == short_dir / "vdriver"
 
 
 def with_components(**components: Any) -> dict[str, Any]:
@@ -73,7 +101,7 @@ def with_components(**components: Any) -> dict[str, Any]:
         ({"volume": [entry(name=["nvidia"])]}, "`$.volume[0].name`"),
         ({"volume": [entry(mode="rw")]}, "'rw' - at `$.volume[0].mode`"),
         ({"volume": [entry(), entry(name="origin", Mode="ro")]}, "unknown field `Mode` - at `$.volume[1]`"),
-        ({"volume": [entry(base="vdriver")]}, "`$.volume[0].base`"),
+        ({"volume": [entry(base="etc/vdriver")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/var/../etc")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/a\0b")]}, "`$.volume[0].base`"),
         ({"volume": [entry(base="/\ud800")]}, "`$.volume[0].base`"),

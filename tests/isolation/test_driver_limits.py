@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.isolation.driver.edits import MemoryShare, memory_shares, pod_memory
 from gpushare_agent.agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.kit.supervision import forever
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import Refused, Rejected, Unavailable
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
@@ -20,6 +19,7 @@ from gpushare_agent.core.model.names import GIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
 from tests.support_core import inventory
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -219,13 +219,11 @@ async def test_what_runs_is_kept_by_itself_and_a_round_that_fails_is_reported_on
     own = world.start(MAIN)
     limiter = world.limiter()
     with capture_logs() as lines:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(forever("driver limits", limiter.run), name="driver limits")
+        async with running(lambda: forever("driver limits", limiter.run)):
             await poll_until(lambda: bool(lines), "a round that failed")
             world.error = None
             await limiter.prepare([MAIN])
             await poll_until(lambda: (GPU, own) in world.limits, "the limit")
-            await stop_task(task)
     assert [line["event"] for line in lines] == ["memory_limits_not_read", "memory_limits_read_again"]
 
 

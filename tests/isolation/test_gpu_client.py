@@ -40,6 +40,7 @@ from tests.isolation.support_vdevice import (
     serving,
     share_config,
 )
+from tests.kit.support_http2 import frame
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 9
 END_STREAM, END_HEADERS, PADDED = 1, 4, 8
@@ -316,10 +317,6 @@ async def test_grpcios_refusal_is_read_with_its_text(grpc: Any, patient: Path, s
 
 
 # ---- Answers of hostile servers ----
-
-
-def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
-    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream) + content
 
 
 def block(fields: list[tuple[str, str]], *, huffman: bool = True) -> bytes:

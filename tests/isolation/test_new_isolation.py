@@ -15,9 +15,9 @@ from gpushare_agent.core.settings.isolation_names import isolation_names
 from gpushare_agent.core.settings.reference import markdown
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from tests.agent.support_agent import calls_of, open_agent, wait_running
+from tests.agent.support_agent import calls_of, open_agent
 from tests.docs.isolations_page import isolations
-from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
+from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod, start_pods, wait_allocatable
 from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
 
@@ -101,9 +101,7 @@ async def test_a_pod_gets_its_edits_and_the_node_document_shows_it() -> None:
     """A share; a whole GPU next to it has nothing to keep."""
     async with open_test_node() as node, open_agent(node, "--isolation=example", "--simulated.gpus=2") as agent:
         await wait_allocatable(node, CORE, 200)
-        node.api.create_pod(pod("share", container(cores=30, blocks=8)))
-        node.api.create_pod(pod("whole", container(cores=100)))
-        await wait_running(node, "share", "whole")
+        await start_pods(node, pod("share", container(cores=30, blocks=8)), pod("whole", container(cores=100)))
         given = {
             name: [ContainerAllocateResponse.parse(call.response).envs for call in calls_of(node, name)]
             for name in ("share", "whole")

@@ -20,7 +20,7 @@ from grpclib.client import Channel
 from h2.events import PingAckReceived
 
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits, VDeviceServer
+from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, METHOD, VDeviceLimits, VDeviceServer
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits, SharedBudget
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
@@ -32,15 +32,14 @@ from tests.isolation.support_vdevice_raw import (
     ENDLESS,
     NEVER,
     OPENING,
-    RawClient,
+    REQUEST,
     canned_calls,
     connect_many,
     flood,
-    frame,
     half_a_call,
     node_with,
-    raw_client,
 )
+from tests.kit.support_http2 import RawClient, frame, raw_client
 
 
 async def fill(client: RawClient, content: bytes, up_to: int) -> int:
@@ -112,14 +111,14 @@ async def test_a_link_planted_beside_a_serving_socket_is_never_written_through(
         node.files.copy_for_id(OTHER, OTHER_ID)
         (node.files.path(OTHER) / OTHER_ID).rename(node.files.path(OTHER) / ID)
         by_id = bytes(VDeviceRequest(pod_uid=POD, container_id=ID))
-        stream_id = client.call(by_id)
+        stream_id = client.call(METHOD, by_id)
         client.flush()
         assert (await client.status_of(stream_id))[0] == "0"
         place = node.files.path(KEY) / planted if planted else node.files.path(KEY)
         place.rename(short_dir / "moved")
         place.symlink_to(node.files.path(OTHER) / planted)
         before = node.tree()
-        stream_id = client.call(by_id)
+        stream_id = client.call(METHOD, by_id)
         client.flush()
         assert (await client.status_of(stream_id))[0] == code
         after = node.tree()
@@ -142,7 +141,7 @@ async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -
     """Headers without a message, half a prefix, half a message: DEADLINE_EXCEEDED, and the connection stays usable."""
     async with node_with(short_dir, VDeviceLimits(call_s=0.1)) as node, raw_client(node.socket) as client:
         for part in (b"", b"\0\0", struct.pack(">BI", 0, 100) + b"half"):
-            stream_id = client.begin()
+            stream_id = client.begin(METHOD)
             if part:
                 client.h2.send_data(stream_id, part)
             client.flush()
@@ -152,7 +151,7 @@ async def test_half_a_request_is_answered_when_its_time_is_up(short_dir: Path) -
             assert text.startswith("the registration did not end within 0.1 s")
         code = "4"
         while code == "4":  # on a busy machine a tenth of a second may be over before a call is answered
-            stream_id = client.call()
+            stream_id = client.call(METHOD, REQUEST)
             client.flush()
             code, _ = await client.status_of(stream_id)
         assert code == "0"
@@ -201,7 +200,7 @@ async def test_a_client_that_never_reads_is_not_read_from_and_then_cut_off(short
             assert written < 8 * 2**20
         else:
             for _ in range(16):
-                client.call(b"")
+                client.call(METHOD, b"")
             await fill(client, client.h2.data_to_send(), 1)
         await node.neighbour_is_served()
         await node.wait_empty()
@@ -329,7 +328,7 @@ async def test_more_calls_at_once_than_allowed_end_the_connection(short_dir: Pat
         node.outside.refresh_hangs = True
         async with raw_client(node.socket) as client:
             for _ in range(17):
-                client.call()
+                client.call(METHOD, REQUEST)
             client.flush()
             await client.wait_closed_by_server()
         assert len(node.outside.codes) <= 16
@@ -339,7 +338,7 @@ async def test_more_calls_at_once_than_allowed_end_the_connection(short_dir: Pat
 async def test_headers_beyond_8_kib_end_the_connection(short_dir: Path) -> None:
     """A header list is memory before any handler sees it."""
     async with node_with(short_dir) as node, raw_client(node.socket) as client:
-        client.begin(("x-large", "a" * 9000))
+        client.begin(METHOD, ("x-large", "a" * 9000))
         client.flush()
         await client.wait_closed_by_server()
         assert node.outside.codes == []
@@ -351,9 +350,9 @@ async def test_a_stopped_server_has_let_go_of_hostile_connections(short_dir: Pat
     async with node_with(short_dir) as node:
         node.outside.refresh_hangs = True
         async with raw_client(node.socket) as half, raw_client(node.socket) as silent, raw_client(node.socket) as hung:
-            half.begin()
+            half.begin(METHOD)
             half.flush()
-            hung.call()
+            hung.call(METHOD, REQUEST)
             hung.flush()
             for _ in range(1000):
                 silent.h2.ping(b"12345678")

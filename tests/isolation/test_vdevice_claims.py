@@ -53,9 +53,13 @@ class ClaimWorld(World):
         (self.proc / str(os.getpid()) / "cgroup").write_text(f"0::/kubepods/burstable/pod{pod}/{container_id}\n")
 
 
-async def test_everything_is_there_before_a_container_starts(short_dir: Path) -> None:
+@pytest.fixture
+def world(short_dir: Path) -> ClaimWorld:
+    return ClaimWorld(short_dir)
+
+
+async def test_everything_is_there_before_a_container_starts(world: ClaimWorld) -> None:
     """With the claim's own names, by which the library registers, and its limits."""
-    world = ClaimWorld(short_dir)
     async with Running(world) as manager:
         assert await manager.prepare([CLAIM]) is None
         assert world.claims_pids == () and (world.files.path(CLAIM) / "vcuda.sock").exists()
@@ -64,9 +68,8 @@ async def test_everything_is_there_before_a_container_starts(short_dir: Path) ->
         assert (config.utilization, config.limit, config.memory_bytes) == (30, 70, 2 << 30)
 
 
-async def test_the_list_has_the_processes_of_all_containers_that_use_the_claim(short_dir: Path) -> None:
+async def test_the_list_has_the_processes_of_all_containers_that_use_the_claim(world: ClaimWorld) -> None:
     """And loses those of one that has ended, also where it is the last."""
-    world = ClaimWorld(short_dir)
     world.set_pids(OTHER_ID, 30)
     world.set_pids("ef" * 32, 3)  # the pod's sandbox
     async with Running(world) as manager:
@@ -81,9 +84,8 @@ async def test_the_list_has_the_processes_of_all_containers_that_use_the_claim(s
         assert world.claims_pids == ()
 
 
-async def test_a_container_registers_before_its_pods_status_has_its_id(short_dir: Path) -> None:
+async def test_a_container_registers_before_its_pods_status_has_its_id(world: ClaimWorld) -> None:
     """By the names of the file, or by its own; its list is that of the kernel's container."""
-    world = ClaimWorld(short_dir)
     world.claims[CLAIM] = {KEY: "", BESIDE: ""}
     assert world.known is not None
     world.known[BESIDE] = OTHER_ID
@@ -100,9 +102,8 @@ async def test_a_container_registers_before_its_pods_status_has_its_id(short_dir
         assert world.claims_pids == (30,)
 
 
-async def test_who_does_not_use_the_claim_is_refused(short_dir: Path) -> None:
+async def test_who_does_not_use_the_claim_is_refused(world: ClaimWorld) -> None:
     """Another container of the pod, the pod itself, another's name; a pod that is not known yet is asked to call again."""
-    world = ClaimWorld(short_dir)
     assert world.known is not None
     world.known[BESIDE] = OTHER_ID
     async with Running(world) as manager:
@@ -130,8 +131,7 @@ async def test_who_does_not_use_the_claim_is_refused(short_dir: Path) -> None:
         assert world.claims_pids == ()
 
 
-async def test_a_new_agent_serves_the_claim_and_keeps_its_list_until_it_knows_the_pods(short_dir: Path) -> None:
-    world = ClaimWorld(short_dir)
+async def test_a_new_agent_serves_the_claim_and_keeps_its_list_until_it_knows_the_pods(world: ClaimWorld) -> None:
     async with Running(world) as manager:
         await manager.prepare([CLAIM])
         await manager.poll()
@@ -145,9 +145,8 @@ async def test_a_new_agent_serves_the_claim_and_keeps_its_list_until_it_knows_th
         assert world.claims_pids == (5,)
 
 
-async def test_the_directory_goes_with_the_claim_alone(short_dir: Path) -> None:
+async def test_the_directory_goes_with_the_claim_alone(world: ClaimWorld) -> None:
     """Also one that an agent has left which was killed; the names of another isolation's claims have none."""
-    world = ClaimWorld(short_dir)
     left = ContainerKey(PodUid(uid_of(9)), "gpu")
     world.files.prepare(left)
     async with Running(world) as manager:
@@ -165,9 +164,8 @@ async def test_the_directory_goes_with_the_claim_alone(short_dir: Path) -> None:
         assert world.files.pod_names() == ()
 
 
-async def test_memory_alone_is_compute_in_proportion(short_dir: Path) -> None:
+async def test_memory_alone_is_compute_in_proportion(world: ClaimWorld) -> None:
     """As the other isolations have it: 0 percent would be no share."""
-    world = ClaimWorld(short_dir)
     share = world.allocations[CLAIM]
     world.allocations[CLAIM] = replace(share, ids={ResourceKind.VMEMORY: frozenset(ids(0, range(24)))})
     async with Running(world) as manager:

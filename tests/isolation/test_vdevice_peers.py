@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.agent.isolation.vdevice.server import METHOD
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from tests.gpus.support_real_cgroups import RealCgroups, real_cgroups, why_not
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, OTHER_POD, POD, FakeNode
-from tests.isolation.support_vdevice_raw import DEADLINE_S, Node, RawClient, hang_up, node_with
+from tests.isolation.support_vdevice_raw import DEADLINE_S, REQUEST, Node, node_with
+from tests.kit.support_http2 import RawClient, hang_up
 
 _PEER = """
 import socket, sys
@@ -63,7 +65,7 @@ class Peer:
 
     async def register(self) -> tuple[str, str]:
         """Code and text of a registration through its connection, by its own name."""
-        stream_id = self.client.call()
+        stream_id = self.client.call(METHOD, REQUEST)
         self.client.flush()
         return await self.client.status_of(stream_id)
 

@@ -32,6 +32,7 @@ from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
@@ -147,6 +148,11 @@ class World:
             intervals=intervals,
         )
 
+    async def poll(self, manager: VirtualManager) -> None:
+        """With the containers' IDs of now."""
+        await self.processes.read_ids()
+        await manager.poll()
+
     @property
     def directory(self) -> Path:
         return self.files.path(KEY)
@@ -160,6 +166,11 @@ class World:
         return decode_config((self.directory / "vcuda.config").read_bytes()).limit
 
 
+@pytest.fixture
+def world(short_dir: Path) -> World:
+    return World(short_dir)
+
+
 class Running:
     """A manager whose servers are stopped at the end, as its `run` does when it is cancelled."""
 
@@ -170,34 +181,27 @@ class Running:
         return self.manager
 
     async def __aexit__(self, *_: object) -> None:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(self.manager.run(), name="virtual manager")
+        async with running(self.manager.run):
             await asyncio.sleep(0)
-            await stop_task(task)
 
 
-async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instance(short_dir: Path) -> None:
+async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instance(world: World) -> None:
     """prepare writes an empty list, also where the poll under way has read the old one."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert world.pids == (7, 11)
         assert await manager.prepare([KEY]) is None
         assert world.pids == ()
-        await world.processes.read_ids()
-        await manager.poll()  # the ID that is reported is still the old one
+        await world.poll(manager)  # the ID that is reported is still the old one
         assert world.pids == ()
         world.known = {KEY: OTHER_ID}
         world.set_pids(OTHER_ID, 99)
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert world.pids == (99,)
 
 
-async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: Path) -> None:
+async def test_a_list_read_before_a_restart_is_not_written_after_it(world: World) -> None:
     """The container is prepared again while a round reads the cgroup of its last instance."""
-    world = World(short_dir)
     async with Running(world) as manager:
         await world.processes.read_ids()
 
@@ -209,9 +213,8 @@ async def test_a_list_read_before_a_restart_is_not_written_after_it(short_dir: P
         assert world.pids == ()
 
 
-async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(short_dir: Path) -> None:
+async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(world: World) -> None:
     """Less those of another container that is known: too many rather than too few limit a share."""
-    world = World(short_dir)
     other = ContainerKey(POD, "other")
     world.allocations[other] = replace(world.allocations[KEY], key=other)
     world.set_pids(OTHER_ID, 21)
@@ -219,18 +222,15 @@ async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(sh
     world.set_pids("ef" * 32, 3)  # the pod's sandbox
     async with Running(world) as manager:
         assert await manager.prepare([KEY]) is None
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert world.pids == (3, 7, 11)
         world.known[KEY] = ID
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert world.pids == (7, 11)
 
 
-async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
+async def test_an_id_that_stays_unknown_is_not_needed(world: World) -> None:
     """A new agent leaves the list of before for five seconds; then the pod's processes are nearer to the truth."""
-    world = World(short_dir)
     world.known = None
     world.files.prepare(KEY)
     world.files.write(KEY, pids=[1, 2])
@@ -244,14 +244,12 @@ async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
         assert world.pids == (7, 11)
 
 
-async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(short_dir: Path) -> None:
+async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(world: World) -> None:
     """Everything is there from its allocation on, and its pod's other processes are not taken for its own until it starts.
     Each later start is prepared again."""
-    world = World(short_dir)
     world.known = {}
     manager = world.manager(clock=time.monotonic)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(manager.run(), name="virtual manager")
+    async with running(manager.run):
         manager.ahead.add(KEY)
         await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
         await manager.poll()
@@ -263,67 +261,55 @@ async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(s
         shutil.rmtree(world.directory)
         assert await manager.prepare([KEY]) is None
         assert world.pids == ()
-        await stop_task(task)
 
 
-async def test_a_container_prepared_ahead_that_was_changed_since_is_prepared_again(short_dir: Path) -> None:
+async def test_a_container_prepared_ahead_that_was_changed_since_is_prepared_again(world: World) -> None:
     """As one whose share got another size before it started."""
-    world = World(short_dir)
     manager = world.manager(clock=time.monotonic)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(manager.run(), name="virtual manager")
+    async with running(manager.run):
         manager.ahead.add(KEY)
         await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
         world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
         assert await manager.prepare([KEY]) is None
         assert (world.limit, world.pids) == (60, ())
-        await stop_task(task)
 
 
-async def test_a_container_just_prepared_is_polled_more_often(short_dir: Path) -> None:
+async def test_a_container_just_prepared_is_polled_more_often(world: World) -> None:
     """Its first processes are in its list long before the next round of all, which here never comes."""
-    world = World(short_dir)
     world.set_pids(ID)
     intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_for_s=3600.0)
     manager = world.manager(intervals=intervals, clock=time.monotonic)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(manager.run(), name="virtual manager")
+    async with running(manager.run):
         assert await manager.prepare([KEY]) is None
         world.set_pids(ID, 77)
         await poll_until(lambda: world.pids == (77,), "the new process in the list")
-        await stop_task(task)
 
 
-async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(short_dir: Path) -> None:
+async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(world: World) -> None:
     """The processes and the elastic limit of a running container outlive an agent whose pods and IDs come later."""
-    world = World(short_dir)
     world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
     assert (world.pids, world.limit) == ((7, 11), 60)
     known, world.known = world.known, None
     kept = world.pods.pop(POD)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert (world.pids, world.limit) == ((7, 11), 60)
         with pytest.raises(GRPCError, match="are not known yet") as refused:
             await register(world.directory / "vcuda.sock", name="cuda")
         assert refused.value.status is Status.UNAVAILABLE
         world.known, world.pods[POD] = known, replace(kept, annotations={})
         world.set_pids(ID, 5)
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert (world.pids, world.limit) == ((5,), 0)
 
 
 @pytest.mark.parametrize(
     ("name", "content"), [("pids.config", b"\1\0\0"), ("vcuda.config", b"short"), ("vcuda.config", b"\377" * 8240)]
 )
-async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, name: str, content: bytes) -> None:
+async def test_a_torn_file_of_an_earlier_agent_is_written_anew(world: World, name: str, content: bytes) -> None:
     """Nothing known yet, but what lies there cannot be right."""
-    world = World(short_dir)
     world.known = None
     world.pods.clear()
     world.files.prepare(KEY)
@@ -335,12 +321,10 @@ async def test_a_torn_file_of_an_earlier_agent_is_written_anew(short_dir: Path, 
 
 
 @pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
-async def test_what_others_removed_is_back_after_a_round(short_dir: Path, name: str) -> None:
+async def test_what_others_removed_is_back_after_a_round(world: World, name: str) -> None:
     """Each of the three, and the directory as a whole."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         (world.directory / name).unlink()
         await manager.poll()
         assert (world.directory / name).exists()
@@ -348,32 +332,27 @@ async def test_what_others_removed_is_back_after_a_round(short_dir: Path, name: 
         await register(world.directory / "vcuda.sock", name="cuda")
 
 
-async def test_a_directory_that_vanished_is_made_again_and_served(short_dir: Path) -> None:
+async def test_a_directory_that_vanished_is_made_again_and_served(world: World) -> None:
     """For the next container of this name; the one that runs has the old one mounted."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         world.files.remove_pod(POD)
         await manager.poll()
         await register(world.directory / "vcuda.sock", name="cuda")
 
 
-async def test_unchanged_files_are_not_written_again(short_dir: Path) -> None:
+async def test_unchanged_files_are_not_written_again(world: World) -> None:
     """Neither at a second poll nor at a registration: their inodes stay."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         before = world.files.stamps(KEY)
         await manager.poll()
         await register(world.directory / "vcuda.sock", name="cuda")
         assert world.files.stamps(KEY) == before
 
 
-async def test_a_share_that_is_released_is_no_longer_served(short_dir: Path) -> None:
+async def test_a_share_that_is_released_is_no_longer_served(world: World) -> None:
     """The socket goes with the allocation, the directory with the pod."""
-    world = World(short_dir)
     async with Running(world) as manager:
         await manager.poll()
         world.allocations.clear()
@@ -386,9 +365,8 @@ async def test_a_share_that_is_released_is_no_longer_served(short_dir: Path) -> 
         assert not world.directory.parent.exists()
 
 
-async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(short_dir: Path) -> None:
+async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(world: World) -> None:
     """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
-    world = World(short_dir)
     other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)
     share = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
     world.allocations[share.key] = share
@@ -400,9 +378,8 @@ async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_their
         assert refused is not None and "nested deeper" in refused.detail
 
 
-async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_reason(short_dir: Path) -> None:
+async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_reason(world: World) -> None:
     """A plain file lies where the root of all directories should be."""
-    world = World(short_dir)
     world.files.root.write_text("")
     async with Running(world) as manager:
         refused = await manager.prepare([KEY])
@@ -486,16 +463,14 @@ def more_containers(world: World, count: int) -> list[ContainerKey]:
 
 @pytest.mark.parametrize(("version", "pids"), [("570.86.15", (1, 8, 9)), ("535.104.05", (1, 7, 8, 9, 11))])
 async def test_under_the_open_kernel_module_the_list_has_the_containers_own_pids(
-    short_dir: Path, version: str, pids: tuple[int, ...]
+    world: World, version: str, pids: tuple[int, ...]
 ) -> None:
     """Those of nested namespaces too; the host's next to them before 570. One that is gone has its host PID."""
-    world = World(short_dir)
     world.module = KernelModule(version=version, is_open=True)
     world.set_namespace_pids(7, 1)
     world.set_namespace_pids(11, 8, 9)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert world.pids == pids
         world.set_namespace_pids(7, 99)
         world.set_pids(ID, 7, 12)
@@ -503,9 +478,8 @@ async def test_under_the_open_kernel_module_the_list_has_the_containers_own_pids
         assert world.pids == ((1, 12) if version == "570.86.15" else (1, 7, 12)), "a process keeps its PIDs"
 
 
-async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_registered(short_dir: Path) -> None:
+async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_registered(world: World) -> None:
     """Its PID is the kernel's. Another process that has it later is not taken for it."""
-    world = World(short_dir)
     world.known = None
     own = world.proc / str(os.getpid())
     (own / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/nobody-knows-this-name\n")
@@ -519,12 +493,10 @@ async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_regis
         assert world.pids == (7, 11)
 
 
-async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
+async def test_of_many_registrations_at_once_two_are_carried_out(world: World) -> None:
     """The one under way, and one that begins after the last of them came: hostile containers delay nobody."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         carried_out = 0
 
         async def count() -> None:
@@ -542,13 +514,11 @@ async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path
         assert world.pids == (123,)
 
 
-async def test_registrations_one_after_the_other_share_refreshes_too(short_dir: Path) -> None:
+async def test_registrations_one_after_the_other_share_refreshes_too(world: World) -> None:
     """At most one begins in each interval, however fast the calls come; also where it fails."""
-    world = World(short_dir)
     manager = world.manager(Intervals(refresh_s=0.05), clock=time.monotonic)
     async with Running(world, manager):
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         begun, started_at = 0, time.monotonic()
 
         async def count() -> None:
@@ -570,12 +540,10 @@ async def test_registrations_one_after_the_other_share_refreshes_too(short_dir: 
         assert time.monotonic() - started_at >= 5 * 0.05
 
 
-async def test_a_registration_of_the_instance_before_is_refused_for_now(short_dir: Path) -> None:
+async def test_a_registration_of_the_instance_before_is_refused_for_now(world: World) -> None:
     """It was on its way when the container was prepared again: its processes are not the new one's, nor its ID."""
-    world = World(short_dir)
     async with Running(world) as manager:
-        await world.processes.read_ids()
-        await manager.poll()
+        await world.poll(manager)
         assert await manager.prepare([KEY]) is None
         with pytest.raises(Unavailable, match="being restarted"):
             await manager.refresh(KEY, ID)
@@ -585,9 +553,8 @@ async def test_a_registration_of_the_instance_before_is_refused_for_now(short_di
         assert world.pids == (5,) and (world.directory / OTHER_ID).is_dir()
 
 
-async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(short_dir: Path) -> None:
+async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world: World) -> None:
     """A round that waits for a stuck peer's connection must not take back what prepare has noted meanwhile."""
-    world = World(short_dir)
     world.known = None
     (gone,) = more_containers(world, 1)
     new = world.allocations.pop(KEY)
@@ -604,9 +571,8 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(short_
         assert world.pids == (7, 11)  # its pod's processes, at once
 
 
-async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: Path) -> None:
+async def test_servers_whose_sockets_vanished_are_restarted_together(world: World) -> None:
     """Each may have peers that never read, and take half a second to stop."""
-    world = World(short_dir)
     keys = more_containers(world, 12)
     async with Running(world) as manager:
         await manager.poll()
@@ -624,9 +590,8 @@ async def test_servers_whose_sockets_vanished_are_restarted_together(short_dir: 
         assert all((world.files.path(key) / "vcuda.sock").is_socket() for key in keys)
 
 
-async def test_a_disk_that_hangs_does_not_delay_the_end(short_dir: Path) -> None:
+async def test_a_disk_that_hangs_does_not_delay_the_end(world: World) -> None:
     """The sockets' files stay; the next start replaces them."""
-    world = World(short_dir)
     more_containers(world, 20)
     manager = world.manager()
     is_over, loop_thread = threading.Event(), threading.current_thread()
@@ -646,9 +611,8 @@ async def test_a_disk_that_hangs_does_not_delay_the_end(short_dir: Path) -> None
         is_over.set()
 
 
-async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_dir: Path) -> None:
+async def test_a_directory_that_has_foreign_entries_is_left_and_reported(world: World) -> None:
     """The round goes on with the others."""
-    world = World(short_dir)
     foreign = world.files.root / ("0" * 32)
     (foreign / "volumes").mkdir(parents=True)
     (foreign / "volumes" / "data").write_text("precious")
@@ -662,13 +626,11 @@ async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_d
         assert not world.directory.parent.exists()
 
 
-async def test_processes_are_followed_between_two_polls_of_everything(short_dir: Path) -> None:
+async def test_processes_are_followed_between_two_polls_of_everything(world: World) -> None:
     """A new process is listed, and a container that ends and starts again is, without a poll of everything."""
-    world = World(short_dir)
     intervals = Intervals(poll_s=0.01, settled_poll_s=0.01, ids_s=0.01, polls_of_all=1_000_000)
     manager = world.manager(intervals, clock=time.monotonic)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(manager.run(), name="virtual manager")
+    async with running(manager.run):
         listed = world.directory / "pids.config"
         await poll_until(lambda: listed.exists() and world.pids == (7, 11), "the first list")
         world.set_pids(ID, 11, 7, 12)
@@ -677,17 +639,14 @@ async def test_processes_are_followed_between_two_polls_of_everything(short_dir:
         world.set_pids(OTHER_ID, 30)
         shutil.rmtree(world.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / ID)
         await poll_until(lambda: world.pids == (30,), "the container's next instance")
-        await stop_task(task)
 
 
-async def test_what_is_reported_as_changed_is_polled_at_once(short_dir: Path) -> None:
+async def test_what_is_reported_as_changed_is_polled_at_once(world: World) -> None:
     """A new limit of the pod is written, and a container without an allocation loses its socket."""
-    world = World(short_dir)
     intervals = Intervals(poll_s=0.01, settled_poll_s=3600.0, polls_of_all=1_000_000)
     manager = world.manager(intervals, clock=time.monotonic)
     socket = world.directory / "vcuda.sock"
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(manager.run(), name="virtual manager")
+    async with running(manager.run):
         await poll_until(socket.exists, "the socket")
         world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
         manager.changed()
@@ -697,7 +656,6 @@ async def test_what_is_reported_as_changed_is_polled_at_once(short_dir: Path) ->
         world.allocations.clear()
         manager.changed()
         await poll_until(lambda: not socket.exists(), "the end of the server")
-        await stop_task(task)
 
 
 class HeldBinding:
@@ -716,9 +674,8 @@ class HeldBinding:
         await poll_until(self._has_come.is_set, "the binding of the socket")
 
 
-async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(short_dir: Path) -> None:
+async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world: World) -> None:
     """As of a pod that is deleted by force during its admission."""
-    world = World(short_dir)
     async with Running(world) as manager, asyncio.TaskGroup() as group:
         binding = HeldBinding(world)
         group.create_task(manager.prepare([KEY]))
@@ -733,9 +690,8 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(short
 
 
 @pytest.mark.parametrize("is_started_before", [True, False])
-async def test_where_the_disk_hangs_no_server_outlives_the_manager(short_dir: Path, is_started_before: bool) -> None:
+async def test_where_the_disk_hangs_no_server_outlives_the_manager(world: World, is_started_before: bool) -> None:
     """The process may go on: it reads its settings again."""
-    world = World(short_dir)
     async with Running(world) as manager:
         async with asyncio.TaskGroup() as group:
             if is_started_before:

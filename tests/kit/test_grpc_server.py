@@ -8,8 +8,7 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,8 @@ from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
 from grpclib.encoding.base import CodecBase
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import (
-    ConnectionTerminated,
-    Event,
-    ResponseReceived,
-    StreamEnded,
-    StreamReset,
-    TrailersReceived,
-)
+from h2.events import ConnectionTerminated, StreamReset
 
 from gpushare_agent.core.kit.grpc_codec import StrictCodec, decode_generated
 from gpushare_agent.core.kit.grpc_server import GrpcServer, send_answer
@@ -42,6 +32,7 @@ from gpushare_agent.core.kit.protobuf import (
 )
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.wire import v1, v1beta1
+from tests.kit.support_http2 import RawClient, frame, raw_client, request_fields
 from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 
 ECHO = "/test.Echo/Echo"
@@ -49,16 +40,7 @@ FAIL = "/test.Echo/Fail"
 WAIT = "/test.Echo/Wait"
 
 
-REQUEST_HEADERS = hpack.Encoder().encode(
-    [
-        hpack.NeverIndexedHeaderTuple(*field)
-        for field in ((":method", "POST"), (":scheme", "http"), (":path", ECHO), (":authority", "x"))
-    ]
-)
-
-
-def frame(kind: int, flags: int, stream_id: int, content: bytes) -> bytes:
-    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream_id) + content
+REQUEST_HEADERS = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in request_fields(ECHO)])
 
 
 class Echo:
@@ -126,64 +108,14 @@ async def refused(path: Path, method: str, request: bytes) -> GRPCError:
     return caught.value
 
 
-class RawClient:
-    """An HTTP/2 client that sends exactly the frames that the test names, several in one write."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self.h2 = H2Connection(H2Configuration(client_side=True))
-        self.h2.initiate_connection()
-        self.events: list[Event] = []
-
-    def begin(self, method: str, headers: Sequence[tuple[str, str]] = ()) -> int:
-        stream_id = self.h2.get_next_available_stream_id()
-        fixed = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "x")]
-        self.h2.send_headers(stream_id, [*fixed, ("te", "trailers"), ("content-type", "application/grpc"), *headers])
-        return stream_id
-
-    def flush(self) -> None:
-        self.write(self.h2.data_to_send())
-
-    def write(self, content: bytes) -> None:
-        self._writer.write(content)
-
-    async def read(self) -> None:
-        """Reads what is there and answers settings and pings."""
-        async with asyncio.timeout(DEADLINE_S):
-            data = await self._reader.read(65536)
-        assert data, "the server closed the connection"
-        self.events += self.h2.receive_data(data)
-        self.flush()
-
-    async def until_stuck(self) -> None:
-        """Waits until the kernel takes no more of what the server sends, as nobody reads here."""
-        sizes = [-1]
-        async with asyncio.timeout(DEADLINE_S):
-            while len(sizes) < 20 or len(set(sizes[-20:])) > 1 or sizes[-1] == 0:
-                await asyncio.sleep(0)  # a turn of the loop: if the kernel had taken anything, the size would differ
-                answer = fcntl.ioctl(self._writer.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-                sizes.append(int.from_bytes(answer, sys.byteorder))
-
-    async def headers_of(self, stream_id: int) -> dict[bytes, bytes]:
-        """All headers and trailers of a stream, once it has ended."""
-        while not any(isinstance(e, StreamEnded) and e.stream_id == stream_id for e in self.events):
-            await self.read()
-        found: dict[bytes, bytes] = {}
-        for event in self.events:
-            if isinstance(event, ResponseReceived | TrailersReceived) and event.stream_id == stream_id:
-                found.update(event.headers or ())  # type: ignore[arg-type]
-        return found
-
-
-@asynccontextmanager
-async def raw_client(path: Path) -> AsyncIterator[RawClient]:
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    try:
-        yield RawClient(reader, writer)
-    finally:
-        writer.transport.abort()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+async def until_stuck(client: RawClient) -> None:
+    """Waits until the kernel takes no more of what the server sends, as nobody reads here."""
+    sizes = [-1]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(sizes) < 20 or len(set(sizes[-20:])) > 1 or sizes[-1] == 0:
+            await asyncio.sleep(0)  # a turn of the loop: if the kernel had taken anything, the size would differ
+            answer = fcntl.ioctl(client.writer.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+            sizes.append(int.from_bytes(answer, sys.byteorder))
 
 
 async def test_a_call_is_answered() -> None:
@@ -218,13 +150,12 @@ async def test_a_storm_of_cancelled_calls_leaves_the_connection_usable() -> None
             stream_id = client.begin(ECHO)
             while client.h2.local_flow_control_window(stream_id) < len(part):
                 client.flush()
-                await client.read()
+                assert await client.read()
             client.h2.send_data(stream_id, part)
             client.h2.reset_stream(stream_id)
             client.flush()
             sent += len(part)
-        stream_id = client.begin(ECHO)
-        client.h2.send_data(stream_id, struct.pack(">BI", 0, 3) + string_list(1, ["a"]), end_stream=True)
+        stream_id = client.call(ECHO, string_list(1, ["a"]))
         client.flush()
         assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
 
@@ -285,9 +216,8 @@ async def test_an_unknown_frame_is_ignored() -> None:
     """As HTTP/2 has it (RFC 9113, 5.5): the call after it is answered on the same connection."""
     async with serving(Echo()) as path, raw_client(path) as client:
         client.flush()
-        client.write(frame(0xEE, 0, 0, b"content") + frame(0xEE, 0xFF, 5, b""))
-        stream_id = client.begin(ECHO)
-        client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+        client.writer.write(frame(0xEE, 0, 0, b"content") + frame(0xEE, 0xFF, 5, b""))
+        stream_id = client.call(ECHO, b"")
         client.flush()
         assert (await client.headers_of(stream_id))[b"grpc-status"] == b"0"
 
@@ -306,9 +236,8 @@ async def test_headers_that_cannot_be_read_end_the_connection_with_goaway(conten
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
     async with serving(Echo()) as path, raw_client(path) as client:
         client.flush()
-        client.write(frame(1, 4, 1, REQUEST_HEADERS + content))
-        while not any(isinstance(event, ConnectionTerminated) for event in client.events):
-            await client.read()
+        client.writer.write(frame(1, 4, 1, REQUEST_HEADERS + content))
+        await client.read_until(lambda event: isinstance(event, ConnectionTerminated))
         assert await call(path, ECHO, b"") == b""
     assert [event.error_code for event in client.events if isinstance(event, ConnectionTerminated)] == [code]
     assert raised == []
@@ -317,10 +246,9 @@ async def test_headers_that_cannot_be_read_end_the_connection_with_goaway(conten
 async def test_a_call_whose_metadata_is_no_base64_is_reset() -> None:
     """grpclib would leave it without an answer, and the place that it takes."""
     async with serving(Echo()) as path, raw_client(path) as client:
-        stream_id = client.begin(ECHO, [("x-bin", "a")])
+        stream_id = client.begin(ECHO, ("x-bin", "a"))
         client.flush()
-        while not any(isinstance(event, StreamReset) and event.stream_id == stream_id for event in client.events):
-            await client.read()
+        await client.read_until(lambda event: isinstance(event, StreamReset) and event.stream_id == stream_id)
 
 
 @pytest.mark.parametrize("data", [b"\x0a\x7fshort", b"\x08\x01", b"\x0a\x02\xff\xfe", b"\xff" * 12, b"\x0b"])
@@ -349,8 +277,7 @@ async def test_stop_ends_a_call_says_goaway_and_closes_while_the_client_stays() 
         server = GrpcServer([echo])
         await server.serve(bind_unix_socket(directory / "s.sock", mode=0o600))
         async with raw_client(directory / "s.sock") as client:
-            stream_id = client.begin(WAIT)
-            client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+            client.call(WAIT, b"")
             client.flush()
             await echo.happened.wait_for("waiting")
             assert server.connections == 1
@@ -358,9 +285,7 @@ async def test_stop_ends_a_call_says_goaway_and_closes_while_the_client_stays() 
                 await server.stop()
             await echo.happened.wait_for("ended")
             assert server.connections == 0
-            with pytest.raises(AssertionError, match="closed the connection"):
-                while True:
-                    await client.read()
+            await client.wait_closed_by_server()
             assert any(isinstance(event, ConnectionTerminated) for event in client.events)
 
 
@@ -394,7 +319,7 @@ async def test_stop_cuts_off_a_client_that_does_not_read() -> None:
             client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
             client.flush()
             await flood.happened.wait_for("sending")
-            await client.until_stuck()
+            await until_stuck(client)
             async with asyncio.timeout(DEADLINE_S):
                 await server.stop(grace_s=0.05)
             await flood.happened.wait_for("ended")

@@ -24,6 +24,7 @@ from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.wire import v1beta1
+from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 
 
@@ -218,10 +219,5 @@ async def fake_kubelet(directory: Path, *, started: bool = True) -> AsyncIterato
 async def serving(*services: Any, **options: Any) -> AsyncIterator[Path]:
     """Serves on a GrpcServer; gives the path of its socket."""
     with short_directory() as directory:
-        path = directory / "s.sock"
-        server = GrpcServer(services, **options)
-        await server.serve(bind_unix_socket(path, mode=0o600))
-        try:
+        async with served_at(directory / "s.sock", *services, **options) as path:
             yield path
-        finally:
-            await server.stop()

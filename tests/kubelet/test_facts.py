@@ -9,8 +9,8 @@ import pytest
 from msgspec import Raw
 
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
-from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from tests.cluster.support_kube import running
 from tests.kubelet.support_plugin import DEADLINE_S
 from tests.support_json import undecoded
 
@@ -38,10 +38,8 @@ def facts(path: Path) -> KubeletFacts:
 async def test_modern_kubelets_may_be_asked(tmp_path: Path, version: str) -> None:
     """Also one whose version cannot be read."""
     found = facts(tmp_path)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(found.run(Nodes(version)))
+    async with running(lambda: found.run(Nodes(version))):
         await found.wait_known(timeout_s=DEADLINE_S)
-        await stop_task(task)
 
 
 async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> None:
@@ -56,10 +54,8 @@ async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None
     with pytest.raises(Unavailable, match="version is not known yet"):
         await found.wait_known(timeout_s=0.01)
     nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(found.run(nodes))
+    async with running(lambda: found.run(nodes)):
         await found.wait_known(timeout_s=DEADLINE_S)
-        await stop_task(task)
     assert nodes.asked == 3 and found.version == "v1.34.1"
 
 

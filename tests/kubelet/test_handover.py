@@ -7,8 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -23,23 +22,15 @@ from gpushare_agent.agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.cluster.support_kube import running
+from tests.kit.support_grpc import served_at
 from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
 
 
-@asynccontextmanager
-async def serving(directory: Path, handover: Handover) -> AsyncIterator[Path]:
-    path = directory / instance_socket_name("vcore")
-    server = GrpcServer([handover])
-    await server.serve(bind_unix_socket(path, mode=0o600))
-    try:
-        yield path
-    finally:
-        await server.stop()
-        path.unlink(missing_ok=True)
+def serving(directory: Path, handover: Handover) -> AbstractAsyncContextManager[Path]:
+    return served_at(directory / instance_socket_name("vcore"), handover)
 
 
 def test_one_agent_holds_the_lock() -> None:

@@ -73,6 +73,26 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["base"],
         ["display-socket", "runtime-socket"],
     ),
+    "read-only-etc": ({"hostDirectory": "/var/lib/gpu-manager"}, ["base"], ["read-only-etc"]),
+    "read-only-etc-cdi": (
+        {"hostDirectory": "/var/lib/gpu-manager", "deviceListStrategy": "cdi-cri", "driverFromHost": ON},
+        ["base"],
+        ["cdi", "driver-from-host", "read-only-etc"],
+    ),
+    "read-only-etc-vcuda": (
+        {"hostDirectory": "/var/lib/gpu-manager", "isolation": "vcuda"},
+        ["base"],
+        ["vcuda", "read-only-etc"],
+    ),
+    "kubelet-directory": (
+        {
+            "kubeletDirectory": "/var/lib/k0s/kubelet",
+            "dra": ON,
+            "staticPods": {"enabled": True, "selfSignedKubelet": True},
+        },
+        ["base"],
+        ["dra", "static-pods", "static-pods-self-signed", "kubelet-directory"],
+    ),
     "node-configuration": ({"config": {"name": "gpushare-agent-nodes"}}, ["base"], ["node-configuration"]),
     "monitoring": ({"prometheusOperator": ON}, ["base"], ["prometheus-operator"]),
     "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
@@ -235,13 +255,71 @@ def test_the_resources_of_shares_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_the_kubelet_may_have_another_directory(tmp_path: Path) -> None:
-    """Its --root-dir moves pod-resources; device-plugins is a constant of the kubelet. Inside nothing changes."""
-    values = {"kubeletDirectory": "/var/lib/k0s/kubelet"}
-    agent, default = (_pod(chart_objects(one, tmp_path)["DaemonSet", "gpushare-agent"]) for one in (values, {}))
-    paths = {one["name"]: one["hostPath"]["path"] for one in agent["volumes"] if "hostPath" in one}
-    assert paths["pod-resources"] == "/var/lib/k0s/kubelet/pod-resources"
-    assert paths["device-plugins"] == "/var/lib/kubelet/device-plugins"
+    """Its --root-dir moves all that it makes but device-plugins, a constant of the kubelet. Inside nothing changes."""
+    chosen: Values = {"dra": ON, "staticPods": {"enabled": True, "selfSignedKubelet": True}}
+    snap = "/var/snap/microk8s/common/var/lib/kubelet"
+    agent, default = (
+        _pod(chart_objects(chosen | one, tmp_path)["DaemonSet", "gpushare-agent"])
+        for one in ({"kubeletDirectory": snap}, {})
+    )
+    assert {name: path for name, path in _host_paths(agent).items() if "kubelet" in path} == {
+        "pod-resources": f"{snap}/pod-resources",
+        "plugins-registry": f"{snap}/plugins_registry",
+        "kubelet-certificate": f"{snap}/pki/kubelet.crt",
+        "device-plugins": "/var/lib/kubelet/device-plugins",
+        "plugin": "/var/lib/kubelet/plugins/gpushare-agent",  # the driver names this path of the host itself
+    }
     assert agent["containers"] == default["containers"]
+
+
+def _host_paths(pod: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"simulated": ON},
+        {"isolation": "vcuda", "driverFromHost": ON, "vcuda": {"pruneDriverVolume": True}},
+        {"isolation": "vcuda", "vcuda": {"driverContainer": True}},
+        {"deviceListStrategy": "cdi-cri", "driverFromHost": ON, "dra": ON},
+        {"isolation": "mps", "deviceListStrategy": "cdi-annotations"},
+        {"isolation": "none"},
+        {"nvidia": ON, "gpuMem": ON, "displaySocket": ON, "runtimeSocket": ON},
+    ],
+)
+def test_nothing_is_made_in_an_etc_that_cannot_be_written(values: Values, tmp_path: Path) -> None:
+    """Whatever is chosen; and mounts and settings of another directory go together, also in helm test's pod."""
+    moved = {"hostDirectory": "/var/mnt/gpu", "cdiDirectory": "/var/cdi/dynamic"}
+    objects = chart_objects(values | moved, tmp_path)
+    check = objects["Pod", "gpushare-check"]["spec"]
+    for pod in (check, *(_pod(one) for (kind, _), one in objects.items() if kind == "DaemonSet")):
+        assert not [path for path in _host_paths(pod).values() if path.startswith("/etc") or path == "/var/run/cdi"]
+        names = {one["name"] for one in pod["volumes"]}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert {one["name"] for one in container["volumeMounts"]} <= names
+    agent = _pod(objects["DaemonSet", "gpushare-agent"])
+    (container,) = agent["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"] if one["name"].startswith("GPUSHARE_")}
+    settings = load_settings([], variables | {"GPUSHARE_CONFIG": ""}).settings
+    assert settings.host_directory == Path("/var/mnt/gpu")
+    assert settings.libgpushare.directory == Path("/var/mnt/gpu/vdriver/gpushare")
+    assert settings.cdi.spec_directories == (Path("/var/cdi/dynamic"),)
+    mounts = {one["mountPath"]: _host_paths(agent).get(one["name"]) for one in container["volumeMounts"]}
+    assert mounts["/var/mnt/gpu"] == "/var/mnt/gpu" and "/etc/gpu-manager" not in mounts
+    assert mounts.get("/var/cdi/dynamic", "/var/cdi/dynamic") == "/var/cdi/dynamic"
+    for init in agent.get("initContainers", ()):
+        written = next(one["name"] for one in init["volumeMounts"] if one["mountPath"] == "/etc/gpu-manager/vdriver")
+        assert _host_paths(agent)[written] == "/var/mnt/gpu/vdriver"
+
+
+def test_the_runtimes_directory_of_cdi_specs_may_be_another(tmp_path: Path) -> None:
+    """What others have in /etc/cdi is still read."""
+    values = {"deviceListStrategy": "cdi-cri", "cdiDirectory": "/var/cdi/dynamic"}
+    agent = _pod(chart_objects(values, tmp_path)["DaemonSet", "gpushare-agent"])
+    (container,) = agent["containers"]
+    assert {"name": "GPUSHARE_CDI__SPEC_DIRECTORIES", "value": "/etc/cdi,/var/cdi/dynamic"} in container["env"]
+    assert {"/etc/cdi", "/var/cdi/dynamic"} <= {one["mountPath"] for one in container["volumeMounts"]}
 
 
 def test_a_rollout_may_take_several_nodes_at_a_time(tmp_path: Path) -> None:
@@ -436,7 +514,6 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"vcudaResources": {"enabled": False}}, "nothing else is offered"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
-        ({"dra": ON, "kubeletDirectory": "/var/lib/k0s/kubelet"}, "leave `kubeletDirectory` out"),
         ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),
         ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
         ({"migStrategy": "mixed"}, "nvidia.enabled"),

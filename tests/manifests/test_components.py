@@ -34,6 +34,13 @@ from tests.manifests.support_manifests import (
 )
 
 VCUDA = "components/vcuda/vcuda.yaml"
+BEFORE = {
+    "driver-container": (VCUDA,),
+    "prune-driver-volume": (VCUDA,),
+    "read-only-etc": (VCUDA, "components/cdi/cdi.yaml"),
+    "kubelet-directory": ("components/dra/daemonset.yaml", "components/static-pods-self-signed/certificate.yaml"),
+}
+"""Those of which a component changes something. Without them its volumes are mounted by nothing, and so never made."""
 COMPONENTS = {
     "cdi",
     "display-socket",
@@ -45,6 +52,7 @@ COMPONENTS = {
     "driver-limits",
     "gpushare",
     "isolation-none",
+    "kubelet-directory",
     "mps",
     "network-policy",
     "node-configuration",
@@ -54,6 +62,7 @@ COMPONENTS = {
     "openshift",
     "prometheus-operator",
     "prune-driver-volume",
+    "read-only-etc",
     "runtime-socket",
     "static-pods",
     "static-pods-self-signed",
@@ -244,8 +253,7 @@ def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
     for file in sorted(path.relative_to(MANIFESTS) for path in MANIFESTS.glob("components/*/*.yaml")):
         found = documents(str(file))[0]
         if found["kind"] == "DaemonSet":
-            before = (VCUDA,) if file.parent.name in ("driver-container", "prune-driver-volume") else ()
-            assert volumes_are_those_mounted(patched(*before, str(file))), file
+            assert volumes_are_those_mounted(patched(*BEFORE.get(file.parent.name, ()), str(file))), file
 
 
 def test_the_component_isolation_none_takes_away_all_that_isolation_brought() -> None:
@@ -281,6 +289,23 @@ def test_the_component_vcuda_mounts_what_its_settings_name() -> None:
         paths = [settings.virtual_manager.path, *directories]
         for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
             assert mount["host"] == mount["mountPath"]
+
+
+def test_the_component_read_only_etc_moves_mounts_and_settings_together() -> None:
+    """With the directory that the init container of vcuda fills; containers find the same paths as before."""
+    spec = patched(*BEFORE["read-only-etc"], "components/read-only-etc/directories.yaml")
+    settings = effective_settings(spec)
+    assert settings.volume_config is not None
+    volumes = read_volume_config(in_sources(settings.volume_config), settings.host_directory)
+    directories = [settings.virtual_manager.path, settings.libgpushare.directory, *(one.directory for one in volumes)]
+    mounts = host_mounts(spec["containers"][0], spec)
+    for path in (*directories, *settings.cdi.spec_directories):
+        assert mount_of(path, mounts)["host"] == mount_of(path, mounts)["mountPath"]
+    (init,) = spec["initContainers"]
+    made = {volume.base for volume in volumes}
+    filled = host_mounts(init, spec)[Path("/etc/gpu-manager/vdriver")]
+    assert {Path(filled["host"])} == made and not filled.get("readOnly")
+    assert not [one for one in (*mounts.values(), *host_mounts(init, spec).values()) if one["host"].startswith("/etc")]
 
 
 def test_the_component_nvidia_mig_monitor_adds_one_variable_and_one_capability() -> None:
@@ -436,6 +461,8 @@ def test_the_simulated_overlay_needs_no_driver() -> None:
         ("vcuda", "runtime-socket", "prune-driver-volume"),
         ("vcuda", "driver-container", "prune-driver-volume"),
         ("vcuda", "driver-from-host"),
+        ("vcuda", "cdi", "read-only-etc"),
+        ("dra", "static-pods-self-signed", "kubelet-directory"),
     ],
 )
 def test_kustomize_makes_the_pod_that_these_tests_looked_at(components: tuple[str, ...], tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
-from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
+from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, settle_pod, wait_running
 from tests.docs.generated import full_metrics
 from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.support_process import output_of
 
 PROMTOOL = shutil.which("promtool")
 COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES = {
@@ -22,19 +23,12 @@ COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES = {
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: apt-get install prometheus")
 
 
-async def complaints(text: str) -> tuple[int | None, set[str]]:
+async def complaints(text: str) -> tuple[int, set[str]]:
     """promtool's exit code and lines, without those that are known."""
     assert PROMTOOL is not None
-    child = await asyncio.create_subprocess_exec(
-        *(PROMTOOL, "check", "metrics"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        out, _ = await child.communicate(text.encode())
-    said = {line for line in out.decode().splitlines() if line.strip()}
-    return child.returncode, said - COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES
+    code, out, err = await output_of(PROMTOOL, "check", "metrics", stdin=asyncio.subprocess.PIPE, given=text.encode())
+    said = {line for line in (out + err).decode().splitlines() if line.strip()}
+    return code, said - COMPLAINTS_ABOUT_GPU_MANAGERS_NAMES
 
 
 async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
@@ -50,8 +44,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
         ):
             node.api.create_pod(pod(name, one))
         await wait_running(node, "a", "b", "whole")
-        node.api.create_pod(pod("refused", container(cores=10)))
-        await wait_settled(node, "refused")
+        await settle_pod(node, pod("refused", container(cores=10)))
         pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
         used = [{"pid": who, "gpu": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))

@@ -78,6 +78,11 @@ async def serving(path: Path, **others: Any) -> AsyncIterator[DisplayServer]:
         yield server
 
 
+@pytest.fixture
+def path(short_dir: Path) -> Path:
+    return short_dir / "display.sock"
+
+
 def test_the_graph_shows_what_is_used_and_free_of_each_gpu() -> None:
     """One line a GPU, in gpu-manager's words and bytes, below the tree."""
     assert graph_text(snapshot(usage=usage_round())) == GRAPH
@@ -173,9 +178,8 @@ def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> No
     assert graph_text(nothing) == "ROOT:0\n"
 
 
-async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleType) -> None:
+async def test_a_foreign_client_reads_all_three(path: Path, grpc: ModuleType) -> None:
     """grpcio gets the graph, the usage and the version."""
-    path = short_dir / "display.sock"
     async with serving(path):
         answers = [await call(grpc, path, method) for method in ("PrintGraph", "PrintUsages", "Version")]
     assert all(isinstance(answer, bytes) for answer in answers), answers
@@ -188,9 +192,8 @@ async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleTyp
     assert not path.exists()
 
 
-async def test_what_is_no_such_call_is_refused_by_name(short_dir: Path, grpc: ModuleType) -> None:
+async def test_what_is_no_such_call_is_refused_by_name(path: Path, grpc: ModuleType) -> None:
     """An unknown method and bytes that are no message each get a code; the server goes on."""
-    path = short_dir / "display.sock"
     async with serving(path):
         assert (await call(grpc, path, "Shutdown"))[0] == "UNIMPLEMENTED"
         assert (await call(grpc, path, "Version", b"\xff\xff\xff"))[0] == "INVALID_ARGUMENT"
@@ -214,24 +217,21 @@ async def test_a_failing_look_at_the_node_is_an_answer_and_not_the_end(short_dir
     assert [line["event"] for line in logged] == ["rpc_failed"]
 
 
-async def test_the_socket_is_for_root_alone(short_dir: Path) -> None:
+async def test_the_socket_is_for_root_alone(path: Path) -> None:
     """It names all tenants' pods and processes."""
-    path = short_dir / "display.sock"
     async with serving(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_a_stale_socket_is_replaced(short_dir: Path, grpc: ModuleType) -> None:
+async def test_a_stale_socket_is_replaced(path: Path, grpc: ModuleType) -> None:
     """A killed agent leaves its file."""
-    path = short_dir / "display.sock"
     bind_unix_socket(path, mode=0o600).close()
     async with serving(path):
         assert isinstance(await call(grpc, path, "Version"), bytes)
 
 
-async def test_a_socket_that_another_process_serves_is_left_to_it(short_dir: Path) -> None:
+async def test_a_socket_that_another_process_serves_is_left_to_it(path: Path) -> None:
     """gpu-manager may still run; once it has gone, the socket is taken. The problem is logged once."""
-    path = short_dir / "display.sock"
     other = bind_unix_socket(path, mode=0o600)
     other.listen(8)
     inode = path.stat().st_ino
@@ -270,9 +270,8 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
     assert kind != "link" or path.is_symlink()
 
 
-async def test_a_socket_that_was_removed_comes_back(short_dir: Path, grpc: ModuleType) -> None:
+async def test_a_socket_that_was_removed_comes_back(path: Path, grpc: ModuleType) -> None:
     """A clean-up of /var/run costs one interval."""
-    path = short_dir / "display.sock"
     async with serving(path, retry_s=0.01) as server:
         path.unlink()
         await poll_until(lambda: path.exists() and server.is_serving, "the socket is back")

@@ -15,6 +15,7 @@ from bench.sample_node import SampleNode
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
+from tests.cluster.support_kube import running
 from tests.observability.support_web import served_node
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import written_node
@@ -166,11 +167,9 @@ async def test_a_long_answer_lets_the_loop_turn_between_its_pieces(monkeypatch: 
             turns.append(len(made))
             await asyncio.sleep(0)
 
-    async with asyncio.TaskGroup() as group:
-        counting = group.create_task(count())
+    async with running(count):
         await asyncio.sleep(0)
         assert await web_answers.join_in_slices(pieces()) == b"01234"
-        counting.cancel()
     assert {1, 2, 3, 4} <= set(turns)
 
 

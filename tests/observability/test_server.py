@@ -115,7 +115,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics.rpc_finished("r", "Allocate", "OK", 0.003)
     metrics.registered("r")
     metrics.pod_resources_listed("admission")
-    metrics.taken_ids_offered("r", 3)
+    metrics.taken_ids_offered("r", count=3)
     metrics.reconcile_corrected("freed")
     metrics.listed("pods", 0.1)
     metrics.watch_ended("pods", "ended")

@@ -21,10 +21,18 @@ from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire.v1beta1 import DevicePluginStub, Empty
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import log_lines, open_child, wait_running, wait_until
+from tests.agent.support_agent import log_lines, open_child, wait_until
 from tests.gpus.support_nvml import ONE_GPU, fake_library
 from tests.isolation.support_library import fake_library as limiting_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_gone
+from tests.sandbox.support_sandbox import (
+    CORE,
+    MEMORY,
+    container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+)
 from tests.support_deadline import DEADLINE_S
 
 INSIDE = """
@@ -193,8 +201,7 @@ async def _debug(agent: Running) -> bool:
 
 async def _garbage_collection(agent: Running) -> bool:
     """The last row, because it ends the pod."""
-    agent.node.api.delete_pod("default", "train", grace_period_s=0)
-    await wait_gone(agent.node, "train")
+    await remove_pod(agent.node, "train", grace_period_s=0)
     await wait_until(agent.node, lambda: log_lines(agent.node, "share_freed"), "the share is free")
     freed = [one["pod"] for one in log_lines(agent.node, "share_freed")]
     return freed == ["train"] and await agent.containers() == []
@@ -237,7 +244,6 @@ async def test_the_agent_is_what_it_was_asked_to_be(short_dir: Path, monkeypatch
         monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
         flags = (*FLAGS, f"--libgpushare.library={limiting_library(short_dir / 'lib.so')}")
         async with open_test_node() as node, open_child(node, *flags, program=program):
-            node.api.create_pod(pod("train", container(cores=30, blocks=8)))
-            await wait_running(node, "train")
+            await start_pods(node, pod("train", container(cores=30, blocks=8)))
             agent = Running(node, socket)
             assert [promise for promise, proof in PROMISES.items() if not await _is_kept(proof, agent)] == []

@@ -14,11 +14,11 @@ from grpclib import GRPCError, Status
 
 from gpushare_agent.agent.runtime.cri import RuntimeContainer, RuntimeState, open_runtime
 from gpushare_agent.core.kit.grpc_client import MAX_ANSWER_BYTES
-from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.wire.runtime import v1
+from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
@@ -75,13 +75,8 @@ class FakeRuntime(v1.RuntimeServiceBase):
 
 @asynccontextmanager
 async def serving(path: Path, runtime: FakeRuntime) -> AsyncIterator[FakeRuntime]:
-    server = GrpcServer([runtime])
-    await server.serve(bind_unix_socket(path, mode=0o660))
-    try:
+    async with served_at(path, runtime, mode=0o660):
         yield runtime
-    finally:
-        await server.stop()
-        path.unlink(missing_ok=True)
 
 
 @asynccontextmanager

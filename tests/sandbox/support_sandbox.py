@@ -14,8 +14,8 @@ from grpclib.client import Channel
 from grpclib.const import Handler
 from msgspec.structs import replace
 
-from gpushare_agent.core.kit.grpc_server import GrpcServer
-from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire import v1
 from gpushare_agent.core.wire.v1beta1 import (
     AllocateRequest,
@@ -36,12 +36,17 @@ from gpushare_agent.core.wire.v1beta1 import (
     RegistrationStub,
     TopologyInfo,
 )
+from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.controller import NodeController
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
+from tests.fakes.kubelet_calls import CallLog
+from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_threads import remove_directory
 
@@ -70,7 +75,9 @@ async def open_embedded_node(
     async with (
         EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
         running_task("scheduler", EmbeddedScheduler(api=api).run),
-        open_node_on(api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups) as node,
+        open_node_on(
+            api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
+        ) as node,
     ):
         yield node
 
@@ -110,6 +117,25 @@ def container(name: str = "main", **limits: int) -> dict[str, Any]:
     """`cores`, `blocks`, or any resource by its `_`-less name through `limits_of`."""
     names = {"cores": CORE, "blocks": MEMORY}
     return limits_of(name, {names[key]: count for key, count in limits.items()})
+
+
+FOO = "example.com/foo"
+"""A resource of somebody else's plugin."""
+
+
+def foo(name: str = "main", count: int = 1, **extra: Any) -> dict[str, Any]:
+    """A container that asks for it."""
+    return limits_of(name, {FOO: count}, **extra)
+
+
+def foo_plugin(count: int = 10, node: int | None = None, **extra: Any) -> SmallPlugin:
+    """`node` is the NUMA node of all devices."""
+    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", node) for n in range(count)}, **extra)
+
+
+def bound(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Past the scheduler, as a pod with a node name is."""
+    return {**manifest, "spec": {**manifest["spec"], "nodeName": "node-a"}}
 
 
 def limits_of(name: str, limits: dict[str, int], **extra: Any) -> dict[str, Any]:
@@ -227,13 +253,8 @@ async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *,
 @asynccontextmanager
 async def serving(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str) -> AsyncIterator[SmallPlugin]:
     """The plugin on its socket, not registered. Leaving the block cuts its connections, as the end of its process does."""
-    server, path = GrpcServer([plugin]), node.paths.device_plugin_path / socket_name
-    await server.serve(bind_unix_socket(path, mode=0o600))
-    try:
+    async with served_at(node.paths.device_plugin_path / socket_name, plugin):
         yield plugin
-    finally:
-        await server.stop()
-        path.unlink(missing_ok=True)
 
 
 @asynccontextmanager
@@ -282,6 +303,21 @@ async def wait_phase(node: EmbeddedNode, name: str, *phases: str, namespace: str
     return found
 
 
+async def start_pods(node: EmbeddedNode, *pods: dict[str, Any]) -> None:
+    """Until they run."""
+    for one in pods:
+        node.api.create_pod(one)
+    for one in pods:
+        status = (await wait_phase(node, one["metadata"]["name"], "Running", "Failed"))["status"]
+        assert status["phase"] == "Running", (one["metadata"]["name"], status)
+
+
+async def remove_pod(node: EmbeddedNode, name: str, **how: Any) -> None:
+    """Until it is gone."""
+    node.api.delete_pod("default", name, **how)
+    await wait_gone(node, name)
+
+
 async def wait_gone(node: EmbeddedNode, name: str, *, namespace: str = "default") -> None:
     await node.kubelet.wait_for(lambda: node.api.find_pod(namespace, name) is None, DEADLINE_S, f"pod {name} gone")
 
@@ -312,3 +348,19 @@ def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set
 async def list_pods(node: EmbeddedNode) -> dict[str, dict[str, set[str]]]:
     async with pod_resources(node) as stub:
         return by_container(await stub.list())
+
+
+def controller_of(node: EmbeddedNode) -> NodeController:
+    """Of a node without an agent."""
+
+    async def no_agent() -> dict[str, Any]:
+        raise Unavailable("nothing listens")
+
+    return NodeController(
+        node=node,
+        gpus=(),
+        names=ResourceNames(vcore=CORE, vmemory=MEMORY),
+        agent=AgentProcess([], node.paths.agent_log, lambda _: None),
+        faults=GpuFaults(node.paths.faults, 2),
+        read_agent=no_agent,
+    )

@@ -13,38 +13,27 @@ from grpclib import GRPCError, Status
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.sandbox.support_sandbox import (
     CORE,
+    FOO,
     MEMORY,
     SmallPlugin,
+    bound,
     container,
     device_ids,
+    foo,
+    foo_plugin,
     kill_container,
-    limits_of,
     list_pods,
     open_plugin,
     open_test_node,
     pod,
     register,
     serving,
+    start_pods,
     wait_allocatable,
     wait_gone,
     wait_phase,
 )
 from tests.support_deadline import DEADLINE_S
-
-FOO = "example.com/foo"
-
-
-def foo(name: str = "main", count: int = 1, **extra: Any) -> dict[str, Any]:
-    return limits_of(name, {FOO: count}, **extra)
-
-
-def foo_plugin(count: int = 10, **extra: Any) -> SmallPlugin:
-    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", None) for n in range(count)}, **extra)
-
-
-def bound(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Past the scheduler, as a pod with a node name is."""
-    return {**manifest, "spec": {**manifest["spec"], "nodeName": "node-a"}}
 
 
 async def rejected(node: EmbeddedNode, manifest: dict[str, Any]) -> str:
@@ -66,12 +55,12 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
                 )
             for n in range(10):
                 await wait_phase(node, f"p{n}", "Running")
-        calls = [c for c in node.kubelet.log.calls if c.method == "Allocate"]
+        calls = [c for c in node.calls.calls if c.method == "Allocate"]
         assert [(c.pod_name, c.container) for c in calls[::2]] == [
             (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
         ]
         assert {c.resource for c in calls[::2]} == {CORE, MEMORY}
-        ordered = sorted(node.kubelet.log.calls, key=lambda c: c.started_at)
+        ordered = sorted(node.calls.calls, key=lambda c: c.started_at)
         assert all(a.finished_at <= b.started_at for a, b in itertools.pairwise(ordered))
 
 
@@ -80,10 +69,9 @@ async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() ->
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin()):
             sidecar = foo("s", 1, restartPolicy="Always")
-            node.api.create_pod(pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
-            await wait_phase(node, "chain", "Running")
-        calls = {(c.method[0], c.container): c for c in node.kubelet.log.calls}
-        assert [(c.method[0], c.container) for c in node.kubelet.log.calls] == [
+            await start_pods(node, pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
+        calls = {(c.method[0], c.container): c for c in node.calls.calls}
+        assert [(c.method[0], c.container) for c in node.calls.calls] == [
             ("G", "i"), ("A", "i"), ("A", "s"), ("G", "m"), ("A", "m"),
         ]  # fmt: skip
         init, side, main = (set(calls["A", name].device_ids) for name in ("i", "s", "m"))
@@ -99,10 +87,9 @@ async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
     """Init containers of one pod use each other's devices; with enough of them the plugin is not asked what it prefers."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin()):
-            node.api.create_pod(pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
-            await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
-        assert len({frozenset(c.device_ids) for c in node.kubelet.log.calls[1:]}) == 1
+            await start_pods(node, pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
+        assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
+        assert len({frozenset(c.device_ids) for c in node.calls.calls[1:]}) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,9 +105,8 @@ async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
     """A short answer is filled up from anything free, unknown IDs are ignored; the pod runs."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin(preferred=preferred)):
-            node.api.create_pod(pod("p", foo(count=3)))
-            await wait_phase(node, "p", "Running")
-        ids = set(node.kubelet.log.of("Allocate")[0].device_ids)
+            await start_pods(node, pod("p", foo(count=3)))
+        ids = set(node.calls.of("Allocate")[0].device_ids)
         assert len(ids) == 3
         assert wanted <= ids <= {f"foo-{n}" for n in range(10)}
 
@@ -129,18 +115,16 @@ async def test_without_the_option_the_plugin_is_not_asked() -> None:
     """No GetPreferredAllocation for a plugin that does not offer it."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin(prefers=False)):
-            node.api.create_pod(pod("p", foo(count=3)))
-            await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["Allocate"]
+            await start_pods(node, pod("p", foo(count=3)))
+        assert [c.method for c in node.calls.calls] == ["Allocate"]
 
 
 async def test_asking_for_all_that_is_left_is_asked_too() -> None:
     """GetPreferredAllocation comes even when asked equals available."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin()):
-            node.api.create_pod(pod("p", foo(count=10)))
-            await wait_phase(node, "p", "Running")
-        assert [c.method for c in node.kubelet.log.calls] == ["GetPreferredAllocation", "Allocate"]
+            await start_pods(node, pod("p", foo(count=10)))
+        assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", "Allocate"]
 
 
 async def refuse(*_ids: Any) -> None:
@@ -157,9 +141,8 @@ async def test_a_failed_allocate_rejects_the_pod_with_the_plugins_text() -> None
             assert message == f"Pod was rejected: {expected}"
             event = next(e for e in node.api.events() if e["reason"] == "UnexpectedAdmissionError")
             assert (event["message"], event["involvedObject"]["name"]) == (expected, "bad")
-            node.api.create_pod(pod("next", container("main", cores=10)))
-            await wait_phase(node, "next", "Running")
-            assert len(node.kubelet.log.of("Allocate")) == 3  # not retried
+            await start_pods(node, pod("next", container("main", cores=10)))
+            assert len(node.calls.of("Allocate")) == 3  # not retried
 
 
 async def test_the_ids_of_a_failed_allocate_are_free_again() -> None:
@@ -167,8 +150,7 @@ async def test_the_ids_of_a_failed_allocate_are_free_again() -> None:
     async with open_test_node() as node, open_plugin(node, foo_plugin(on_allocate=refuse)) as plugin:
         await rejected(node, pod("bad", foo(count=10)))
         plugin.on_allocate = None
-        node.api.create_pod(pod("next", foo(count=10)))
-        await wait_phase(node, "next", "Running")
+        await start_pods(node, pod("next", foo(count=10)))
 
 
 async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None:
@@ -182,7 +164,7 @@ async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None
         assert (
             "device plugin GetPreferredAllocation rpc failed with err: rpc error: code = Internal desc = no" in message
         )
-        assert node.kubelet.log.of("Allocate") == []
+        assert node.calls.of("Allocate") == []
 
 
 async def test_past_the_scheduler_too_few_devices_reject_the_pod() -> None:
@@ -197,7 +179,7 @@ async def test_an_unknown_resource_does_not_hinder_a_pod_that_the_scheduler_has_
     async with open_test_node() as node:
         node.api.create_pod(bound(pod("p", foo())))
         await wait_phase(node, "p", "Running")
-        assert node.kubelet.log.calls == []
+        assert node.calls.calls == []
 
 
 async def test_a_resource_that_became_known_later_is_allocated_at_the_containers_restart() -> None:
@@ -207,7 +189,7 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
         await wait_phase(node, "p", "Running")
         async with open_plugin(node, foo_plugin()):
             kill_container(node, "default", "p", "main")
-            await node.kubelet.wait_for(lambda: node.kubelet.log.of("Allocate"), what="the late Allocate")
+            await node.kubelet.wait_for(lambda: node.calls.of("Allocate"), what="the late Allocate")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
 
 
@@ -226,11 +208,10 @@ async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
     async with open_test_node() as node:
         plugin = foo_plugin()
         async with open_plugin(node, plugin):
-            node.api.create_pod(pod("runs", foo()))
-            await wait_phase(node, "runs", "Running")
+            await start_pods(node, pod("runs", foo()))
             plugin.on_allocate = hang
             node.api.create_pod(pod("hangs", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             node.api.create_pod(pod("plain"))
             node.api.delete_pod("default", "runs")
             await node.kubelet.wait_for(lambda: node.api.pod("default", "plain")["spec"].get("nodeName"))
@@ -247,8 +228,7 @@ async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_on
     async with open_test_node() as node:
         plugin = foo_plugin(wants_pre_start=True)
         async with open_plugin(node, plugin):
-            node.api.create_pod(pod("p", foo(count=2)))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", foo(count=2)))
             kill_container(node, "default", "p", "main")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
         methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
@@ -293,8 +273,7 @@ async def test_a_plugin_that_ends_leaves_capacity_without_allocatable() -> None:
     """Its devices are unhealthy, a pod past the scheduler is rejected, running pods are not touched."""
     async with open_test_node() as node:
         async with open_plugin(node, foo_plugin()):
-            node.api.create_pod(pod("runs", foo()))
-            await wait_phase(node, "runs", "Running")
+            await start_pods(node, pod("runs", foo()))
         await wait_allocatable(node, FOO, 0)
         assert node.api.node("node-a")["status"]["capacity"][FOO] == "10"
         message = await rejected(node, pod("late", foo()))
@@ -325,21 +304,18 @@ async def test_the_end_of_a_replaced_plugin_disconnects_the_one_that_serves() ->
             await wait_allocatable(node, FOO, 0)
             await register(node, second, "two.sock")
             await wait_allocatable(node, FOO, 4)
-            node.api.create_pod(pod("p", foo(count=4)))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", foo(count=4)))
 
 
 async def test_an_unhealthy_device_leaves_allocatable_and_its_pod_goes_on() -> None:
     """9 of 10 allocatable; the unhealthy ID is not offered any more."""
     async with open_test_node() as node, open_plugin(node, foo_plugin()) as plugin:
-        node.api.create_pod(pod("runs", foo()))
-        await wait_phase(node, "runs", "Running")
+        await start_pods(node, pod("runs", foo()))
         await plugin.set_devices({**plugin.devices, "foo-0": ("Unhealthy", None)})
         await wait_allocatable(node, FOO, 9)
         assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
-        node.api.create_pod(pod("next", foo(count=2)))
-        await wait_phase(node, "next", "Running")
-        assert "foo-0" not in node.kubelet.log.of("GetPreferredAllocation")[-1].device_ids
+        await start_pods(node, pod("next", foo(count=2)))
+        assert "foo-0" not in node.calls.of("GetPreferredAllocation")[-1].device_ids
 
 
 async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
@@ -358,6 +334,5 @@ async def test_a_resource_may_have_more_ids_than_a_message_has_other_fields() ->
     """As on 64 GPUs of 80 GiB: a kubelet takes a list of 4 MiB, however many IDs are in it."""
     plugin = SmallPlugin(FOO, device_ids("a", count=20_480), prefers=False)
     async with open_test_node() as node, open_plugin(node, plugin):
-        node.api.create_pod(pod("p", foo(count=2)))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", foo(count=2)))
         assert node.api.node("node-a")["status"]["capacity"][FOO] == "20480"

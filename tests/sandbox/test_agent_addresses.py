@@ -29,6 +29,7 @@ from tests.sandbox.support_sandbox_cli import (
     registered,
     sandbox,
 )
+from tests.support_process import output_of
 
 
 async def page_of(url: str) -> str:
@@ -44,10 +45,8 @@ async def page_of(url: str) -> str:
 
 async def printed_by(line: str) -> str:
     """Of a command line as the sandbox prints it."""
-    child = await asyncio.create_subprocess_exec(*shlex.split(line), stdout=asyncio.subprocess.PIPE, cwd=ROOT)
-    async with asyncio.timeout(DEADLINE_S):
-        out, _ = await child.communicate()
-    assert child.returncode == 0
+    code, out, _ = await output_of(*shlex.split(line), cwd=ROOT)
+    assert code == 0
     return out.decode()
 
 
@@ -138,13 +137,8 @@ async def test_the_readmes_explanation_is_what_a_first_sandbox_shows() -> None:
                     line = (await process.stdout.readline()).decode()
                     waits_for = {name for name in waits_for if f"pod default/{name} Running" not in line}
             code = "import sys; from gpushare_agent.__main__ import run_plugin; sys.exit(run_plugin())"
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", code, *shown[1].split()),
-                stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": f"{state}/kubeconfig"},
-            )
-            async with asyncio.timeout(DEADLINE_S):
-                out, _ = await child.communicate()
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": f"{state}/kubeconfig"}
+            _, out, _ = await output_of(sys.executable, "-c", code, *shown[1].split(), env=environment)
     assert out.decode() == shown[2]
 
 

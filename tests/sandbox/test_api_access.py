@@ -42,7 +42,7 @@ async def test_nothing_is_created_without_the_token(authorization: str | None) -
             headers["Authorization"] = authorization.format(token=api.token, short=api.token[:-1])
         status, body = await posted(api, headers)
         assert (status, body["kind"], body["code"], body["reason"]) == (401, "Status", 401, "Unauthorized")
-        assert api.pods() == [] and api.requests == []
+        assert api.pods() == [] and not api.requests
 
 
 @pytest.mark.parametrize("path", [PODS, "/api/v1/nodes", "/api", "/apis", "/absent", f"{PODS}?watch=true"])

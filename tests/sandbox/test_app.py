@@ -7,11 +7,8 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,17 +21,10 @@ from tests.sandbox.support_sandbox_cli import ROOT, ended, live, read_until, reg
 from tests.support_deadline import DEADLINE_S
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.mark.slow
-async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path) -> None:
+async def test_the_fitting_samples_run_and_the_document_is_complete(short_dir: Path) -> None:
     """--once -o json: exit 0, one document on stdout, nothing left behind."""
-    state = folder / "s"
+    state = short_dir / "s"
     done = await sandbox(
         "--state-dir", state, "--port", "0", "--once", "-o", "json", "--samples", "fitting", "--gpus", "4"
     )
@@ -57,12 +47,12 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
 
 
 @pytest.mark.slow
-async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
+async def test_pods_that_do_not_run_make_exit_code_one(short_dir: Path) -> None:
     """One is refused by the agent, one fits nowhere: both are reported with their reasons, in file order."""
-    manifest = folder / "pods.yaml"
+    manifest = short_dir / "pods.yaml"
     bad, large = pod("bad", container("main", cores=50)), pod("large", container("main", cores=900))
     manifest.write_text(yaml.safe_dump_all([bad, large, pod("fine", container("main", cores=50, blocks=4))]))
-    done = await sandbox("--state-dir", folder / "s", "--port", "0", "--once", "--apply", manifest)
+    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--once", "--apply", manifest)
     assert done.code == 1
     created = [line for line in done.err.splitlines() if line.endswith("created")]
     assert created == ["pod default/bad created", "pod default/large created", "pod default/fine created"]
@@ -75,40 +65,40 @@ async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("--once", "--apply"), ("apply", "-f")])
-async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Path, command: tuple[str, ...]) -> None:
+async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(short_dir: Path, command: tuple[str, ...]) -> None:
     """Nothing is started for it."""
-    (folder / "bad.yaml").write_text("kind: CronJob\n")
-    done = await sandbox(*command, folder / "bad.yaml", "--state-dir", folder / "s")
+    (short_dir / "bad.yaml").write_text("kind: CronJob\n")
+    done = await sandbox(*command, short_dir / "bad.yaml", "--state-dir", short_dir / "s")
     assert done.code == 2
     assert done.err == (
-        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'CronJob' cannot be applied: the embedded node knows "
+        f"gpushare-agent sandbox: {short_dir}/bad.yaml: kind 'CronJob' cannot be applied: the embedded node knows "
         "Pod, DeviceClass, ResourceClaim, ResourceClaimTemplate, Deployment, StatefulSet, Job, Service, ConfigMap, "
         "Namespace, ResourceQuota, HorizontalPodAutoscaler\n"
     )
 
 
-async def test_a_misspelt_field_of_a_manifest_is_named(folder: Path) -> None:
+async def test_a_misspelt_field_of_a_manifest_is_named(short_dir: Path) -> None:
     """The pod would run without its GPU."""
-    (folder / "bad.yaml").write_text(yaml.safe_dump(pod("a", {"name": "main", "resorces": {"limits": {"x/y": 1}}})))
-    done = await sandbox("--once", "--apply", folder / "bad.yaml", "--state-dir", folder / "s")
+    (short_dir / "bad.yaml").write_text(yaml.safe_dump(pod("a", {"name": "main", "resorces": {"limits": {"x/y": 1}}})))
+    done = await sandbox("--once", "--apply", short_dir / "bad.yaml", "--state-dir", short_dir / "s")
     assert (done.code, done.err) == (
-        2, f'gpushare-agent sandbox: {folder}/bad.yaml: Pod: unknown field "spec.containers[0].resorces"\n',
+        2, f'gpushare-agent sandbox: {short_dir}/bad.yaml: Pod: unknown field "spec.containers[0].resorces"\n',
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("gpus", ["many", "0", "65"])
-async def test_a_wrong_setting_is_exit_code_two(folder: Path, gpus: str) -> None:
+async def test_a_wrong_setting_is_exit_code_two(short_dir: Path, gpus: str) -> None:
     """The agent's settings are checked before anything starts."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--gpus", gpus)
+    done = await sandbox("--state-dir", short_dir / "s", "--once", "--gpus", gpus)
     assert done.code == 2
     assert f"{gpus}: there can be 1 to 64" in done.err
     assert "Traceback" not in done.err
 
 
-async def test_a_state_directory_that_is_a_file_is_exit_code_one(folder: Path) -> None:
+async def test_a_state_directory_that_is_a_file_is_exit_code_one(short_dir: Path) -> None:
     """With what to do."""
-    (folder / "file").write_text("")
-    done = await sandbox("--state-dir", folder / "file", "--once")
+    (short_dir / "file").write_text("")
+    done = await sandbox("--state-dir", short_dir / "file", "--once")
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "--state-dir" in done.err
 
@@ -123,12 +113,12 @@ def documented_commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("arguments", [c for c in documented_commands() if "--once" in c], ids=" ".join)
-async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> None:
-    """As they stand in docs/reference/sandbox.md, next to a pods.yaml and a folder with the name of the package."""
-    (folder / "pods.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=100))))
-    (folder / "gpushare_agent").mkdir()
-    (folder / "gpushare_agent" / "__init__.py").write_text("raise RuntimeError('the wrong code')")
-    done = await sandbox(*arguments, "--state-dir", folder / "s", "--port", "0", cwd=folder)
+async def test_the_documented_runs_work(short_dir: Path, arguments: list[str]) -> None:
+    """As they stand in docs/reference/sandbox.md, next to a pods.yaml and a short_dir with the name of the package."""
+    (short_dir / "pods.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=100))))
+    (short_dir / "gpushare_agent").mkdir()
+    (short_dir / "gpushare_agent" / "__init__.py").write_text("raise RuntimeError('the wrong code')")
+    done = await sandbox(*arguments, "--state-dir", short_dir / "s", "--port", "0", cwd=short_dir)
     assert done.code == 0, done.err
     assert "web http" not in done.err
     if "json" in arguments:
@@ -149,10 +139,10 @@ def test_every_documented_command_is_known() -> None:
 
 
 @pytest.mark.parametrize("addr", ["--web.addr=localhost", "--web.addr="])
-async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path, addr: str) -> None:
+async def test_a_busy_port_is_one_line_that_names_the_flag(short_dir: Path, addr: str) -> None:
     """Found before the agent starts: exit 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = await sandbox("--state-dir", folder / "s", "--once", addr, "--port", str(taken.getsockname()[1]))
+        done = await sandbox("--state-dir", short_dir / "s", "--once", addr, "--port", str(taken.getsockname()[1]))
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "--port" in done.err
 
@@ -169,27 +159,27 @@ async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path, addr: s
     ids=["a library", "a daemon of the user's own"],
 )
 async def test_an_isolation_without_what_it_needs_is_refused_at_the_start(
-    folder: Path, flags: tuple[str, ...], why: str
+    short_dir: Path, flags: tuple[str, ...], why: str
 ) -> None:
     """Its agent would wait, and the sandbox with it, for what nobody brings: one line with the cure, and nothing is left."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", *flags)
+    done = await sandbox("--state-dir", short_dir / "s", "--once", "--port", "0", *flags)
     assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), done.err
     assert done.err.startswith(f"gpushare-agent: no share could be given under isolation {flags[1]}: ")
     assert why in done.err and "Without a setting of the isolation the sandbox takes one that" in done.err
-    assert not (folder / "s").exists()
+    assert not (short_dir / "s").exists()
 
 
-async def test_a_topology_file_that_is_absent_is_exit_code_two(folder: Path) -> None:
+async def test_a_topology_file_that_is_absent_is_exit_code_two(short_dir: Path) -> None:
     """A mistake of the command line like any other setting."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--topology", folder / "absent.txt")
+    done = await sandbox("--state-dir", short_dir / "s", "--once", "--topology", short_dir / "absent.txt")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "absent.txt" in done.err
 
 
 @pytest.mark.slow
-async def test_leftovers_of_a_dead_sandbox_go_with_the_next_one(folder: Path) -> None:
+async def test_leftovers_of_a_dead_sandbox_go_with_the_next_one(short_dir: Path) -> None:
     """SIGKILL leaves the directory; --once takes it over and removes it."""
-    state = folder / "s"
+    state = short_dir / "s"
     async with live(state, "--samples", "none") as process:
         await read_until(process, "Ctrl-C ends")
         process.kill()
@@ -208,9 +198,9 @@ def arguments_of(pid: str) -> bytes:
 
 
 @pytest.mark.slow
-async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(folder: Path) -> None:
+async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(short_dir: Path) -> None:
     """A short note, and the next agent registers."""
-    async with live(folder / "s", "--samples", "fitting") as process:
+    async with live(short_dir / "s", "--samples", "fitting") as process:
         await read_until(process, "default/share Running")
         assert process.pid is not None
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -218,23 +208,24 @@ async def test_an_agent_ended_by_sigterm_is_started_again_without_a_complaint(fo
         assert len(agents) == 1
         os.kill(int(agents[0]), signal.SIGTERM)
         await read_until(process, "the agent has ended as it was asked to; starting it again")
-        await registered(folder / "s")
+        await registered(short_dir / "s")
 
 
 @pytest.mark.slow
-async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(folder: Path) -> None:
+async def test_an_agent_that_cannot_start_is_reported_with_its_last_lines(short_dir: Path) -> None:
     """A wrong setting that only the agent meets: exit 1, its own words, and no sandbox left."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", "--extra-config", folder / "absent.json")
+    absent = short_dir / "absent.json"
+    done = await sandbox("--state-dir", short_dir / "s", "--once", "--port", "0", "--extra-config", absent)
     assert done.code == 1
     assert "absent.json" in done.err
-    assert not (folder / "s").exists()
+    assert not (short_dir / "s").exists()
 
 
 @pytest.mark.slow
-async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
+async def test_isolation_none_is_said_at_the_start(short_dir: Path) -> None:
     """Its containers show a dash for a limit; why is not to be guessed."""
     done = await sandbox(
-        "--state-dir", folder / "s", "--port", "0", "--once", "--samples", "none", "--isolation", "none"
+        "--state-dir", short_dir / "s", "--port", "0", "--once", "--samples", "none", "--isolation", "none"
     )
     assert (done.code, "isolation none: shares are allocated and not enforced" in done.err) == (0, True)
 
@@ -253,14 +244,14 @@ async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_end(folder: Path) -> None:
+async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_end(short_dir: Path) -> None:
     """apply, delete, kill-agent, restart-kubelet, status; SIGINT ends it with nothing left."""
-    state = folder / "s"
-    (folder / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=20, blocks=2))))
+    state = short_dir / "s"
+    (short_dir / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=20, blocks=2))))
     async with live(state, "--samples", "none") as process:
         await read_until(process, "Ctrl-C ends")
         where = ("--state-dir", state)
-        assert (await sandbox("apply", "-f", folder / "p.yaml", *where)).out == "pod default/mine created\n"
+        assert (await sandbox("apply", "-f", short_dir / "p.yaml", *where)).out == "pod default/mine created\n"
         await read_until(process, "pod default/mine Running")
         again = await sandbox("apply", "-f", "-", *where, text=yaml.safe_dump(pod("piped", container("main"))))
         assert again.out == "pod default/piped created\n", again.err
@@ -274,10 +265,10 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await registered(state)
         shown = json.loads((await sandbox("status", *where, "-o", "json")).out)
         assert [p["phase"] for p in shown["pods"]] == ["Running"]
-        twice = await sandbox("apply", "-f", folder / "p.yaml", *where)
+        twice = await sandbox("apply", "-f", short_dir / "p.yaml", *where)
         assert (twice.code, twice.out) == (0, "pod default/mine unchanged\n")
-        (folder / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=21, blocks=2))))
-        changed = await sandbox("apply", "-f", folder / "p.yaml", *where)
+        (short_dir / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=21, blocks=2))))
+        changed = await sandbox("apply", "-f", short_dir / "p.yaml", *where)
         assert changed.code == 1 and "delete the pod and create it again" in changed.err
         deleted = await sandbox("delete", "mine", "absent", *where)
         assert (deleted.code, deleted.out) == (1, "pod default/mine deleted\n")

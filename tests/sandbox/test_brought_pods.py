@@ -24,7 +24,8 @@ from tests.sandbox.support_sandbox import (
     open_plugin,
     open_test_node,
     pod,
-    wait_gone,
+    remove_pod,
+    start_pods,
     wait_phase,
 )
 
@@ -128,16 +129,14 @@ async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
 async def test_a_pod_has_the_events_of_a_cluster() -> None:
     """In their order, before those that only the sandbox has."""
     async with open_test_node() as node:
-        node.api.create_pod(pod("a", of_image("sleep", "infinity")))
-        await wait_phase(node, "a", "Running")
+        await start_pods(node, pod("a", of_image("sleep", "infinity")))
         assert [(one["reason"], one["source"]["component"], one["type"]) for one in node.api.events()] == [
             ("Scheduled", "default-scheduler", "Normal"), ("Pulled", "kubelet", "Normal"),
             ("Created", "kubelet", "Normal"), ("Started", "kubelet", "Normal"),
         ]  # fmt: skip
         assert messages(node, "Scheduled") == ["Successfully assigned default/a to node-a"]
         assert {one["involvedObject"].get("fieldPath") for one in node.api.events()[1:]} == {"spec.containers{main}"}
-        node.api.delete_pod("default", "a")
-        await wait_gone(node, "a")
+        await remove_pod(node, "a")
         assert messages(node, "Killing") == ["Stopping container main"]
 
 

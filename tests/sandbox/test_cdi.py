@@ -21,9 +21,8 @@ from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_n
 from tests.agent.support_agent import arguments, open_agent
 from tests.isolation.support_cdi import spec, write_spec
 from tests.sandbox.support_containers import host_container
-from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, FOO, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
 
-FOO = "example.com/foo"
 NAME = "nvidia.com/gpu=GPU-0"
 PRINTS = host_container("main", "sh", args=["-c", "env"])
 

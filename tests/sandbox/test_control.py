@@ -15,13 +15,10 @@ import pytest
 
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.errors import StartupError, Unavailable
-from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
-from gpushare_agent.sandbox.controller import NodeController, SandboxController
-from gpushare_agent.sandbox.gpu_faults import GpuFaults
+from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
-from tests.sandbox.support_sandbox import CORE, MEMORY, open_test_node, pod
+from tests.sandbox.support_sandbox import controller_of, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 
 NOBODY = 65_534
@@ -164,20 +161,8 @@ async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> 
 @asynccontextmanager
 async def open_controller() -> AsyncIterator[tuple[SandboxController, Path]]:
     """A node without an agent, and the socket that obeys for it."""
-
-    async def no_agent() -> dict[str, Any]:
-        raise Unavailable("nothing listens")
-
     async with open_test_node() as node:
-        one = NodeController(
-            node=node,
-            gpus=(),
-            names=ResourceNames(vcore=CORE, vmemory=MEMORY),
-            agent=AgentProcess([], node.paths.agent_log, lambda _: None),
-            faults=GpuFaults(node.paths.faults, 2),
-            read_agent=no_agent,
-        )
-        controller = SandboxController(nodes=(one,))
+        controller = SandboxController(nodes=(controller_of(node),))
         async with open_control(node.paths.control_socket, controller.handle):
             yield controller, node.paths.control_socket
 

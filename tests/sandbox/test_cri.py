@@ -14,7 +14,7 @@ from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.wire.runtime import v1
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from tests.sandbox.support_containers import config, open_containers, wait_ended
-from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, start_pods, wait_phase
 from tests.support_deadline import DEADLINE_S
 
 
@@ -44,8 +44,7 @@ async def test_the_agents_client_finds_every_container_and_its_process() -> None
 async def test_the_ids_are_those_of_the_pods_status() -> None:
     """`containerd://<id>`; a restarted container has a new one and the next attempt."""
     async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=DEADLINE_S) as client:
-        node.api.create_pod(pod("train"))
-        await wait_phase(node, "train", "Running")
+        await start_pods(node, pod("train"))
 
         def shown() -> tuple[str, int]:
             status = node.api.pod("default", "train")["status"]["containerStatuses"][0]

@@ -18,7 +18,16 @@ from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from tests.sandbox.support_sandbox import SHORT_TIMES, kill_container, open_test_node, pod, wait_gone, wait_phase
+from tests.sandbox.support_sandbox import (
+    SHORT_TIMES,
+    kill_container,
+    open_test_node,
+    pod,
+    remove_pod,
+    start_pods,
+    wait_gone,
+    wait_phase,
+)
 from tests.sandbox.support_sandbox_cli import sandbox
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
@@ -72,9 +81,7 @@ async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[
         services=[driver],
     )  # fmt: skip
     async with running_task("driver", registration.run):
-        await node.kubelet.wait_for(
-            lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.log.dra_calls]
-        )
+        await node.kubelet.wait_for(lambda: "NotifyRegistrationStatus" in [name for name, _ in node.calls.dra_calls])
         yield
 
 
@@ -123,15 +130,13 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         def check() -> None:
             step = next(steps)
             made = [
-                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]]
-                for name, claims in node.kubelet.log.dra_calls
+                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]] for name, claims in node.calls.dra_calls
             ]
             assert made == step["calls"], step["done"]
-            node.kubelet.log.dra_calls.clear()
+            node.calls.dra_calls.clear()
 
         async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
-            node.api.create_pod(claiming(name, *claims, **extra))
-            await wait_phase(node, name, "Running")
+            await start_pods(node, claiming(name, *claims, **extra))
 
         async def delete(*names: str) -> None:
             for name in names:
@@ -164,9 +169,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await delete("first")
         check()
         await node.kubelet.restart()
-        await node.kubelet.wait_for(
-            lambda: len(node.kubelet.log.dra_calls) == 2 and not node.api.store.all("resourceslices")
-        )
+        await node.kubelet.wait_for(lambda: len(node.calls.dra_calls) == 2 and not node.api.store.all("resourceslices"))
         check()
         publish(node)
         await run("third", SHARED)
@@ -231,7 +234,7 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
         driver.error = "the GPU is away"
         node.api.create_pod(claiming("p", SHARED))
         await node.kubelet.wait_for(
-            lambda: len([name for name, _ in node.kubelet.log.dra_calls if name.startswith("NodeP")]) > 2
+            lambda: len([name for name, _ in node.calls.dra_calls if name.startswith("NodeP")]) > 2
         )
         driver.error = ""
         await wait_phase(node, "p", "Running")
@@ -239,19 +242,16 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
 
 async def test_a_pod_stays_until_its_claims_are_unprepared() -> None:
     async with open_dra_node() as (node, driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         driver.unprepare_errors = 3
-        node.api.delete_pod("default", "p")
-        await wait_gone(node, "p")
+        await remove_pod(node, "p")
         assert driver.unprepare_errors == 0 and not node.kubelet.claims
         await node.kubelet.wait_for(lambda: not claims_of(node)[0]["status"])
 
 
 async def test_a_pod_that_ended_while_the_kubelet_was_down_is_unprepared() -> None:
     async with open_dra_node() as (node, _driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         await node.kubelet.stop()
         node.api.delete_pod("default", "p", grace_period_s=0)
         await node.kubelet.start()
@@ -279,8 +279,7 @@ def scheduling(node: EmbeddedNode, name: str) -> str:
 
 async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
     async with open_dra_node() as (node, _driver):
-        node.api.create_pod(claiming("p", SHARED))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, claiming("p", SHARED))
         node.api.delete("resourceclaims", ("default", "shared"))
         assert "deletionTimestamp" in claims_of(node)[0]["metadata"]
         node.api.delete_pod("default", "p")

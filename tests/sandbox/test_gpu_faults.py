@@ -6,9 +6,6 @@ import argparse
 import asyncio
 import json
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +27,10 @@ from tests.sandbox.support_sandbox import (
     key_of,
     open_test_node,
     pod,
+    start_pods,
     wait_allocatable,
-    wait_phase,
 )
 from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
-
 
 QUICK = ("--health.check-period-s=0.2", "--health.recovery-period-s=0.2", "--health.recovery-probes=1")
 
@@ -172,8 +161,7 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
         faults = GpuFaults(node.paths.faults, 3)
         keys = [key_of(c.uuid) for c in agent.parts.node.inventory.current.gpus]
         for name in ("first", "second") if gpu == 1 else ("second",):
-            node.api.create_pod(pod(name, container("main", cores=60, blocks=8)))
-            await wait_phase(node, name, "Running")
+            await start_pods(node, pod(name, container("main", cores=60, blocks=8)))
         [held] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "second")]
         assert {name.rpartition("-")[0] for name in held} == {keys[gpu]}
         faults.lose(gpu)
@@ -181,8 +169,7 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
         await wait_allocatable(node, MEMORY, 192)
         assert not any(ok for name, ok in node.kubelet.devices.health(CORE).items() if name.startswith(keys[gpu]))
         assert all(ok for name, ok in node.kubelet.devices.health(CORE).items() if not name.startswith(keys[gpu]))
-        node.api.create_pod(pod("next", container("main", cores=30, blocks=8)))
-        await wait_phase(node, "next", "Running")
+        await start_pods(node, pod("next", container("main", cores=30, blocks=8)))
         [given] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "next")]
         assert keys[gpu] not in {name.rpartition("-")[0] for name in given}
         assert node.api.pod("default", "second")["status"]["phase"] == "Running"
@@ -198,15 +185,15 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 
 
 @pytest.mark.slow
-async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
+async def test_fail_gpu_and_heal_gpu_from_another_terminal(short_dir: Path) -> None:
     """`status` shows what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
-    state = folder / "s"
-    (folder / "p.yaml").write_text(
+    state = short_dir / "s"
+    (short_dir / "p.yaml").write_text(
         yaml.safe_dump(
             pod("mine", container("main", cores=40, blocks=8), annotations={"sandbox.gpushare-agent/load": "0.5"})
         )
     )
-    async with live(state, "--apply", folder / "p.yaml", "--gpus", "2", *QUICK) as process:
+    async with live(state, "--apply", short_dir / "p.yaml", "--gpus", "2", *QUICK) as process:
         await read_until(process, "pod default/mine Running")
         lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
         assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err

@@ -21,6 +21,7 @@ from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentSe
 from gpushare_agent.sandbox.node import EmbeddedCluster, open_embedded_cluster
 from tests.sandbox.support_sandbox import SHORT_TIMES, pod
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 needs_kubectl = pytest.mark.skipif(
@@ -41,19 +42,11 @@ class Kubectl:
 
     async def run(self, *words: str, stdin: Any = None) -> tuple[int, str, str]:
         """Exit code, standard output, standard error. `stdin` is one object for `-f -`."""
-        process = await asyncio.create_subprocess_exec(
-            "kubectl", *words, env=self._environment, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                out, err = await process.communicate(b"" if stdin is None else json.dumps(stdin).encode())
-        except BaseException:
-            process.kill()
-            await process.wait()
-            raise
-        assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
+        given = b"" if stdin is None else json.dumps(stdin).encode()
+        code, out, err = await output_of(
+            "kubectl", *words, env=self._environment, stdin=asyncio.subprocess.PIPE, given=given
+        )
+        return code, out.decode(), err.decode()
 
     async def ok(self, *words: str, stdin: Any = None) -> str:
         code, out, err = await self.run(*words, stdin=stdin)

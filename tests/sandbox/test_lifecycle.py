@@ -11,36 +11,26 @@ import pytest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
+    FOO,
     HELD_ADMISSIONS,
-    SmallPlugin,
+    bound,
+    foo,
+    foo_plugin,
     kill_container,
-    limits_of,
     list_pods,
     open_plugin,
     open_test_node,
     pod,
     pod_resources,
     register,
+    remove_pod,
     serving,
+    start_pods,
     wait_allocatable,
     wait_gone,
     wait_phase,
 )
 from tests.support_deadline import DEADLINE_S
-
-FOO = "example.com/foo"
-
-
-def foo(name: str = "main", count: int = 1, **extra: Any) -> dict[str, Any]:
-    return limits_of(name, {FOO: count}, **extra)
-
-
-def foo_plugin(count: int = 2, **extra: Any) -> SmallPlugin:
-    return SmallPlugin(FOO, {f"foo-{n}": ("Healthy", None) for n in range(count)}, **extra)
-
-
-def bound(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {**manifest, "spec": {**manifest["spec"], "nodeName": "node-a"}}
 
 
 def container_of(node: EmbeddedNode, name: str, container: str = "main") -> Any:
@@ -49,10 +39,9 @@ def container_of(node: EmbeddedNode, name: str, container: str = "main") -> Any:
 
 async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> None:
     """TERM ignored: the pod is listed with its devices, and "Available: 0", until its process dies."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
-        node.api.create_pod(pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
-        await wait_phase(node, "slow", "Running")
+        await start_pods(node, pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
         process = container_of(node, "slow")
         node.api.delete_pod("default", "slow")
         node.api.create_pod(bound(pod("early", foo())))
@@ -68,10 +57,9 @@ async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> N
 @needs_processes
 async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives() -> None:
     """Two pods on the same devices, as measured; the cgroup tells that the first one's process is still there."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
-        node.api.create_pod(pod("slow", foo(count=2), annotations=slow))
-        await wait_phase(node, "slow", "Running")
+        await start_pods(node, pod("slow", foo(count=2), annotations=slow))
         process = container_of(node, "slow")
         node.api.delete_pod("default", "slow", grace_period_s=0)
         node.api.create_pod(bound(pod("next", foo(count=2))))
@@ -85,24 +73,22 @@ async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives(
 
 async def test_a_succeeded_pods_devices_are_free_while_its_object_stands() -> None:
     """The next pod gets them at once."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
         node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0.05"}))
         await wait_phase(node, "done", "Succeeded")
-        node.api.create_pod(pod("next", foo(count=2)))
-        await wait_phase(node, "next", "Running")
+        await start_pods(node, pod("next", foo(count=2)))
         assert node.api.find_pod("default", "done") is not None
 
 
 async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> None:
     """Whoever reads it as truth believes in devices that are free."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
         checkpoint = node.paths.device_plugin_path / "kubelet_internal_checkpoint"
         raw = node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0"}))
         await wait_phase(node, "done", "Succeeded")
         assert await list_pods(node) == {}
         assert raw["metadata"]["uid"] in checkpoint.read_text()
-        node.api.create_pod(pod("next", foo()))
-        await wait_phase(node, "next", "Running")
+        await start_pods(node, pod("next", foo()))
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
 
 
@@ -114,16 +100,14 @@ async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> No
         identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         path = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
         assert int((path / "cgroup.procs").read_text()) == container_of(node, "p").pid
-        node.api.delete_pod("default", "p")
-        await wait_gone(node, "p")
+        await remove_pod(node, "p")
         assert not path.parent.exists()
 
 
 async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
     """restartPolicy Never: Failed, with the exit code in the status."""
     async with open_test_node() as node:
-        node.api.create_pod(pod("p", restartPolicy="Never"))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", restartPolicy="Never"))
         kill_container(node, "default", "p", "main")
         status = (await wait_phase(node, "p", "Failed"))["status"]
         assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
@@ -143,7 +127,7 @@ def _leftovers(directory: Path) -> None:
 @pytest.mark.parametrize(("version", "kept"), [("1.31", {"folder"}), ("1.36", {"file", "folder", "link"})])
 async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> None:
     """All sockets, live plugins' too; before 1.34 also files and links; never directories and the checkpoint."""
-    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(), "foo.sock") as plugin:
+    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(2), "foo.sock") as plugin:
         before = (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns
         await node.kubelet.stop()
         await plugin.streams_ended.wait()
@@ -162,16 +146,15 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
         node.kubelet.begin_admissions()
         async with open_plugin(node, foo_plugin(4)):
             for name in ("a", "b"):
-                node.api.create_pod(pod(name, foo(count=2)))
-                await wait_phase(node, name, "Running")
-            before, calls = await list_pods(node), len(node.kubelet.log.calls)
+                await start_pods(node, pod(name, foo(count=2)))
+            before, calls = await list_pods(node), len(node.calls.calls)
             process = container_of(node, "a")
         await node.kubelet.restart()
         assert await list_pods(node) == {}
         node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
         assert await list_pods(node) == before
-        assert len(node.kubelet.log.calls) == calls
+        assert len(node.calls.calls) == calls
         assert container_of(node, "a") is process
         assert process.is_running
         node.kubelet.push_node_status()
@@ -181,9 +164,8 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
 async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -> None:
     """The plugin has not come back when the running pod is admitted again: rejected, and its container is killed."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
-            node.api.create_pod(pod("p", foo("m"), init=(foo("i"),)))
-            await wait_phase(node, "p", "Running")
+        async with open_plugin(node, foo_plugin(2)):
+            await start_pods(node, pod("p", foo("m"), init=(foo("i"),)))
             process = container_of(node, "p", "m")
         await node.kubelet.restart()
         status = (await wait_phase(node, "p", "Failed"))["status"]
@@ -195,12 +177,11 @@ async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod
     """Registered again before the first admission: the same pod goes on."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
-        plugin = foo_plugin()
+        plugin = foo_plugin(2)
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
             await wait_allocatable(node, FOO, 2)
-            node.api.create_pod(pod("p", foo("m"), init=(foo("i"),)))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", foo("m"), init=(foo("i"),)))
         await node.kubelet.stop()
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):
@@ -223,13 +204,12 @@ async def _reboot(node: EmbeddedNode, name: str) -> None:
 async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() -> None:
     """It does not recover when the plugin comes later."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
-            node.api.create_pod(pod("p", foo()))
-            await wait_phase(node, "p", "Running")
+        async with open_plugin(node, foo_plugin(2)):
+            await start_pods(node, pod("p", foo()))
         await _reboot(node, "p")
         status = (await wait_phase(node, "p", "Failed"))["status"]
         assert "no healthy devices present" in status["message"]
-        async with open_plugin(node, foo_plugin()):
+        async with open_plugin(node, foo_plugin(2)):
             assert node.api.pod("default", "p")["status"]["phase"] == "Failed"
 
 
@@ -237,10 +217,9 @@ async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_w
     """It comes back Running with a new container."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
-        plugin = foo_plugin()
+        plugin = foo_plugin(2)
         async with open_plugin(node, plugin, "foo.sock"):
-            node.api.create_pod(pod("p", foo()))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", foo()))
             before = await list_pods(node)
         await _reboot(node, "p")
         async with serving(node, plugin, "foo.sock"):
@@ -251,7 +230,7 @@ async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_w
                 lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
             )
             assert await list_pods(node) == before
-            assert len(node.kubelet.log.of("Allocate")) == 1
+            assert len(node.calls.of("Allocate")) == 1
 
 
 async def test_a_failed_pod_is_not_admitted_again() -> None:
@@ -262,18 +241,16 @@ async def test_a_failed_pod_is_not_admitted_again() -> None:
             node.api.create_pod(bound(pod("bad", foo(count=2))))
             await wait_phase(node, "bad", "Failed")
         await node.kubelet.restart()
-        node.api.create_pod(pod("plain"))
-        await wait_phase(node, "plain", "Running")
+        await start_pods(node, pod("plain"))
         assert set(await list_pods(node)) == {"plain/main"}
-        assert node.kubelet.log.calls == []
+        assert node.calls.calls == []
 
 
 async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() -> None:
     """Gracefully deleted: confirmed then. Force-deleted: its orphaned container is stopped."""
     async with open_test_node() as node:
         for name in ("soft", "hard"):
-            node.api.create_pod(pod(name))
-            await wait_phase(node, name, "Running")
+            await start_pods(node, pod(name))
         orphan = container_of(node, "hard")
         await node.kubelet.stop()
         node.api.delete_pod("default", "soft")
@@ -289,7 +266,7 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
     """The call is noted as broken off, nothing is recorded, and the pod is admitted again after the start."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
-        plugin = foo_plugin()
+        plugin = foo_plugin(2)
 
         async def hang(_ids: list[str]) -> None:
             await node.kubelet.wait_for(lambda: False, 60)
@@ -297,10 +274,10 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         plugin.on_allocate = hang
         async with open_plugin(node, plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
-            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.kubelet.log.open_calls))
+            await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             await node.kubelet.stop()
-        assert node.kubelet.log.open_calls == []
-        assert node.kubelet.log.calls[-1].error
+        assert node.calls.open_calls == []
+        assert node.calls.calls[-1].error
         plugin.on_allocate = None
         await node.kubelet.start()
         async with serving(node, plugin, "foo.sock"):
@@ -322,13 +299,13 @@ async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
 
 async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
     """StatefulSet-like recreation: the old one's devices go with it, the new one is admitted for itself."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()):
+    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
         old = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
         await wait_phase(node, "p", "Running")
         node.api.delete_pod("default", "p", grace_period_s=0)
         new = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
         await wait_phase(node, "p", "Running")
-        assert [c.pod_uid for c in node.kubelet.log.of("Allocate")] == [old, new]
+        assert [c.pod_uid for c in node.calls.of("Allocate")] == [old, new]
         burstable = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable"
 
         def is_alone() -> bool:

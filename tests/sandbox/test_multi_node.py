@@ -10,19 +10,15 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
-from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox import command as app
-from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.command import node_flags
 from gpushare_agent.sandbox.control import Request
-from gpushare_agent.sandbox.controller import NodeController, SandboxController
-from gpushare_agent.sandbox.gpu_faults import GpuFaults
+from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
 from gpushare_agent.sandbox.render import pod_line, print_document
@@ -36,7 +32,7 @@ from tests.extender.support_extender_nodes import (
     with_plugins,
 )
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, container, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, active_records, container, controller_of, pod, wait_phase
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, registered, sandbox
 
 
@@ -111,23 +107,8 @@ def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: 
 @asynccontextmanager
 async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
     """Nodes without agents."""
-
-    async def no_agent() -> dict[str, Any]:
-        raise Unavailable("nothing listens")
-
     async with open_cluster(*names) as cluster:
-        benches = [
-            NodeController(
-                node=node,
-                gpus=(),
-                names=ResourceNames(vcore=CORE, vmemory=MEMORY),
-                agent=AgentProcess([], node.paths.agent_log, lambda _: None),
-                faults=GpuFaults(node.paths.faults, 2),
-                read_agent=no_agent,
-            )
-            for node in cluster.nodes
-        ]
-        yield SandboxController(nodes=tuple(benches)), cluster
+        yield SandboxController(nodes=tuple(map(controller_of, cluster.nodes))), cluster
 
 
 async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +33,10 @@ from tests.sandbox.support_sandbox import (
     open_plugin,
     open_test_node,
     pod,
-    wait_gone,
+    remove_pod,
+    start_pods,
     wait_phase,
 )
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
-
 
 # --- scheduler ---
 
@@ -54,8 +44,7 @@ def folder() -> Iterator[Path]:
 async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_is_room() -> None:
     """Pending, Unschedulable, with the resource's name and an Event; bound when another pod goes."""
     async with open_test_node() as node, open_plugin(node, SmallPlugin(CORE, device_ids("a", count=100))):
-        node.api.create_pod(pod("first", container("main", cores=80)))
-        await wait_phase(node, "first", "Running")
+        await start_pods(node, pod("first", container("main", cores=80)))
         node.api.create_pod(pod("second", container("main", cores=30)))
 
         def condition() -> dict[str, Any] | None:
@@ -66,10 +55,8 @@ async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_
         assert shown is not None
         assert shown["message"] == f"0/1 nodes are available: 1 Insufficient {CORE}."
         assert [e["message"] for e in node.api.events() if e["reason"] == "FailedScheduling"] == [shown["message"]]
-        node.api.create_pod(pod("small", container("main", cores=20)))
-        await wait_phase(node, "small", "Running")
-        node.api.delete_pod("default", "first")
-        await wait_gone(node, "first")
+        await start_pods(node, pod("small", container("main", cores=20)))
+        await remove_pod(node, "first")
         await wait_phase(node, "second", "Running")
 
 
@@ -122,16 +109,16 @@ def test_a_bad_manifest_is_named_with_file_document_and_field(text: str, words: 
         parse_manifests(text, "x.yaml")
 
 
-def test_a_directory_is_read_by_file_name_and_a_name_given_twice_is_refused(folder: Path) -> None:
+def test_a_directory_is_read_by_file_name_and_a_name_given_twice_is_refused(short_dir: Path) -> None:
     """Other files are ignored; the second origin names the first."""
-    (folder / "2.yaml").write_text(yaml.safe_dump(pod("b")))
-    (folder / "1.yml").write_text(yaml.safe_dump(pod("a")))
-    (folder / "notes.txt").write_text("no manifest")
-    assert [m.raw["metadata"]["name"] for m in read_manifests([folder])] == ["a", "b"]
+    (short_dir / "2.yaml").write_text(yaml.safe_dump(pod("b")))
+    (short_dir / "1.yml").write_text(yaml.safe_dump(pod("a")))
+    (short_dir / "notes.txt").write_text("no manifest")
+    assert [m.raw["metadata"]["name"] for m in read_manifests([short_dir])] == ["a", "b"]
     with pytest.raises(ManifestError, match=r"1.yml: Pod default/a is there already, in .*1.yml"):
-        read_manifests([folder, folder / "1.yml"])
+        read_manifests([short_dir, short_dir / "1.yml"])
     with pytest.raises(ManifestError, match=r"absent\.yaml: cannot be read: No such file"):
-        read_manifests([folder / "absent.yaml"])
+        read_manifests([short_dir / "absent.yaml"])
 
 
 def test_the_samples_are_valid_and_one_of_them_cannot_fit() -> None:
@@ -144,21 +131,21 @@ def test_the_samples_are_valid_and_one_of_them_cannot_fit() -> None:
 # --- state directory ---
 
 
-def test_a_state_directory_is_removed_with_what_the_sandbox_made(folder: Path) -> None:
+def test_a_state_directory_is_removed_with_what_the_sandbox_made(short_dir: Path) -> None:
     """A new one goes; one that was there stays, empty."""
-    with owned_state_directory(folder / "new") as paths:
+    with owned_state_directory(short_dir / "new") as paths:
         assert stat.S_IMODE(paths.state.stat().st_mode) == 0o700
         (paths.state / "device-plugins").mkdir()
-    assert not (folder / "new").exists()
-    (folder / "old").mkdir()
-    with owned_state_directory(folder / "old"):
+    assert not (short_dir / "new").exists()
+    (short_dir / "old").mkdir()
+    with owned_state_directory(short_dir / "old"):
         pass
-    assert list((folder / "old").iterdir()) == []
+    assert list((short_dir / "old").iterdir()) == []
 
 
-def test_leftovers_of_a_dead_owner_are_taken_over(folder: Path) -> None:
+def test_leftovers_of_a_dead_owner_are_taken_over(short_dir: Path) -> None:
     """The kernel has given its lock back."""
-    state = folder / "state"
+    state = short_dir / "state"
     (state / "device-plugins").mkdir(parents=True)
     (state / "device-plugins" / "stale").write_text("")
     (state / "owner").write_text("12345\n")
@@ -167,29 +154,31 @@ def test_leftovers_of_a_dead_owner_are_taken_over(folder: Path) -> None:
         assert paths.owner.read_text() == f"{os.getpid()}\n"
 
 
-def test_a_state_directory_in_use_is_refused_with_advice(folder: Path) -> None:
+def test_a_state_directory_in_use_is_refused_with_advice(short_dir: Path) -> None:
     """The owner's PID, and how to speak to it."""
     with (
-        owned_state_directory(folder / "s"),
+        owned_state_directory(short_dir / "s"),
         pytest.raises(StartupError, match=rf"PID {os.getpid()}\).*sandbox status --state-dir"),
-        owned_state_directory(folder / "s"),
+        owned_state_directory(short_dir / "s"),
     ):
         pass
 
 
-def test_somebodys_directory_is_not_touched(folder: Path) -> None:
+def test_somebodys_directory_is_not_touched(short_dir: Path) -> None:
     """Files that no sandbox left: refused, and still there."""
-    (folder / "thesis.txt").write_text("x")
-    with pytest.raises(StartupError, match="holds files that no sandbox left there"), owned_state_directory(folder):
+    (short_dir / "thesis.txt").write_text("x")
+    with pytest.raises(StartupError, match="holds files that no sandbox left there"), owned_state_directory(short_dir):
         pass
-    assert (folder / "thesis.txt").exists()
+    assert (short_dir / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file", "too long"])
-def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str) -> None:
+def test_a_state_directory_that_cannot_serve_is_refused(short_dir: Path, kind: str) -> None:
     """A file, an impossible path, or a path too long for sockets: named, with what to do."""
-    (folder / "file").write_text("")
-    state = {"file": folder / "file", "below a file": folder / "file" / "x", "too long": folder / ("x" * 90)}[kind]
+    (short_dir / "file").write_text("")
+    state = {"file": short_dir / "file", "below a file": short_dir / "file" / "x", "too long": short_dir / ("x" * 90)}[
+        kind
+    ]
     with pytest.raises(StartupError, match=r"state directory .*--state-dir"), owned_state_directory(state):
         pass
 
@@ -197,7 +186,7 @@ def test_a_state_directory_that_cannot_serve_is_refused(folder: Path, kind: str)
 # --- control socket ---
 
 
-async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
+async def test_the_control_socket_answers_its_owner_only(short_dir: Path) -> None:
     """Mode 0600; errors come back as text; it goes with its sandbox."""
 
     async def handle(request: Request, peer_pid: int) -> Answer:
@@ -206,7 +195,7 @@ async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
             raise Rejected("that cannot be")
         return {"ok": True, "lines": [request.command], "errors": []}
 
-    path = folder / "control.sock"
+    path = short_dir / "control.sock"
     async with open_control(path, handle):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"], "errors": []}
@@ -249,8 +238,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     answer = ContainerAllocateResponse(envs={"X": "y"})
     plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
     async with open_test_node() as node, open_plugin(node, plugin):
-        node.api.create_pod(pod("p", container("main", cores=30), restartPolicy="Never"))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", container("main", cores=30), restartPolicy="Never"))
         shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
         kill_container(node, "default", "p", "main")
@@ -274,8 +262,7 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
         core = SmallPlugin(CORE, device_ids("b", "a", count=100, numa=None), answer=answer)
         memory = SmallPlugin(MEMORY, device_ids("a", "b", count=4, numa=None))
         async with open_plugin(node, core), open_plugin(node, memory):
-            node.api.create_pod(pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
-            await wait_phase(node, "p", "Running")
+            await start_pods(node, pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
             shown = ReportedNode(
@@ -336,8 +323,7 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
         assert reason == "CreateContainerError"
         assert "container main of pod default/bad cannot start: no process can have such a" in message
         assert node.kubelet.runtime.containers() == []
-        node.api.create_pod(pod("good"))
-        await wait_phase(node, "good", "Running")
+        await start_pods(node, pod("good"))
 
 
 async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:

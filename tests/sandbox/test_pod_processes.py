@@ -17,16 +17,16 @@ from tests.agent.support_agent import open_agent, wait_running
 from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
 from tests.sandbox.support_sandbox import (
     CORE,
+    FOO,
     SmallPlugin,
     container,
     open_plugin,
     open_test_node,
     pod,
-    wait_gone,
+    remove_pod,
+    start_pods,
     wait_phase,
 )
-
-FOO = "example.com/foo"
 
 
 def process_of(node: EmbeddedNode, name: str, inner: str = "main") -> Any:
@@ -60,8 +60,7 @@ async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plug
 async def test_other_images_only_sleep() -> None:
     """Their command is not for this machine."""
     async with open_test_node() as node:
-        node.api.create_pod(pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
         found = process_of(node, "p")
         await wait_true(lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in")
 
@@ -140,16 +139,14 @@ async def test_a_container_that_ends_again_and_again_is_started_later_and_later(
         assert status["state"]["waiting"]["message"] == "back-off 0.1s restarting failed container=main"
         await node.kubelet.wait_for(lambda: process_of(node, "p").attempt >= 3)
         assert printed(node, "p").count("run\n") >= 3
-        node.api.delete_pod("default", "p")
-        await wait_gone(node, "p")
+        await remove_pod(node, "p")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_processes_live_on_while_the_kubelet_restarts_and_end_with_the_node(kind: str) -> None:
     """The same process before and after."""
     async with open_test_node(cgroups=kind) as node:
-        node.api.create_pod(pod("p", container("main"), container("other")))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", container("main"), container("other")))
         before = process_of(node, "p")
         await node.kubelet.restart()
         await node.kubelet.wait_for(node.kubelet.listed_pods)
@@ -164,15 +161,13 @@ async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> No
     """Also those that ignore TERM."""
     async with open_test_node() as node:
         script = "trap '' TERM; (trap '' TERM; sleep 600) & echo ready; while :; do sleep 600; done"
-        node.api.create_pod(pod("p", host_container("main", "sh", "-c", script)))
-        await wait_phase(node, "p", "Running")
+        await start_pods(node, pod("p", host_container("main", "sh", "-c", script)))
         found = process_of(node, "p")
         await wait_true(
             lambda: printed(node, "p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
         )
         pids = node.kubelet.runtime.pids(found)
-        node.api.delete_pod("default", "p", grace_period_s=1)
-        await wait_gone(node, "p")
+        await remove_pod(node, "p", grace_period_s=1)
         assert found.exit_code == 137
         assert not any(is_alive(pid) for pid in pids)
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.containers(), what="the pod forgotten")

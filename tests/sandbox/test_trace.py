@@ -38,6 +38,7 @@ from gpushare_agent.core.wire.v1beta1 import (
 )
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
+from tests.kit.support_grpc import served_at
 from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,
@@ -47,8 +48,8 @@ from tests.sandbox.support_sandbox import (
     open_test_node,
     pod,
     register,
+    remove_pod,
     wait_allocatable,
-    wait_gone,
     wait_phase,
 )
 
@@ -217,8 +218,7 @@ async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str
         async with recorders(node, steps):
             node.kubelet.begin_admissions()
             await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again")
-            node.api.delete_pod("default", "two")
-            await wait_gone(node, "two")
+            await remove_pod(node, "two")
             for name in ("b3", "b1", "b2"):
                 node.api.create_pod(pods[name])
             for name in ("b3", "b1", "b2"):
@@ -323,7 +323,7 @@ async def test_the_checkpoint_has_the_entries_of_the_captured_one() -> None:
     }
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         _, checkpoint, _ = await play(node)
-        names |= {call.pod_uid: call.pod_name for call in node.kubelet.log.calls}
+        names |= {call.pod_uid: call.pod_name for call in node.calls.calls}
     assert checkpoint.keys() == captured.keys()
     assert _entries(checkpoint, names) == _entries(captured, names)
     registered = [{k: sorted(v) for k, v in c["Data"]["RegisteredDevices"].items()} for c in (checkpoint, captured)]
@@ -348,10 +348,6 @@ async def test_registration_asks_for_options_before_it_answers() -> None:
     assert request.options == DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         plugin = RecordingPlugin(node, CORE, [])
-        server = GrpcServer([plugin])
-        await server.serve(bind_unix_socket(node.paths.device_plugin_path / request.endpoint, mode=0o600))
-        try:
+        async with served_at(node.paths.device_plugin_path / request.endpoint, plugin):
             await register(node, plugin, request.endpoint)  # type: ignore[arg-type]
             assert "GetDevicePluginOptions" in plugin.deadlines
-        finally:
-            await server.stop()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,23 +35,14 @@ async def run_program(
     *argv: str, environ: dict[str, str] | None = None, stdout: int = asyncio.subprocess.PIPE
 ) -> Ended:
     """`python -m gpushare_agent ARGV`, waited for."""
-    process = await asyncio.create_subprocess_exec(
+    code, out, err = await output_of(
         *(sys.executable, "-m", "gpushare_agent", *argv),
         env=environ if environ is not None else clean_environment(),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=stdout,
-        stderr=asyncio.subprocess.PIPE,
     )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            out, err = await process.communicate()
-    except BaseException:
-        process.kill()
-        await process.wait()
-        raise
-    assert process.returncode is not None
     encoding = (environ or {}).get("PYTHONIOENCODING", "utf-8")
-    return Ended(process.returncode, (out or b"").decode(encoding), err.decode(encoding))
+    return Ended(code, out.decode(encoding), err.decode(encoding))
 
 
 @dataclass

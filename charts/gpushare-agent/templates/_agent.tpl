@@ -55,6 +55,9 @@
 {{- with $values.deviceIDStrategy -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_NVIDIA__DEVICE_IDS" "value" .) -}}
 {{- end -}}
+{{- if and (ne $values.cdiDirectory "/var/run/cdi") (eq $values.hostDirectory "/etc/gpu-manager") -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_CDI__SPEC_DIRECTORIES" "value" (printf "/etc/cdi,%s" $values.cdiDirectory)) -}}
+{{- end -}}
 {{- with $values.config.default -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_NODE_CONFIGURATION__DEFAULT" "value" .) -}}
 {{- end -}}
@@ -70,9 +73,6 @@
   {{- range $one := $pod.volumes -}}
     {{- if eq $one.name "runtime-socket" }}{{ $_ := set $one.hostPath "path" $directory }}{{ end -}}
   {{- end -}}
-{{- end -}}
-{{- range $one := $pod.volumes -}}
-  {{- if eq $one.name "pod-resources" }}{{ $_ := set $one.hostPath "path" (printf "%s/pod-resources" $values.kubeletDirectory) }}{{ end -}}
 {{- end -}}
 {{- with $values.config.map -}}
   {{- $data := dict -}}

@@ -30,6 +30,8 @@
 {{- if not $values.cleanupRejectedPods }}{{ $components = append $components "without-cleanup" }}{{ end -}}
 {{- if not $values.nodeFacts }}{{ $components = append $components "without-node-facts" }}{{ end -}}
 {{- if eq "false" (toString $values.hostPID) }}{{ $components = append $components "without-host-pid" }}{{ end -}}
+{{- if ne $values.hostDirectory "/etc/gpu-manager" }}{{ $components = append $components "read-only-etc" }}{{ end -}}
+{{- if ne $values.kubeletDirectory "/var/lib/kubelet" }}{{ $components = append $components "kubelet-directory" }}{{ end -}}
 {{- if $values.openshift.enabled }}{{ $components = append $components "openshift" }}{{ end -}}
 manifests/{{ ternary "overlays/simulated" "base" $values.simulated.enabled }}
 {{- range $components }}
@@ -79,9 +81,6 @@ manifests/components/{{ . }}
 {{- with $values.config -}}
   {{- if and .map .name }}{{ fail "config.map and config.name: give one of them" }}{{ end -}}
   {{- if and .default (not .name) (not (hasKey .map .default)) }}{{ fail (printf "config.default: %s is not in config.map" .default) }}{{ end -}}
-{{- end -}}
-{{- if and (ne $values.kubeletDirectory "/var/lib/kubelet") $values.dra.enabled -}}
-  {{- fail "dra.enabled needs the kubelet in /var/lib/kubelet: leave `kubeletDirectory` out" -}}
 {{- end -}}
 {{- if and $values.staticPods.selfSignedKubelet (not $values.staticPods.enabled) -}}
   {{- fail "staticPods.selfSignedKubelet needs `staticPods.enabled: true`" -}}

@@ -5,7 +5,7 @@ components, patches by path (of one object, or of all that a target's kind and n
 result with kustomize's.
 */ -}}
 
-{{- /* A file's text, for the release's namespace and the resources' names in the settings. Arguments: root, file. */ -}}
+{{- /* A file's text, for the release's namespace, the resources' names in the settings and the nodes' directories. Arguments: root, file. */ -}}
 {{- define "gpushare-agent.read" -}}
 {{- $text := .root.Files.Get .file -}}
 {{- if not $text -}}
@@ -15,6 +15,8 @@ result with kustomize's.
 {{- $text = replace "tencent.com/vcuda-core" (($settings.resources).vcore | default "tencent.com/vcuda-core") $text -}}
 {{- $text = replace "tencent.com/vcuda-memory" (($settings.resources).vmemory | default "tencent.com/vcuda-memory") $text -}}
 {{- $text = replace "aliyun.com/gpu-mem" (($settings.gpushare).resource | default "aliyun.com/gpu-mem") $text -}}
+{{- $text = replace "/var/lib/gpu-manager" .root.Values.hostDirectory $text | replace "/var/run/cdi" .root.Values.cdiDirectory -}}
+{{- $text = replace "/var/lib/k0s/kubelet" .root.Values.kubeletDirectory $text -}}
 {{- replace "gpushare-system" .root.Release.Namespace $text -}}
 {{- end -}}
 
@@ -103,7 +105,11 @@ mountPath), where `$patch: delete` removes one; any other value replaces the old
       {{- end -}}
     {{- end -}}
     {{- range $one := $value -}}
-      {{- if hasKey $patches (get $one $by) }}{{ $items = append $items $one }}{{ end -}}
+      {{- if and (hasKey $patches (get $one $by)) (ne (get $one "$patch") "delete") -}}
+        {{- $item := dict -}}
+        {{- include "gpushare-agent.merge" (dict "into" $item "patch" $one) -}}
+        {{- $items = append $items $item -}}
+      {{- end -}}
     {{- end -}}
     {{- $_ := set $into $key $items -}}
   {{- else -}}

@@ -74,7 +74,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
         self.node.decisions.add(record, target.pod if target is not None else None)
 
     def taken_ids_offered(self, resource: str, count: int) -> None:
-        self.node.metrics.taken_ids_offered(resource, count)
+        self.node.metrics.taken_ids_offered(resource, count=count)
 
 
 def _with_verdicts(refused: Refused, decision: Decision) -> Refused:

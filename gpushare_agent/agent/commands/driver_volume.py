@@ -17,7 +17,7 @@ from typing import Literal
 from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.agent.delivery.host_libraries import plan_of
-from gpushare_agent.agent.delivery.volume_config import USUAL_CONFIG, read_volume_config
+from gpushare_agent.agent.delivery.volume_config import configured_volumes
 from gpushare_agent.agent.delivery.volume_directory import DriverDirectory
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName, driver_version_text
 from gpushare_agent.core.cli.command_line import Form, Invocation
@@ -115,15 +115,6 @@ def collect(
     }
     print_report(form, document, _as_text(reports))
     return 1 if any(report.error for report in reports) else 0
-
-
-def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
-    """The volumes of volume.conf.
-
-    Raises:
-        StartupError: there is no such file, or it is wrong.
-    """
-    return read_volume_config(settings.volume_config or USUAL_CONFIG)
 
 
 def _volume_report(

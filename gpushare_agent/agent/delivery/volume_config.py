@@ -32,7 +32,7 @@ class _Components(Struct, forbid_unknown_fields=True):
 
 class _Volume(Struct, forbid_unknown_fields=True):
     name: VolumeName
-    base: Annotated[str, Meta(pattern="^/", max_length=3000)]
+    base: Annotated[str, Meta(pattern=r"^(/|[a-z0-9][a-z0-9._-]*\Z)", max_length=3000)]
     components: _Components
     mode: Literal["ro"] = "ro"  # by rw one container could change the driver of all
 
@@ -51,17 +51,24 @@ def driver_volumes(settings: Settings, *, is_mounted: bool) -> Mapping[VolumeNam
     is_there = settings.volume_config is not None or (settings.driver == "nvml" and USUAL_CONFIG.exists())
     if not is_mounted or not is_there:
         return {}
-    return {volume.name: volume for volume in read_volume_config(settings.volume_config or USUAL_CONFIG)}
+    return {volume.name: volume for volume in configured_volumes(settings)}
 
 
 def untouched_driver(settings: Settings) -> Path | None:
     """The directory of volume origin, which has the driver's own files. Raises StartupError as `read_volume_config`."""
-    volumes = read_volume_config(settings.volume_config or USUAL_CONFIG)
+    volumes = configured_volumes(settings)
     return next((volume.directory for volume in volumes if volume.name is VolumeName.ORIGIN), None)
 
 
-def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:
-    """The volumes in the file's order.
+def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
+    """Those of volume.conf. Raises StartupError as `read_volume_config`."""
+    path = settings.volume_config or USUAL_CONFIG
+    # gpu-manager's flag for the containers' directories moves no driver: its mount of that stays where it is.
+    return read_volume_config(path, USUAL_CONFIG.parent if path == USUAL_CONFIG else settings.host_directory)
+
+
+def read_volume_config(path: Path, host_directory: Path = USUAL_CONFIG.parent) -> tuple[DriverVolume, ...]:
+    """The volumes in the file's order; a base without / is in `host_directory`.
 
     Raises:
         StartupError: the file cannot be read, or something in it is not of the format.
@@ -70,7 +77,7 @@ def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:
         content = read_regular(path, MAX_BYTES + 1, follow=True)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-        return parse_volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique))
+        return parse_volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique), host_directory)
     except OSError as e:
         raise StartupError(
             f"volume config {path} cannot be read: {e.strerror or e}. Give another place with --volume-config"
@@ -87,7 +94,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def parse_volumes(raw: object) -> tuple[DriverVolume, ...]:
+def parse_volumes(raw: object, host_directory: Path = USUAL_CONFIG.parent) -> tuple[DriverVolume, ...]:
     """The volumes of a parsed volume.conf. Raises ValidationError, ValueError."""
     entries = convert(raw, _Document).volume
     names = [entry.name for entry in entries]
@@ -96,7 +103,7 @@ def parse_volumes(raw: object) -> tuple[DriverVolume, ...]:
     return tuple(
         DriverVolume(
             name=entry.name,
-            base=_base(entry.base, f"$.volume[{number}].base"),
+            base=host_directory / _base(entry.base, f"$.volume[{number}].base"),
             binaries=tuple(dict.fromkeys(entry.components.binaries)),
             libraries=tuple(dict.fromkeys(entry.components.libraries)),
         )
@@ -110,4 +117,4 @@ def _base(text: str, place: str) -> Path:
         raise ValueError(f"it may not hold .. or characters that no file name has - at `{place}`")
     if not text.strip("/"):
         raise ValueError(f"the root directory is not allowed; take one such as /etc/gpu-manager/vdriver - at `{place}`")
-    return Path("/" + text.strip("/"))
+    return Path("/" + text.strip("/") if text.startswith("/") else text)

@@ -46,7 +46,7 @@ from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
-from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.core.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.core.placement.gpu_account import describe_request
@@ -167,6 +167,16 @@ class Claims(Struct, kw_only=True, eq=False):
         """The prepared claims by UID; valid until the next change."""
         return self._prepared
 
+    async def vdevices(self) -> dict[str, str]:
+        """The vDevice directories, on the host, that recorded claims were given. Raises Unavailable."""
+        return {
+            f"claim {claim.ref.namespace}/{claim.ref.name}": mount.host_path
+            for claim in await self._in_thread(self.files.load, "reading the claims' records")
+            for one in claim.results
+            for mount in one.edits.mounts
+            if mount.container_path == VDEVICE_DIRECTORY
+        }
+
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and writes their specs for the GPUs of now. Raises
         Unavailable: the records cannot be read."""
@@ -269,16 +279,15 @@ class Claims(Struct, kw_only=True, eq=False):
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
             # One of those may be the claim's.
             return _not_ready(made.detail) if isinstance(made, Refused) and inventory.unreadable else made
-        claim = await self._read(ref)
-        if isinstance(claim, Refused):
-            return claim
-        pods = await self._pods_of(claim)
-        if isinstance(pods, Refused):
-            return pods
-        await self.runtime_classes.learn(pods)
-        others = await self._other_claims(claim, pods)
-        if isinstance(others, Refused):
-            return others
+        try:
+            claim = await self._read(ref)
+            pods = await self._pods_of(claim)
+            await self.runtime_classes.learn(pods)
+            others = await self._other_claims(claim, pods)
+        except (NotFound, Corrupt) as e:
+            return _invalid(str(e))
+        except AgentError as e:
+            return _not_ready(str(e))
         made = self._decide_and_charge(claim, pods, others)
         if isinstance(made, Refused):
             return made
@@ -308,31 +317,23 @@ class Claims(Struct, kw_only=True, eq=False):
                 return refused
         return None
 
-    async def _other_claims(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim] | Refused:
-        """The other claims of this driver, by name, of containers that use this one."""
+    async def _other_claims(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim]:
+        """The other claims of this driver, by name, of containers that use this one. Raises Unavailable."""
         found: dict[str, AllocatedClaim] = {}
         for name in other_claims(claim.ref.name, pods):
-            try:
-                other = await self._get(claim.ref.namespace, name)
-            except (NotFound, Corrupt):  # of another driver, or refused itself
-                continue
-            except AgentError as e:
-                return _not_ready(str(e))
-            found[name] = other
+            with suppress(NotFound, Corrupt):  # of another driver, or refused itself
+                found[name] = await self._get(claim.ref.namespace, name)
         return found
 
-    async def _read(self, ref: ClaimRef) -> AllocatedClaim | Refused:
+    async def _read(self, ref: ClaimRef) -> AllocatedClaim:
+        """Raises NotFound, Corrupt, Unavailable."""
         try:
             claim = await self._get(ref.namespace, ref.name)
-        except NotFound:
-            return _invalid("it is gone from the API server")
-        except Corrupt as e:
-            return _invalid(str(e))
-        except AgentError as e:
-            return _not_ready(str(e))
+        except NotFound as e:
+            raise NotFound("it is gone from the API server") from e
         # The API server is asked by name: it may have a newer claim than the one of this call.
         if claim.ref.uid != ref.uid:
-            return _invalid("another claim has its name now")
+            raise NotFound("another claim has its name now")
         return claim
 
     async def _get(self, namespace: str, name: str) -> AllocatedClaim:
@@ -345,9 +346,9 @@ class Claims(Struct, kw_only=True, eq=False):
         """Raises Corrupt: it is not of this driver and node, or asks for something impossible."""
         return read_claim(raw, driver=DRIVER, pool=self.node.settings.node_name, policy=self.claim_policy)
 
-    async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
+    async def _pods_of(self, claim: AllocatedClaim) -> list[Pod]:
         """The pods for which the claim is reserved: only they say which of its requests a container gets. One may never get
-        here, so after a while the known ones suffice, as when a pod joins the claim later."""
+        here, so after a while the known ones suffice, as when a pod joins the claim later. Raises Unavailable: none is."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):
@@ -360,7 +361,9 @@ class Claims(Struct, kw_only=True, eq=False):
                     if len(pods) == len(claim.users):
                         return pods
                     await self.node.pods.wait_change(version)
-        return pods or _not_ready("the agent does not know the claim's pod yet")
+        if not pods:
+            raise Unavailable("the agent does not know the claim's pod yet")
+        return pods
 
     def _decide_and_charge(
         self, claim: AllocatedClaim, pods: Sequence[Pod], others: Mapping[str, AllocatedClaim]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from gpushare_agent.core.kit.protobuf import decode_container_answer
 from gpushare_agent.core.model.allocations import gpu_names
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, Unavailable
-from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, ENV_VISIBLE_DEVICES, PodUid, read_former_id
+from gpushare_agent.core.model.names import (
+    ENV_GPUSHARE_INDEX,
+    ENV_VISIBLE_DEVICES,
+    VDEVICE_DIRECTORY,
+    PodUid,
+    read_former_id,
+)
 from gpushare_agent.core.settings.settings import Settings
 
 
@@ -47,18 +53,21 @@ class ListedPod(Struct, frozen=True, kw_only=True):
 class CheckpointEntry(Struct, frozen=True, kw_only=True):
     """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale. `gpu_names` is what the
     plugin's answer, which the container gets again at each start, names GPUs by; of a container of another program also what
-    that program's own record says, and its index (NO_GPU: none)."""
+    that program's own record says, and its index (NO_GPU: none). `vdevice` is the directory of the host that it has at
+    /etc/vcuda by that answer, empty where none."""
 
     pod_uid: PodUid
     container: str
     resource: str
     device_ids: frozenset[str]
     gpu_names: frozenset[str] = frozenset()
+    vdevice: str = ""
 
 
 FILE_NAME = "kubelet_internal_checkpoint"
 MAX_BYTES = 64 * 1024 * 1024
 NO_GPU = "-1"
+_NAMED = 3
 READ_TIMEOUT_S = 1.0
 """The file is read in milliseconds; a stalled disk must not stall the start, an admission or the shutdown."""
 
@@ -102,7 +111,29 @@ def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[Checkpoi
 
 def gpu_managers_checkpoint(settings: Settings) -> Path:
     """Where gpu-manager's manifest has it, next to the directory that this agent shares with it."""
-    return settings.virtual_manager.path.parent / "checkpoint" / "gpumanager_internal_checkpoint"
+    return settings.host_directory / "checkpoint" / "gpumanager_internal_checkpoint"
+
+
+LEFT_REMEDY = "drain the node, or set the earlier directory until they have ended"
+
+
+def vdevices(entries: Iterable[CheckpointEntry]) -> dict[str, str]:
+    """The vDevice directory, on the host, of each container to which this agent or an earlier one gave it."""
+    ours = (one for one in entries if one.vdevice and not is_former(one.device_ids))
+    return {f"container {one.container} of pod {one.pod_uid}": one.vdevice for one in ours}
+
+
+def describe_left(vdevices: Mapping[str, str], directory: Path) -> str:
+    """Which of these are not in `directory`, empty if all are: the setting was changed while they ran. Such containers keep
+    their limits, but the kubelet names the same directory at each of their starts."""
+    left = {name: path for name, path in sorted(vdevices.items()) if not Path(path).is_relative_to(directory)}
+    if not left:
+        return ""
+    names, more = list(left)[:_NAMED], f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    return (
+        f"the files of {', '.join(names)}{more} are in {Path(left[names[0]]).parent.parent}, where this agent keeps none"
+        f" (setting virtual_manager.path: {directory})"
+    )
 
 
 def is_former(device_ids: Collection[str]) -> bool:
@@ -149,23 +180,26 @@ def _entry(raw: dict[str, object]) -> CheckpointEntry:
         if group is not None and not isinstance(group, list):
             raise TypeError(f"DeviceIDs of {raw['PodUID']!r} is {type(group).__name__}")
         ids.update(str(device) for device in group or ())
+    try:
+        env, mounts, nodes = decode_container_answer(base64.b64decode(str(raw.get("AllocResp") or ""), validate=True))
+    except ValueError:
+        env, mounts, nodes = {}, {}, []  # of an answer that is none nothing is known
     return CheckpointEntry(
         pod_uid=PodUid(str(raw["PodUID"])),
         container=str(raw["ContainerName"]),
         resource=str(raw["ResourceName"]),
         device_ids=frozenset(ids),
-        gpu_names=_gpu_names(str(raw.get("AllocResp") or ""), is_former=is_former(ids)),
+        gpu_names=_gpu_names(env, mounts, nodes, is_former=is_former(ids)),
+        vdevice=mounts.get(VDEVICE_DIRECTORY, ""),
     )
 
 
-def _gpu_names(answer: str, *, is_former: bool) -> frozenset[str]:
-    """Of a ContainerAllocateResponse in base64. gpu-manager answers device nodes and UUIDs (`allocateOne` in
+def _gpu_names(
+    env: Mapping[str, str], mounts: Collection[str], nodes: Collection[str], *, is_former: bool
+) -> frozenset[str]:
+    """Of a ContainerAllocateResponse. gpu-manager answers device nodes and UUIDs (`allocateOne` in
     pkg/services/allocator/nvidia/allocator.go); GPUShare's plugin a UUID, or the index, which is -1 where no GPU was found
-    (`Allocate` in pkg/gpu/nvidia/allocate.go). Of an answer that is none nothing is known."""
-    try:
-        env, mounts, nodes = decode_container_answer(base64.b64decode(answer, validate=True))
-    except ValueError:
-        return frozenset()
+    (`Allocate` in pkg/gpu/nvidia/allocate.go)."""
     index = env.get(ENV_GPUSHARE_INDEX, "") if is_former else ""
     named = gpu_names(f"{env.get(ENV_VISIBLE_DEVICES, '')},{index}", mounts, nodes)
     return named or frozenset((NO_GPU,) if index == NO_GPU else ())

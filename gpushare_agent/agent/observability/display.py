@@ -82,9 +82,8 @@ class DisplayServer(Struct, eq=False):
     async def run(self) -> NoReturn:
         """Serve until cancelled."""
         await asyncio.to_thread(importlib.import_module, _MESSAGES)
-        display = _Display(self.snapshot, self.before_reading)
         served = self._socket = ServedSocket(
-            self.path, lambda: BoundedGrpcServer([display], limits=_LIMITS, fields={"service": SERVICE})
+            self.path, lambda: BoundedGrpcServer([self], limits=_LIMITS, fields={"service": SERVICE})
         )
         try:
             while True:
@@ -113,15 +112,8 @@ class DisplayServer(Struct, eq=False):
         if self._reported.is_new(error):
             log.warning("display_unavailable", error=error, again_in_s=self.retry_s)
 
-
-class _Display:
-    """The three calls, each answered from one snapshot."""
-
-    def __init__(self, snapshot: ReadSnapshot, before_reading: Callable[[], Awaitable[None]]) -> None:
-        self._snapshot = snapshot
-        self._before_reading = before_reading
-
     def __mapping__(self) -> dict[str, RpcHandler]:
+        """The three calls, each answered from one snapshot."""
         from gpushare_agent.core.wire.display import GraphResponse, UsageResponse, VersionResponse
         from gpushare_agent.core.wire.google.protobuf import Empty
 
@@ -140,8 +132,8 @@ class _Display:
             try:
                 async with asyncio.timeout(_CALL_S):
                     await stream.recv_message()
-                    await self._before_reading()
-                    await stream.send_message(answer(self._snapshot()))
+                    await self.before_reading()
+                    await stream.send_message(answer(self.snapshot()))
             except TimeoutError as e:
                 text = f"the call was not over within {_CALL_S:g} s: the request or the reading of the answer is late"
                 raise GRPCError(Status.DEADLINE_EXCEEDED, text) from e

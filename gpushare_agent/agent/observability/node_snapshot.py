@@ -316,28 +316,21 @@ def _phase_of_claim(users: Sequence[ClaimUser]) -> str:
     return "Terminating" if users and all(pod.is_deleting for pod, _ in users) else "Pending"
 
 
-class SnapshotCache:
+class SnapshotCache(Struct, eq=False):
     """Its values are shared between readers: do not change them."""
 
-    def __init__(
-        self,
-        make: Callable[[], NodeSnapshot],
-        *,
-        max_age_s: float = MAX_AGE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._make = make
-        self._max_age_s = max_age_s
-        self._clock = clock
-        self._made_at = float("-inf")
-        self._snapshot: NodeSnapshot | None = None
+    make: Callable[[], NodeSnapshot]
+    max_age_s: float = MAX_AGE_S
+    clock: Callable[[], float] = time.monotonic
+    _made_at: float = float("-inf")
+    _snapshot: NodeSnapshot | None = None
 
     def expire(self) -> None:
         """Something has changed: the next reader gets a new snapshot."""
         self._made_at = float("-inf")
 
     def current(self) -> NodeSnapshot:
-        if self._snapshot is None or self._clock() - self._made_at >= self._max_age_s:
-            self._snapshot = self._make()
-            self._made_at = self._clock()
+        if self._snapshot is None or self.clock() - self._made_at >= self.max_age_s:
+            self._snapshot = self.make()
+            self._made_at = self.clock()
         return self._snapshot

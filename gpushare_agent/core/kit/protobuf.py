@@ -85,20 +85,19 @@ def decode_pre_start(data: bytes) -> list[str]:
     return _device_ids(data, 0, len(data))
 
 
-def decode_container_answer(data: bytes) -> tuple[dict[str, str], list[str], list[str]]:
-    """Of a ContainerAllocateResponse: its variables, the paths of its mounts in the container, and those of its device nodes
-    on the host."""
+def decode_container_answer(data: bytes) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Of a ContainerAllocateResponse: its variables, its mounts, the host's path by that in the container, and its device
+    nodes on the host."""
     _check_size(data, "ContainerAllocateResponse")
-    env: dict[str, str] = {}
-    mounts, nodes = list[str](), list[str]()
+    env, mounts, nodes = dict[str, str](), dict[str, str](), list[str]()
     for key, _, start, stop in _known_fields(data, 0, len(data), (_FIELD_1_BYTES, _FIELD_2_BYTES, _FIELD_3_BYTES)):
         first, second = [""], [""]
         for _ in _known_fields(data, start, stop, (), {_FIELD_1_BYTES: first, _FIELD_2_BYTES: second}):
             pass
-        if key == _FIELD_1_BYTES:
-            env[first[-1]] = second[-1]
+        if key == _FIELD_3_BYTES:
+            nodes.append(second[-1])
         else:
-            (mounts if key == _FIELD_2_BYTES else nodes).append(first[-1] if key == _FIELD_2_BYTES else second[-1])
+            (mounts if key == _FIELD_2_BYTES else env)[first[-1]] = second[-1]
     return env, mounts, nodes
 
 

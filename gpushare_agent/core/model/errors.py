@@ -49,7 +49,8 @@ _FILE_REMEDIES = {
     errno.ENFILE: "the node's open files are used up: find who has them, or raise the sysctl fs.file-max",
     errno.ENOSPC: _FULL,
     errno.EDQUOT: f"{_FULL}, whose quota is used up",
-    errno.EROFS: "its file system is mounted read-only: mount it writable; the kernel's log says if an error made it so",
+    errno.EROFS: "its file system is mounted read-only: mount it writable (the kernel's log says if an error made it so), or"
+    " choose a directory on another",
     errno.EIO: "its disk or device has an error: see the kernel's log",
     errno.ENOMEM: "the node or the agent's container has no memory left",
 }

@@ -143,6 +143,11 @@ class Settings(BaseSettings):
         return frozenset({self.isolation, *self.isolations_allowed, *([Sharing.MPS.isolation] if by_mps else [])})
 
     @property
+    def host_directory(self) -> Path:
+        """The one of the containers' files, the driver's volumes and gpu-manager's checkpoint: /etc/gpu-manager."""
+        return self.virtual_manager.path.parent
+
+    @property
     def claim_directory(self) -> Path | None:
         """The directory of the records of prepared claims."""
         return self.state_directory and self.state_directory / "claims"

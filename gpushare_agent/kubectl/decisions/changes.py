@@ -355,9 +355,6 @@ def _to_uncordon(node: NodeView) -> list[tuple[int, ...]]:
 
 def _quota(search: _Search) -> Change | None:
     """The quota of the pod's namespace for the kind of nodes where the fewest of its numbers have to change."""
-    quotas = search.view.quotas
-    if quotas is None:
-        return None
     best: Change | None = None
     seen: set[NodeKind] = set()
     for node in search.within_bounds(search.open):
@@ -368,7 +365,7 @@ def _quota(search: _Search) -> Change | None:
         if not gpus:
             continue
         seen.add(where.kind)
-        raised = quotas.raised(search.pod, model=where.model, pool=where.pool)
+        raised = search.view.quotas.raised(search.pod, model=where.model, pool=where.pool)
         if raised is not None and raised[1] and (best is None or len(raised[1]) < best.cost):
             text = f"the quota of namespace {search.pod.namespace}: {', '.join(raised[1])}"
             best = _change(Kind.QUOTA, text, node, gpus, len(raised[1]), quota=raised[0])

@@ -44,12 +44,12 @@ class PodView(Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
-    """`nodes` by name; `pods` has those that wait too. `quotas` is None where the quota could not be read."""
+    """`nodes` by name; `pods` has those that wait too. `quotas` limit nobody where the quota could not be read."""
 
     policy: ClusterPolicy
     nodes: tuple[NodeView, ...]
     pods: Mapping[PodUid, PodView]
-    quotas: QuotaState | None = None
+    quotas: QuotaState
 
 
 class Hindrance(Struct, frozen=True, kw_only=True):
@@ -86,4 +86,4 @@ def may_fit(pod: Pod, capacity: Capacity, policy: ClusterPolicy) -> bool:
 def over_quota(view: ClusterView, pod: Pod, node: NodeView) -> bool:
     """Whether the namespace's quota refuses the node."""
     where = node.ledger.node
-    return view.quotas is not None and view.quotas(pod, model=where.model, pool=where.pool) is not None
+    return view.quotas(pod, model=where.model, pool=where.pool) is not None

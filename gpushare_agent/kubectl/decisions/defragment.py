@@ -269,7 +269,7 @@ def _takes(search: _Search, source: _Shadow, target: _Shadow, known: PodView) ->
     if hindrance(known.needs, target.view.offer, target.used):
         return False
     # On nodes of the same model and pool its use of the quota stays the same, whatever else moves.
-    if (before.model, before.pool) == (after.model, after.pool) or search.view.quotas is None:
+    if (before.model, before.pool) == (after.model, after.pool):
         return True
     return search.view.quotas.raised(known.pod, model=after.model, pool=after.pool) is None and (
         search.view.quotas(known.pod, model=after.model, pool=after.pool) is None

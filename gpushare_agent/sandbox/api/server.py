@@ -12,6 +12,7 @@ import asyncio
 import json
 import re
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -68,8 +69,8 @@ class EmbeddedApiServer(ApiObjects):
         self.running = asyncio.Event()
         """While it is cleared, requests are accepted and not answered, and open watches send nothing."""
         self.running.set()
-        self.requests: list[tuple[str, str]] = []
-        """Method and path of every request that was admitted, in order of arrival."""
+        self.requests = deque[tuple[str, str]](maxlen=10_000)
+        """Method and path of the newest requests that were admitted, in order of arrival."""
         # The routes are made at each start: an aiohttp application serves once.
         self._handlers = ApiHandlers(self, self.running, bookmark_interval_s)
         self._runner: web.AppRunner | None = None

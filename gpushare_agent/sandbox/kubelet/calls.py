@@ -1,26 +1,21 @@
-"""The calls between the embedded kubelet and others (to device plugins, and of its PodResources API), and
-what the kubelet's parts share."""
+"""What the parts of a node share, and who hears of the embedded kubelet's calls."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.state_directory import NodePaths
 
-MAX_DRA_CALLS = 1000
 
-
-class CallSubject(Struct, kw_only=True, eq=False):
+class CallSubject(NamedTuple):
     """The container that a call is for, and the resource. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
@@ -29,60 +24,22 @@ class CallSubject(Struct, kw_only=True, eq=False):
     resource: str
 
 
-class PluginCall(CallSubject, kw_only=True, eq=False):
-    """One call to a device plugin.
-
-    `device_ids` are the IDs asked for (Allocate, PreStartContainer) or the available ones (GetPreferredAllocation);
-    `response` is the raw answer; `error` the failure as the kubelet words it, else empty. Times are seconds on the
-    monotonic clock.
-    """
-
-    method: str
-    device_ids: tuple[str, ...]
-    must_include: tuple[str, ...] = ()
-    size: int = 0
-    response: bytes = b""
-    error: str = "the kubelet stopped during the call"
-    started_at: float = field(default_factory=time.monotonic)
-    finished_at: float = 0.0
-
-
-class PodResourcesCall(Struct, frozen=True, kw_only=True):
-    """One call of the PodResources API. `inside` are the plugin calls open at that moment."""
-
-    method: str
-    inside: tuple[PluginCall, ...]
-    at: float = field(default_factory=time.monotonic)
-
-
-class CallLog(Struct, kw_only=True):
-    """Everything that passed since the node was opened, over all starts of its kubelet."""
-
-    calls: list[PluginCall] = field(default_factory=list)
-    open_calls: list[PluginCall] = field(default_factory=list)
-    """Those that have not been answered yet."""
-    pod_resources_calls: list[PodResourcesCall] = field(default_factory=list)
-    dra_calls: deque[tuple[str, tuple[str, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_DRA_CALLS))
-    """The last calls to DRA drivers: method, claims' names."""
+class CallObserver:
+    """Hears of each call to plugins and drivers, and of PodResources. This one keeps nothing: a sandbox may run for long."""
 
     @contextmanager
-    def opened(self, call: PluginCall) -> Iterator[PluginCall]:
-        """Keeps the call open while the block runs, which sets its response, and then notes its failure."""
-        self.open_calls.append(call)
-        try:
-            yield call
-            call.error = ""
-        except Unavailable as failure:
-            call.error = str(failure)
-            raise
-        finally:
-            # In any case: a call that was cut off is open no more.
-            self.open_calls.remove(call)
-            call.finished_at = time.monotonic()
-            self.calls.append(call)
+    def plugin_call(
+        self, method: str, subject: CallSubject, ids: Sequence[str], must_include: Sequence[str] = (), size: int = 0
+    ) -> Iterator[Callable[[bytes], None]]:
+        """The call is open while the block runs, which hands over the answer. `ids` are those asked for (Allocate,
+        PreStartContainer) or the available ones (GetPreferredAllocation)."""
+        yield lambda answer: None
 
-    def of(self, method: str, *, pod_uid: str = "") -> list[PluginCall]:
-        return [c for c in self.calls if c.method == method and pod_uid in ("", c.pod_uid)]
+    def pod_resources_call(self, method: str) -> None:
+        """A client has called; it has no answer yet."""
+
+    def dra_call(self, method: str, claims: Sequence[str] = ()) -> None:
+        """A DRA driver is called about these claims."""
 
 
 class NodeParts(Struct, frozen=True, kw_only=True, eq=False):
@@ -94,4 +51,4 @@ class NodeParts(Struct, frozen=True, kw_only=True, eq=False):
     runtime: ContainerRuntime
     times: KubeletTimes
     rng: random.Random
-    log: CallLog = field(default_factory=CallLog)
+    calls: CallObserver = field(default_factory=CallObserver)

@@ -19,19 +19,18 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 import structlog
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from gpushare_agent.core.kit.protobuf import bytes_field, string_list
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
-from gpushare_agent.sandbox.kubelet.calls import CallSubject, NodeParts, PluginCall
+from gpushare_agent.sandbox.kubelet.calls import CallSubject, NodeParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
@@ -401,24 +400,10 @@ class DeviceManager:
         # The plugin sees them as available too: must-include IDs are a part of the set.
         ids = (*(d.id for d in offered), *must_include)
         try:
-            with self._opened("GetPreferredAllocation", subject, ids, count, must_include):
+            with self._parts.calls.plugin_call("GetPreferredAllocation", subject, ids, must_include, count):
                 return await endpoint.get_preferred_allocation(frames, must_include, count)
         except PluginCallError as error:
             raise AllocationFailed(f"device plugin GetPreferredAllocation rpc failed with err: {error}") from error
-
-    @contextmanager
-    def _opened(
-        self, method: str, subject: CallSubject, ids: Sequence[str], size: int, must_include: Sequence[str] = ()
-    ) -> Iterator[PluginCall]:
-        call = PluginCall(
-            **structs.asdict(subject), method=method, device_ids=tuple(ids), must_include=tuple(must_include), size=size
-        )
-        try:
-            with self._parts.log.opened(call):
-                self._notify()
-                yield call
-        finally:
-            self._notify()
 
     def _take(self, name: str, ids: list[str]) -> list[str]:
         self._allocated.setdefault(name, set()).update(ids)
@@ -431,10 +416,9 @@ class DeviceManager:
         try:
             if endpoint is None or endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._opened("Allocate", subject, ids, len(ids)) as call:
+            with self._parts.calls.plugin_call("Allocate", subject, ids) as answered:
                 response = await endpoint.allocate(ids)
-                # Noted before the record: a view shows what was answered, also where it cannot be used.
-                call.response = response or b""
+                answered(response or b"")
         except PluginCallError as error:
             # As the real one: IDs that this admission has chosen but not recorded are free again.
             self._allocated = self.records.allocated()
@@ -478,7 +462,7 @@ class DeviceManager:
         try:
             if endpoint.is_stopped:
                 raise PluginCallError(f"endpoint {subject.resource} has been stopped")
-            with self._opened("PreStartContainer", subject, ids, len(ids)):
+            with self._parts.calls.plugin_call("PreStartContainer", subject, ids):
                 await endpoint.pre_start_container(ids)
         except PluginCallError as error:
             raise AllocationFailed(f"device plugin PreStartContainer rpc failed with err: {error}") from error
@@ -489,4 +473,4 @@ class DeviceManager:
 
 
 def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
-    return CallSubject(pod_uid=pod.uid, pod_name=pod.name, container=container.name, resource=resource)
+    return CallSubject(pod.uid, pod.name, container.name, resource)

@@ -139,7 +139,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 f"{_REGISTRATION}/GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo,
                 timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
-            self.parts.log.dra_calls.append(("GetInfo", ()))
+            self.parts.calls.dra_call("GetInfo")
             # The versions name gRPC services; another type of plugin may be in the same directory.
             is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
             error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
@@ -149,7 +149,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 pluginregistration.RegistrationStatusResponse, timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
             # After its answer: whoever waits for this call finds the driver registered.
-            self.parts.log.dra_calls.append(("NotifyRegistrationStatus", ()))
+            self.parts.calls.dra_call("NotifyRegistrationStatus")
         except (RpcFailed, MalformedMessageError) as failure:
             log.debug("dra_driver_not_registered", socket=str(path), error=str(failure))
             return None
@@ -175,8 +175,7 @@ class DraManager(Struct, kw_only=True, eq=False):
             raise PrepareFailed(f"DRA driver {driver_name} is not registered")
         named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
         request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
-        # Noted before the call: a view shows a call that hangs.
-        self.parts.log.dra_calls.append((method, tuple(one.name for one in claims)))
+        self.parts.calls.dra_call(method, [one.name for one in claims])
         channel = driver.channel
         try:
             return await channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)

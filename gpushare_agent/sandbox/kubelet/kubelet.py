@@ -29,7 +29,7 @@ from gpushare_agent.core.kit.supervision import wait_for
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
 from gpushare_agent.sandbox.held_port import HOST
-from gpushare_agent.sandbox.kubelet.calls import NodeParts, PodResourcesCall
+from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager
 from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
@@ -58,19 +58,12 @@ class PodResourcesService:
     def _handler(self, name: str, method: Callable[[bytes], bytes]) -> Handler:
         async def handle(stream: Any) -> None:
             request = await stream.recv_message()
-            self._admit_call(name)
+            self._parts.calls.pod_resources_call(name)
+            if not self._tokens.take():
+                raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
             await stream.send_message(method(request or b""))
 
         return Handler(handle, Cardinality.UNARY_UNARY, bytes, bytes)
-
-    def _admit_call(self, method: str) -> None:
-        log = self._parts.log
-        # What was open at that moment: tests prove by it that no List runs while an Allocate is open.
-        inside = tuple(log.open_calls)
-        log.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside))
-        self._parts.api.signal.notify()
-        if not self._tokens.take():
-            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
 
     def _list(self, _request: bytes) -> bytes:
         pods = self._kubelet.listed_pods()
@@ -119,7 +112,6 @@ class EmbeddedKubelet:
         self.parts = parts
         self.api = parts.api
         self.runtime = parts.runtime
-        self.log = parts.log
         self.claims: ClaimRecords = {}
         """Prepared claims, over all starts."""
         self._signal = parts.api.signal

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, device_edits
@@ -242,24 +242,18 @@ def prepare_claim(
 
 
 def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, shown: Iterable[Gpu]) -> PreparedResult:
-    result = part.result
+    # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
+    result = replace(part.result, cores=CORES_PER_GPU) if part.is_whole else part.result
     return PreparedResult(
+        **asdict(result),
         key=part.key,
-        request=result.request,
-        device=result.device,
-        share_id=result.share_id,
         gpu=part.gpu.uuid,
-        # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
-        cores=CORES_PER_GPU if part.is_whole else result.cores,
-        memory_mib=result.memory_mib,
         is_whole=part.is_whole,
         core_limit=part.core_limit,
-        config=result.config,
         view=view,
         isolation=isolation,
         edits=edits,
         numbers=_numbers(shown),
-        is_admin=result.is_admin,
     )
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.driver.edits import MemoryShare, pod_memory
 from gpushare_agent.agent.runtime.cgroups import CgroupDir, Cgroups, CgroupVersion
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
@@ -36,11 +37,6 @@ NEW_PERIOD_S = 0.5
 NEW_FOR_S = 60.0
 """The time after the last start of a container or the agent. A container that is unknown for longer, such as an init
 container that has ended, is looked for at each PERIOD_S only."""
-
-
-class RunningContainers(Protocol):
-    async def running(self) -> Mapping[ContainerKey, str]:
-        """Their IDs. Raises AgentError."""
 
 
 async def check_driver_limits(driver: MemoryLimiter, cgroups: Cgroups, *, may_set: bool) -> None:
@@ -64,7 +60,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
 
     driver: MemoryLimiter
     cgroups: Cgroups
-    containers: RunningContainers
+    containers: ContainerIds
     shares: Callable[[], Shares]
     may_set: bool
     on_missing: Callable[[ContainerKey, str], None]

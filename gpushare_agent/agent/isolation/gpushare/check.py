@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +30,32 @@ async def check_gpushare(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
     config = settings.libgpushare
     library = library_of(settings)
+    remedy = f"{_BUILD}; without it its shares are refused"
     try:
+        await asyncio.to_thread(library.check_source)
+        await asyncio.to_thread(library.content)
+        remedy = _place_remedy(settings)
         await asyncio.to_thread(library.look)
     except AgentError as failure:
-        return [error("gpushare", str(failure), file_remedy(failure, f"{_BUILD}; without it its shares are refused"))]
+        return [error("gpushare", str(failure), file_remedy(failure, remedy))]
     if note := library.missing_note:
         return [warning("gpushare", note, _BUILD)]
     text = f"{config.library} is a library for this machine, {config.directory} can be written"
     return [ok("gpushare", text), await asyncio.to_thread(_library_finding, config.library)]
+
+
+def _place_remedy(settings: Settings) -> str:
+    """For a directory from which containers cannot get the library."""
+    state = settings.state_directory
+    try:
+        has_programs = state is not None and not os.statvfs(state).f_flag & (os.ST_NOEXEC | os.ST_RDONLY)
+    except OSError:
+        has_programs = False
+    below = f", such as one below {state}, which this process has" if has_programs else ""
+    return (
+        "let the host's directory be written, and mount its file system without noexec; or move it: the component"
+        f" read-only-etc, the chart's hostDirectory, or libgpushare.directory in another directory of the host{below}"
+    )
 
 
 def _library_finding(library: Path) -> Finding:

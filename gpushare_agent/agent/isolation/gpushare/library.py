@@ -56,18 +56,10 @@ class Library:
         return f"{what}: simulated GPUs need none, and {self.source} is not there"
 
     def check(self) -> Stamp:
-        """Reads only. Raises StartupError if there is no library, it is for another machine, or programs cannot load it from
-        its place."""
-        if self.missing_note:
-            return _NO_LIBRARY
-        try:
-            status = self._status()
-            stamp = status.st_ino, status.st_size, status.st_mtime_ns
-            if stamp != self._checked:  # a check each second or two, and the ELF reader takes 3 ms
-                self._check_machine()
-                self._checked = stamp
-        except (NotFound, Corrupt, Unavailable) as e:
-            raise StartupError(f"isolation gpushare has no library: {e}. {_CURE}") from e
+        """Reads only. Raises StartupError as `check_source`, or if programs cannot load the library from its place."""
+        stamp = self.check_source()
+        if stamp == _NO_LIBRARY:
+            return stamp
         try:
             # The directory may not be there yet: its file system is that of the nearest one above.
             place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
@@ -79,6 +71,20 @@ class Library:
                 f"isolation gpushare: {place} is on a file system mounted noexec, from which no program can load the"
                 f" library. Mount it without noexec, or set {SETTING} to another place"
             )
+        return stamp
+
+    def check_source(self) -> Stamp:
+        """Reads only. Raises StartupError if there is no library, or it is for another machine."""
+        if self.missing_note:
+            return _NO_LIBRARY
+        try:
+            status = self._status()
+            stamp = status.st_ino, status.st_size, status.st_mtime_ns
+            if stamp != self._checked:  # a check each second or two, and the ELF reader takes 3 ms
+                self._check_machine()
+                self._checked = stamp
+        except (NotFound, Corrupt, Unavailable) as e:
+            raise StartupError(f"isolation gpushare has no library: {e}. {_CURE}") from e
         return stamp
 
     def look(self) -> None:

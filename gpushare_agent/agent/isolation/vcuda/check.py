@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from gpushare_agent.agent.delivery.host_libraries import plan_of
-from gpushare_agent.agent.delivery.volume_config import USUAL_CONFIG, read_volume_config
+from gpushare_agent.agent.delivery.volume_config import USUAL_CONFIG, configured_volumes
 from gpushare_agent.agent.delivery.volume_directory import installed_driver_text
 from gpushare_agent.agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
@@ -39,7 +39,7 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
     if settings.volume_config is None:
         return [_no_config(settings)]
     try:
-        volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
+        volumes = await asyncio.to_thread(configured_volumes, settings)
     except StartupError as failure:
         remedy = (
             "mount or repair the file (docs/how-to/driver-volume.md); it cannot be left out: without it "

@@ -8,11 +8,12 @@ import asyncio
 import sys
 
 from gpushare_agent.agent.isolation.check import CheckProbe
+from gpushare_agent.agent.kubelet.records import FILE_NAME, LEFT_REMEDY, describe_left, read_checkpoint, vdevices
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from gpushare_agent.core.kit.process import read_open_files_limit
-from gpushare_agent.core.model.errors import Unavailable, file_remedy
+from gpushare_agent.core.model.errors import AgentError, Unavailable, file_remedy
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.settings.settings import Settings
@@ -36,6 +37,17 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
         return [error("virtual manager", f"{failure}: no share can be given", file_remedy(failure, remedy))]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
     return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
+
+
+async def check_left(settings: Settings) -> list[Finding]:
+    """Containers whose directory is not in that tree, by the kubelet's record."""
+    path = settings.kubelet.device_plugin_path / FILE_NAME
+    try:
+        entries = await asyncio.to_thread(read_checkpoint, path)
+    except AgentError:
+        return []  # no kubelet has run here
+    left = describe_left(vdevices(entries), settings.virtual_manager.path)
+    return [warning("virtual manager", f"{left}, unless they have ended", LEFT_REMEDY)] if left else []
 
 
 async def check_processes(settings: Settings) -> list[Finding]:
@@ -77,5 +89,6 @@ def vdevice_probes() -> tuple[CheckProbe, ...]:
     return (
         CheckProbe(name="host processes", run=check_processes),
         CheckProbe(name="virtual manager", run=check_virtual_manager),
+        CheckProbe(name="virtual manager", run=check_left),
         CheckProbe(name="open files", run=check_open_files),
     )

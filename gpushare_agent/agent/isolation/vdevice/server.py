@@ -4,7 +4,7 @@ A ResourceClaim's is mounted in all containers that use it, and its key has the 
 
 The socket is the identity: its callers are processes of that container. The kernel's peer credentials confirm it, and
 the message's claims must agree; nothing of a message becomes part of a path unless it is this container's own name. The
-directory and the files are made by isolation/vdevice/files.py; cgroups and the runtime are read through `VDeviceHost`.
+directory and the files are made by isolation/vdevice/files.py; cgroups and the runtime are read through `VirtualManager`.
 State owned: the server, which containers are its own, what the runtime answered last, and which refusals
 were logged.
 
@@ -22,10 +22,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpclib import GRPCError, Status
@@ -33,7 +32,6 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 from msgspec import Struct, field
 
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.formats.vdevice import is_bus_id, split_container_name
 from gpushare_agent.core.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
@@ -47,8 +45,10 @@ from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import is_container_id
 from gpushare_agent.core.wire.vcuda import VDeviceRequest, VDeviceResponse
 
+if TYPE_CHECKING:
+    from gpushare_agent.agent.isolation.vdevice.virtual_manager import VirtualManager
+
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 METHOD = "/vcuda.VCUDAService/RegisterVDevice"
 HANDLING_COST_S = 0.0017
@@ -56,34 +56,6 @@ HANDLING_COST_S = 0.0017
 connection of its own 2.4 ms; half as much again where the caller and others keep the processor busy."""
 MAX_OWN = 256
 """Containers that are known to be the socket's own: of the previous instances, and those that share a claim."""
-
-
-class VDeviceHost(Protocol):
-    """What the servers of all containers ask of their manager."""
-
-    files: VDeviceFiles
-
-    async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
-        """Runs what may block, bounded; `what` names it. Raises Unavailable where there is no answer."""
-
-    async def identify(self, pid: int) -> PeerIdentity | None:
-        """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
-
-    async def owner_of(self, container_id: str) -> ContainerKey | None:
-        """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
-
-    async def refresh(self, key: ContainerKey, container_id: str | None, caller: PeerIdentity | None) -> None:
-        """Brings the files of a container up to date; with an ID, those in `<container id>/` too. The caller as the kernel
-        has it, None where it cannot be known. Raises AgentError."""
-
-    async def note_process(self, key: ContainerKey, pid: int) -> None:
-        """A process is the container's, though its cgroup does not say so. Raises Unavailable."""
-
-    def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
-        """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
-
-    def registered(self, code: str) -> None:
-        """Counts a registration."""
 
 
 class VDeviceLimits(Struct, frozen=True, kw_only=True):
@@ -101,7 +73,7 @@ class VDeviceServer:
     def __init__(
         self,
         key: ContainerKey,
-        host: VDeviceHost,
+        host: VirtualManager,
         *,
         is_claims: bool = False,
         limits: VDeviceLimits | None = None,

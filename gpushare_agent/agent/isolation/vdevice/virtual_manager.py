@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 from msgspec import Struct, field
@@ -49,7 +49,9 @@ from gpushare_agent.core.model.directory_names import is_nameable
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.core.model.pods import Pod
+
+if TYPE_CHECKING:
+    from gpushare_agent.agent.admission.claim_pods import ClaimPods
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -64,13 +66,6 @@ for the one under way."""
 AHEAD_DELAY_S = 0.03
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
-
-
-class Pods(Protocol):
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None: ...
 
 
 class Intervals(Struct, frozen=True, kw_only=True):
@@ -99,7 +94,7 @@ class VirtualManager:
         *,
         files: VDeviceFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        pods: Pods,
+        pods: ClaimPods,
         configs: VDeviceConfigs,
         processes: ContainerProcesses,
         registered: Callable[[str], None],
@@ -506,16 +501,18 @@ class VirtualManager:
         }
 
     async def identify(self, pid: int) -> PeerIdentity | None:
+        """The container of a process of this node; None if that cannot be known. Raises Unavailable: call again later."""
         return await self._processes.cgroups.identify_in_thread(pid)
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
-        """Raises Unavailable: the API server has not reported the pod yet."""
+        """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
         if self._pods.get(user.pod_uid) is None:
             # Not "no": a false answer would refuse a program that starts before the watch has brought its pod.
             raise Unavailable(f"pod {user.pod_uid} is not known yet: register again")
         return user in (self._pods.sharers(key) or ())
 
     async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
+        """What may block, bounded; `what` names it. Raises Unavailable if there is no answer."""
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
 
 

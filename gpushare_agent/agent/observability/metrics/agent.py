@@ -86,9 +86,11 @@ class AgentMetrics:
         text = "Size of the device IDs in the status of a pod with all cores and memory of the node."
         self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=registry)
         text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
-        self._taken_ids = count("taken_ids_offered", text, resource=())
+        self.taken_ids_offered = count("taken_ids_offered", text, resource=())
         text = "Corrected differences between the agent's ledger and the kubelet's; should stay 0."
-        self._corrections = count("reconcile_corrections", text, kind=("adopted", "changed", "ended", "unlisted"))
+        self.reconcile_corrected = count(
+            "reconcile_corrections", text, kind=("adopted", "changed", "ended", "unlisted")
+        )
         # The API server's pods.
         self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
         text = "Watches of the node's pods by why they ended: ended, or the kind of error."
@@ -133,7 +135,7 @@ class AgentMetrics:
             for method in METHODS:
                 self._rpc_duration.labels(resource, method)
                 self._rpcs.begin(resource, method, "OK")
-            for counted in (self._registrations, self._reregistrations, self._taken_ids):
+            for counted in (self._registrations, self._reregistrations, self.taken_ids_offered):
                 counted.begin(resource)
 
     def know_admissions(self, resource: str) -> None:
@@ -160,12 +162,6 @@ class AgentMetrics:
         # Also at the first registration, so that the series begins at zero.
         self._reregistrations(resource, count=int(resource in self._registered))
         self._registered.add(resource)
-
-    def taken_ids_offered(self, resource: str, count: int) -> None:
-        self._taken_ids(resource, count=count)
-
-    def reconcile_corrected(self, kind: str, count: int = 1) -> None:
-        self._corrections(kind, count=count)
 
     def listed(self, kind: str, duration_s: float) -> None:
         self._pod_lists()

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.core.kit.grpc_server import GrpcServer
+from gpushare_agent.core.kit.sockets import bind_unix_socket
+
+
+@asynccontextmanager
+async def served_at(path: Path, *services: Any, mode: int = 0o600, **options: Any) -> AsyncIterator[Path]:
+    """gRPC services on a unix socket, which is gone at the end; its connections end as those of a process that ends."""
+    server = GrpcServer(services, **options)
+    await server.serve(bind_unix_socket(path, mode=mode))
+    try:
+        yield path
+    finally:
+        await server.stop()
+        path.unlink(missing_ok=True)

@@ -1,0 +1,34 @@
+"""Programs that a test starts: no test waits for one for ever, and none outlives its test."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support_deadline import DEADLINE_S
+
+
+@asynccontextmanager
+async def running_process(*command: str | Path, **options: Any) -> AsyncIterator[Process]:
+    """With the options of `create_subprocess_exec`; killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(*command, **options)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            await process.wait()
+
+
+async def output_of(*command: str | Path, given: bytes | None = None, **options: Any) -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors of a program that ends by itself; `given` is written to its standard input."""
+    async with running_process(*command, **{"stdout": PIPE, "stderr": PIPE, **options}) as process:
+        async with asyncio.timeout(DEADLINE_S):
+            out, err = await process.communicate(given)
+    assert process.returncode is not None
+    return process.returncode, out or b"", err or b""
