@@ -82,12 +82,18 @@ def test_limits_are_written_under_a_sequence() -> None:
     assert sequence % 2 == before % 2 == 0 and sequence != before
 
 
-def test_an_odd_sequence_of_a_dead_agent_becomes_even_again() -> None:
+@pytest.mark.parametrize(("left", "odd", "even"), [(5, 7, 8), (0xFFFFFFFF, 1, 2)])
+def test_behind_the_odd_sequence_of_a_dead_agent_comes_another_odd_one(
+    left: int, odd: int, even: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers have waited for the one that was left, and do so no more: they would take what is half written."""
     config = bytearray(layout.encode_config(POD, "main", [layout.GpuLimits(uuid=UUID)]))
-    struct.pack_into("I", config, GPU, 0xFFFFFFFF)
+    struct.pack_into("I", config, GPU, left)
+    sequences: set[int] = set()
+    monkeypatch.setattr(layout, "_order_stores", lambda: sequences.update(struct.unpack_from("I", config, GPU)))
     seen = layout.Observed(at_ns=1, used_bytes=2, busy_since_ns=3, busy_until_ns=4, busy_ns=5, others_ns=6)
     layout.write_observed(config, 0, seen)
-    assert struct.unpack_from("I", config, GPU) == (0,)
+    assert (sequences, *struct.unpack_from("I", config, GPU)) == ({odd}, even)
     assert struct.unpack_from("6Q", config, GPU + 72) == (1, 2, 3, 4, 5, 6)
 
 

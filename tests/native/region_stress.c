@@ -2,7 +2,7 @@
  *
  *   region_stress hammer PROCESSES THREADS ROUNDS   in the working directory's files; every second process is killed at the end
  *   region_stress crowd PROCESSES                   all at once, each of which takes a MiB and keeps it until all have asked
- *   region_stress watch                             reads the limits that the agent writes meanwhile, until they are 0
+ *   region_stress watch                             says "watches", and reads the limits that the agent writes then, until they are 0
  *   region_stress fuzz COUNT                        opens COUNT copies of gpushare.config with bytes changed at random
  *
  * Prints the most that was ever held, and what is held at the end, in bytes.
@@ -161,6 +161,8 @@ static int watch(void)
 {
     uint64_t reads = 0, torn = 0, changes = 0, last = 0;
     struct limits limits;
+    puts("watches");
+    fflush(stdout);
     do {
         const struct config_gpu *seen = &limits.seen;
         read_limits(0, &limits);

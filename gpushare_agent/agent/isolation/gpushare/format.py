@@ -151,7 +151,8 @@ def _write(
     # What can be done before is: whoever reads meanwhile has to wait.
     stores = [(numbers[size], (start + at) // size, number) for (at, size), number in zip(places, fields, strict=True)]
     sequence, place = numbers[4], start // 4
-    sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # if an agent died at an odd one, it goes on from there
+    # The next odd one also where an agent died at an odd one: for that one readers wait no longer.
+    sequence[place] = ((sequence[place] + 1) | 1) & 0xFFFFFFFF
     _order_stores()
     for part, at, number in stores:
         part[at] = number
