@@ -325,16 +325,8 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
                 found[kind] = found.get(kind, 0) + count
         return found
 
-    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
-        """Units of the resource that the container asks for."""
-        return self.asked(container).get(kind, 0)
-
     def wants_any(self, pod: Pod) -> bool:
         return any(map(self.asked, pod.containers))
-
-    def binding(self, container: ContainerSpec) -> ResourceKind:
-        """The resource whose IDs bind the container's GPU."""
-        return next((kind for kind in self.asked(container) if kind.binds_gpu), ResourceKind.VCORE)
 
     def part_kind(self, container: ContainerSpec) -> ResourceKind | None:
         """The resource of parts of GPUs that the container asks for."""
