@@ -107,7 +107,9 @@ class AdmissionPart:
             gate=self.gate,
             identification=identification,
             policy=_policy(node, isolation.max_shares_of_gpu()),
-            edits=edit_policy(node.settings, node.names, isolation.volumes, handlers=cluster.runtime_classes.handlers),
+            edits=edit_policy(
+                node.settings, node.names, isolation.host.volumes, handlers=cluster.runtime_classes.handlers
+            ),
             runtime_classes=cluster.runtime_classes,
             refused_pods=self.refused_pods,
             observer=OutcomeReporter(node=node, events=cluster.pod_events),
