@@ -79,7 +79,7 @@ def build(
         driver=driver,
         owners=ProcessOwners(settings.runtime.proc_root),
         pods=node.pods,
-        ids=ContainerIds(isolation.runtime, node.pods),
+        ids=ContainerIds(isolation.host.runtime, node.pods),
         claims=node.claim_pods.claims_of_containers,
         allocations=node.cache.view,
         paid=isolation.paid,
