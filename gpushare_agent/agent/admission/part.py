@@ -296,7 +296,7 @@ def _build_registrar(
                     calls,
                     node.metrics,
                     ids,
-                    has_pre_start=node.names.kind_of(resource).binds_gpu,
+                    has_pre_start=node.names.by_name[resource].binds_gpu,
                 ),
                 handover=handover,
             )

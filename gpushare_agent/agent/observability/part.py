@@ -18,7 +18,7 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.attribution import has_handed_over
-from gpushare_agent.agent.observability.display import DisplayServer, graph_text
+from gpushare_agent.agent.observability.display import DisplayServer
 from gpushare_agent.agent.observability.display import routes as display_routes
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.node_api import NodeApi
@@ -115,7 +115,6 @@ def build(
             debug=DebugSources(
                 settings=settings,
                 snapshot=snapshots.current,
-                graph=graph_text,
                 allocations=lambda: node.cache,
                 pods=node.pods.pods,
                 now=time.monotonic,

@@ -308,10 +308,6 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         names = self.kinds.get(kind, ())
         return names[0] if len(names) == 1 else next((name for name in names if container.requests.get(name)), "")
 
-    def kind_of(self, resource: str) -> ResourceKind:
-        """The kind of a resource that a device plugin of this node serves."""
-        return self.by_name[resource]
-
     def socket(self, resource: str) -> str:
         """Each name has its own: two may differ in their prefixes alone."""
         kind = self.by_name[resource]
