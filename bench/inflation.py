@@ -15,6 +15,7 @@ alone. The published runs are of nodes under names that are not in the trace, so
 from __future__ import annotations
 
 import csv
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.core.model.pods import HostRequest, Pod
-from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, PodKind, TypicalPods
+from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, KindCosts, PodKind, TypicalPods
 from gpushare_agent.core.placement.free_gpus import FreeGpus, has_taint
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
@@ -231,7 +232,7 @@ class _RankedCluster:
 
     def _offer(self, at: int, pod: PodKind) -> _Offer | None:
         host, node = self._hosts[at], self._nodes[at]
-        if not node.fits(pod):
+        if not fits(node, pod):
             return None
         # Hosts of one size in one state rank alike; their names do not matter.
         key = host.cpu_milli, host.memory_mib, node, pod
@@ -310,7 +311,7 @@ class _ExtendersCluster:
             if is_new or known is None
             else [one for one in set(self._changes[known.seen :]) if one in costs]
         )
-        fitting = [name for name in asked if self._nodes[name].fits(pod)]
+        fitting = [name for name in asked if fits(self._nodes[name], pod)]
         found: Iterable[float | None] = (
             self._rank_cpu_pod(self._hosts[one], self._nodes[one], pod).rank for one in fitting
         )
@@ -323,6 +324,26 @@ class _ExtendersCluster:
                 costs[name] = cost
         self._known[pod] = _Known(costs, len(self._changes), typical)
         return costs
+
+
+def fits(node: FreeNode, kind: PodKind) -> bool:
+    if node.cpu_milli < kind.cpu_milli or node.memory_mib < kind.memory_mib:
+        return False
+    if not kind.gpus:
+        return True
+    if kind.models and node.model not in kind.models:
+        return False
+    return kind.gpus <= len(node.gpus) and node.gpus[-kind.gpus] >= kind.parts_of(node.gpu_mib)
+
+
+def choices(node: FreeNode, kind: PodKind) -> list[FreeNode]:
+    """What the node would have left, for each GPU that makes a difference, the fullest first; whole GPUs are alike. The kind
+    must fit."""
+    if not kind.is_share:
+        return [node.left(kind)]
+    fitting = range(bisect_left(node.gpus, kind.parts_of(node.gpu_mib)), len(node.gpus))
+    # GPUs that have as much free give the same node: one of them is enough.
+    return [node.left_on(kind, at) for at in fitting if at == fitting[0] or node.gpus[at] != node.gpus[at - 1]]
 
 
 def _empty(host: Host) -> FreeNode:
@@ -339,7 +360,7 @@ def _fgd(hosts: Sequence[Host], pods: Sequence[PodKind], rank_cpu_pod: _Rank | N
     def rank(host: Host, node: FreeNode, pod: PodKind) -> _Offer:
         if not pod.gpus and rank_cpu_pod is not None:
             return rank_cpu_pod(host, node, pod)
-        cost, left = typical.cost(node, pod)
+        cost, left = KindCosts(typical, pod).of(node), node.left(pod)
         return _Offer(cost, (left,))
 
     return rank
@@ -372,12 +393,12 @@ def _is_tainted(host: Host, node: FreeNode, taint_above: float) -> bool:
 
 
 def _random(_: Host, node: FreeNode, pod: PodKind) -> _Offer:
-    return _Offer(0.0, node.choices(pod))
+    return _Offer(0.0, choices(node, pod))
 
 
 def _best_fit(_: Host, node: FreeNode, pod: PodKind) -> _Offer:
     """The least left: of CPU and GPUs alike, as part of the largest node's."""
-    left = node.choices(pod)[0]
+    left = choices(node, pod)[0]
     rest = (left.cpu_milli / _LARGEST_CPU_MILLI + sum(left.gpus) / (WHOLE * _LARGEST_GPUS)) / 2
     return _Offer(-int((1 - rest) * _BEST_SCORE), (left,))
 
@@ -386,12 +407,12 @@ def _dot_product(_: Host, node: FreeNode, pod: PodKind) -> _Offer:
     """Tetris: the least product of what is asked and what is free."""
     cpu = node.cpu_milli * pod.cpu_milli / _LARGEST_CPU_MILLI**2
     gpus = sum(node.gpus) * pod.gpus * pod.parts / (WHOLE * _LARGEST_GPUS) ** 2
-    return _Offer(-int((1 - (cpu + gpus) / 2) * _BEST_SCORE), node.choices(pod)[:1])
+    return _Offer(-int((1 - (cpu + gpus) / 2) * _BEST_SCORE), choices(node, pod)[:1])
 
 
 def _packing(_: Host, node: FreeNode, pod: PodKind) -> _Offer:
     """GPUs in use first, those with the least room; then free ones of nodes in use, the fewest; then of free nodes."""
-    left = node.choices(pod)[:1]
+    left = choices(node, pod)[:1]
     whole = sum(free == WHOLE for free in node.gpus)
     if not pod.gpus:
         return _Offer(0.0, left)

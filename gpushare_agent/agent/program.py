@@ -330,7 +330,7 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
             await kubelet.end()
         web.close()
         agent.kubelet.pod_resources.close()
-        agent.isolation.runtime.close()
+        agent.isolation.host.runtime.close()
         # Last, and bounded: a hung driver must not keep the kubelet's side from its end.
         await _close_driver(agent)
 

@@ -152,7 +152,7 @@ def test_units_on_other_gpus_than_ours_replace_ours() -> None:
     names = ResourceNames(gpu=("nvidia.com/gpu",))
     owner = pod("one", ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={"nvidia.com/gpu": 1}))
     first, second = (frozenset({unit_id(GpuUuid(f"GPU-{n}"), 0, "1")}) for n in (0, 1))
-    ours = allocation(owner, "main", [], []).with_ids(ResourceKind.GPU, first)
+    ours = replace(allocation(owner, "main", [], []), ids={ResourceKind.GPU: first})
     units = ListedContainer(name="main", devices={"nvidia.com/gpu": second})
     shown = [ListedPod(namespace="default", name="one", containers=(units,))]
     found = rebuild(Records(listed=shown, checkpoint=[], pods=[owner]), names, inventory(), 0.0)

@@ -98,7 +98,7 @@ async def admitted() -> tuple[Kubelet, Allocation]:
 def test_its_name_has_a_device_plugin_of_its_own() -> None:
     """Next to those of the kinds of before."""
     assert NAMES.names == (VCORE_RESOURCE, VMEMORY_RESOURCE, RESOURCE)
-    assert NAMES.kind_of(RESOURCE) is SLICE and NAMES.socket(RESOURCE) == "slice"
+    assert NAMES.by_name[RESOURCE] is SLICE and NAMES.socket(RESOURCE) == "slice"
     kubelet = Kubelet()
     assert [NAMES.units(gpu, SLICE) for gpu in GPUS.gpus] == [8, 8] and len(kubelet.healthy()) == 16
     assert all(text.endswith("/8s") for text in kubelet.healthy())

@@ -56,7 +56,8 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     share = allocation(
         pod("a", container(cores=30, blocks=4)), "main", [], [f"{away.gpus[0].uuid}::{n}" for n in range(4)]
     )
-    cache.put(replace(share.with_ids(ResourceKind.VCORE, frozenset(devices)), gpus=(GpuUuid(key_of(uuid)),)))
+    held = {**share.ids, ResourceKind.VCORE: frozenset(devices)}
+    cache.put(replace(share, ids=held, gpus=(GpuUuid(key_of(uuid)),)))
     node.inventory.current = both
     tables.refresh()
     assert (used_cores(cache), used_blocks(cache)) == ({uuid: 30}, {uuid: 4})

@@ -140,7 +140,7 @@ def test_only_whole_allocations_of_shares_are_resizable() -> None:
     """Whole GPUs, init containers, and containers whose second resource is not allocated yet are not."""
     main = [pod("p", container("main", cores=30, blocks=8))]
     assert is_resizable(MAIN, main, NAMES)
-    assert not is_resizable(MAIN.with_ids(ResourceKind.VMEMORY, frozenset()), main, NAMES)
+    assert not is_resizable(replace(MAIN, ids={**MAIN.ids, ResourceKind.VMEMORY: frozenset()}), main, NAMES)
     assert not is_resizable(replace(MAIN, kind=ContainerKind.INIT), main, NAMES)
     assert not is_resizable(replace(MAIN, is_whole=True), main, NAMES)
 

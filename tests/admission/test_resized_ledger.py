@@ -263,8 +263,8 @@ def test_a_size_is_lost_with_its_gpu_and_its_container() -> None:
     cache.resize(FIRST.key)
     cache.put(FIRST)
     assert (known := cache.get(FIRST.key)) is not None and known.size == ShareSize(cores=20, memory=2)
-    moved = FIRST.with_ids(ResourceKind.VCORE, frozenset(ids(1, range(60))))  # type: ignore[arg-type]
-    moved = replace(moved, gpus=(GpuUuid("GPU-1"),))
+    on_other = {**FIRST.ids, ResourceKind.VCORE: frozenset(ids(1, range(60)))}
+    moved = replace(FIRST, ids=on_other, gpus=(GpuUuid("GPU-1"),))  # type: ignore[arg-type]
     cache.put(moved)
     assert not cache.resized and (known := cache.get(FIRST.key)) is not None and known.resized_to is None
     cache.charge(replace(share(moved, (20, 2), (60, 8)), gpu=GpuUuid("GPU-1")))

@@ -80,7 +80,7 @@ def refused(world: Node, name: str, *containers: ContainerSpec) -> str:
 
 def healthy(world: Node, resource: str) -> dict[int, int]:
     """How many IDs of each GPU the kubelet may still hand out, and those that are allocated."""
-    kind = world.policy.names.kind_of(resource)
+    kind = world.policy.names.by_name[resource]
     ledger = world.cache.ledger(world.found)
     accounts, holders = ledger.accounts(world.policy.names), ledger.holders
     if kind is ResourceKind.GPU:
@@ -407,7 +407,7 @@ def test_no_gpu_is_ever_over_its_memory_or_compute(data: st.DataObject) -> None:
     for owner in alive:
         world.release(owner)
     for resource in world.policy.names.names:
-        kind = world.policy.names.kind_of(resource)
+        kind = world.policy.names.by_name[resource]
         for gpu in world.found.gpus:
             served = world.policy.names.nvidia.served(gpu)
             is_served = kind is not ResourceKind.GPU or (served is not None and served.resource == resource)

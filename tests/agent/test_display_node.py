@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import ClientSession
 from grpclib.client import Channel
 
-from gpushare_agent.core.kit.sockets import connectable_path
+from gpushare_agent.core.kit.sockets import connectable_path, is_served
 from gpushare_agent.core.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.core.wire.google.protobuf import Empty
 from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
@@ -47,7 +47,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         display = agent.parts.observability.display
         assert display is not None
         await poll_until(
-            lambda: display.is_serving and agent.parts.node.pods.get(uid) is not None, "the display serves"
+            lambda: is_served(display.path) and agent.parts.node.pods.get(uid) is not None, "the display serves"
         )
         stat = (await _usages(node.paths.display_socket)).usage[uid]
         assert (stat.project, stat.user, stat.cluster) == ("default", "ann", "blue")

@@ -76,13 +76,13 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         def rehearsed_time() -> float:
             return started_at + (time.time() - started_at) * SPEED
 
-        agent.parts.observability.usage_history._clock = rehearsed_time
+        agent.parts.observability.usage_history.clock = rehearsed_time
         shown = ReportedNode(node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         player = WorkloadPlayer(shown, node.paths.usage, clock=rehearsed_time)
         while rehearsed_time() - started_at < HISTORY_S * 0.93:
             player.play()
             await asyncio.sleep(SAMPLE_S)
-        agent.parts.observability.usage_history._clock = lambda: rehearsed_at
+        agent.parts.observability.usage_history.clock = lambda: rehearsed_at
         rehearsed_at = rehearsed_time()
         GpuFaults(node.paths.faults, len(gpus)).report_xid(FAILED_GPU, 79)
         yield node, agent

@@ -39,7 +39,7 @@ from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.commands import COMMAND_LINE
 from gpushare_agent.core.cli.command_line import Command
-from gpushare_agent.core.model.gpu_health import STATES, XID_NAMES
+from gpushare_agent.core.model.gpu_health import XID_NAMES, HealthState
 from gpushare_agent.core.model.gpus import Link, LinkKind
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
@@ -438,9 +438,31 @@ def _linked(text: str, folder: str) -> str:
     return re.sub(r"docs/([\w-]+)/([\w-]+\.md)", link, text)
 
 
+_STATES = {
+    HealthState.HEALTHY: ("Healthy", "the driver finds the GPU usable, and no error is pending", "—"),
+    HealthState.LOST: (
+        "Unhealthy",
+        "the last poll did not find the GPU, or found it not usable",
+        "a poll that finds it usable: then it is `probing`",
+    ),
+    HealthState.PROBING: (
+        "Unhealthy",
+        "the GPU was unhealthy and is being probed; a failed poll makes it `lost`, an event starts the count again",
+        "`health.recovery_probes` polls in a row that find it usable, `health.recovery_period_s` apart",
+    ),
+    HealthState.NEEDS_RESET: (
+        "Unhealthy",
+        "an error happened after which the GPU answers but must not be used",
+        "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
+    ),
+}
+"""For each state: the health in ListAndWatch, what the state means, and what ends it."""
+
+
 def _health_states() -> str:
+    assert set(_STATES) == set(HealthState)
     head = ["state", "in ListAndWatch", "meaning", "ended by"]
-    return _joined([head, *([f"`{state}`", *texts] for state, texts in STATES.items())])
+    return _joined([head, *([f"`{state}`", *texts] for state, texts in _STATES.items())])
 
 
 def _xids() -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, ShareConfig, read_claim
-from gpushare_agent.core.claims.gpu_config import MpsLimits
+from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.core.claims.gpu_config import MpsLimits, ShareConfig
 from gpushare_agent.core.model.errors import Corrupt
 from tests.dra.support_claims import (
     DRIVER,

@@ -6,21 +6,23 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.core.claims.gpu_config import GpuConfig, MpsLimits, read_gpu_config
+from gpushare_agent.core.claims.gpu_config import MpsLimits, ShareConfig, read_gpu_config
 from gpushare_agent.core.model.errors import Corrupt
 from tests.support_json import undecoded
 
 
-def read(sharing: object = None, **changes: Any) -> GpuConfig:
+def read(sharing: object = None, **changes: Any) -> ShareConfig:
     raw = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **changes}
     return read_gpu_config(undecoded(raw if sharing is None else {**raw, "sharing": sharing}))
 
 
 def test_what_is_read() -> None:
-    assert read() == GpuConfig()
-    assert read({"strategy": "TimeSlicing"}) == GpuConfig(isolation="none")
-    assert read({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Short"}}) == GpuConfig(isolation="none")
-    assert read({"strategy": "MPS"}) == GpuConfig(isolation="mps", mps=MpsLimits())
+    assert read() == ShareConfig()
+    assert read({"strategy": "TimeSlicing"}) == ShareConfig(isolation="none")
+    assert read({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Short"}}) == ShareConfig(
+        isolation="none"
+    )
+    assert read({"strategy": "MPS"}) == ShareConfig(isolation="mps", mps=MpsLimits())
     mps = {
         "defaultActiveThreadPercentage": 25,
         "defaultPinnedDeviceMemoryLimit": "1536Ki",
@@ -28,7 +30,7 @@ def test_what_is_read() -> None:
         "multiUser": False,
     }
     expected = MpsLimits(thread_percentage=25, memory_mib=1, memory_mib_of=(("GPU-1", 2048), ("0", 1)))
-    assert read({"strategy": "MPS", "mpsConfig": mps}) == GpuConfig(isolation="mps", mps=expected)
+    assert read({"strategy": "MPS", "mpsConfig": mps}) == ShareConfig(isolation="mps", mps=expected)
 
 
 def test_a_limit_of_a_gpu_counts_before_that_of_all() -> None:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from gpushare_agent.core.claims.claim import ShareConfig, read_config
+from gpushare_agent.core.claims.claim import read_config
+from gpushare_agent.core.claims.gpu_config import ShareConfig
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import Corrupt, Refused
 from gpushare_agent.core.model.names import (

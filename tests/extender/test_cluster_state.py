@@ -16,6 +16,7 @@ from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase, Rank
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.placement.fragmentation import KindCosts
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
@@ -405,10 +406,9 @@ def test_what_a_node_has_left_is_what_fgd_has_reckoned_with(
         return
     assert ledger is not None and typical is not None
     before, kind = ledger.free, kind_of(signature_of(asking, NAMES), asking.host_request, NAMES)
-    cost = typical.cost(before, kind)
-    assert cluster.costs(asking, ["a"]) == [cost.cost]
+    assert cluster.costs(asking, ["a"]) == [KindCosts(typical, kind).of(before)]
     reserve(cluster, asking)
-    assert ledger.free == cost.left
+    assert ledger.free == before.left(kind)
 
 
 requests = st.builds(HostRequest, st.integers(0, 9), st.integers(0, 9))

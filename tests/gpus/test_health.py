@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from gpushare_agent.agent.gpus.part import health_policy
 from gpushare_agent.core.model.gpu_health import (
     RELAPSE_WITHIN_S,
-    STATES,
     XID_NAMES,
     EventMeaning,
     GpuEvent,
@@ -292,8 +291,7 @@ def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_faile
         assert is_offered(polled(health, *later))
 
 
-def test_every_state_has_its_row_and_every_xid_of_the_default_lists_its_name() -> None:
-    """docs/explanation/health.md's tables are made from them."""
-    assert set(STATES) == set(HealthState)
+def test_every_xid_of_the_default_lists_has_a_name() -> None:
+    """docs/explanation/health.md's table is made from them."""
     health = HealthSettings()
     assert {*health.ignored_xids, *health.reset_xids} <= set(XID_NAMES)

@@ -43,7 +43,7 @@ class ScriptedDaemon:
 async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
     """Before the first poll has ended it counts as unavailable."""
     daemon = ScriptedDaemon()
-    watch = AvailabilityWatch("mps", [daemon.check], period_s=0.001)
+    watch = AvailabilityWatch("mps", [daemon.check], [], period_s=0.001)
     assert "not been checked yet" in watch.unavailable_reason
     daemon.open.clear()
     async with running(watch.run):
@@ -57,7 +57,7 @@ async def test_nothing_is_believed_of_a_daemon_that_was_not_polled() -> None:
 async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
     """In the log and to subscribers; polls with the same result are not reported."""
     daemon = ScriptedDaemon()
-    watch = AvailabilityWatch("mps", [daemon.check], period_s=0.001)
+    watch = AvailabilityWatch("mps", [daemon.check], [], period_s=0.001)
     reported: list[str] = []
     watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     with capture_logs() as logs:
@@ -72,7 +72,7 @@ async def test_a_change_is_reported_once_and_recovery_comes_by_itself() -> None:
 async def test_another_reason_is_reported_too() -> None:
     """An operator who fixed the first one has to see the second."""
     daemon = ScriptedDaemon()
-    watch = AvailabilityWatch("mps", [daemon.check], period_s=60)
+    watch = AvailabilityWatch("mps", [daemon.check], [], period_s=60)
     reported: list[str] = []
     watch.subscribe(lambda: reported.append(watch.unavailable_reason))
     for daemon.reason in ("no directory", "no directory", "no answer"):
@@ -83,7 +83,7 @@ async def test_another_reason_is_reported_too() -> None:
 async def test_polls_never_overlap() -> None:
     """A slow daemon is polled again only when it has answered, however short the period."""
     daemon = ScriptedDaemon()
-    async with running(AvailabilityWatch("mps", [daemon.check], period_s=0.0).run):
+    async with running(AvailabilityWatch("mps", [daemon.check], [], period_s=0.0).run):
         for _ in range(5):
             daemon.open.clear()
             await daemon.wait_polled(daemon.polled + 1)

@@ -21,8 +21,9 @@ from gpushare_agent.agent.delivery.own_spec import (
     naming,
     spec_version,
 )
+from gpushare_agent.core.model import isolation
 from gpushare_agent.core.model.errors import Rejected
-from gpushare_agent.core.model.isolation import DEVICE_NAME, SpecFile, is_kind
+from gpushare_agent.core.model.isolation import DEVICE_NAME, SpecFile
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.isolation.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance
@@ -204,7 +205,7 @@ def test_a_gpu_whose_minor_number_is_unknown_is_not_named() -> None:
 def test_what_is_a_kind_and_a_device_name() -> None:
     """Letters begin a vendor and a class; a device may begin with a digit."""
     for good in (KIND, "a/b", "vendor.com/gpu.shared", "v_1-x.org/g-1"):
-        assert is_kind(good), good
+        assert isolation.KIND.fullmatch(good), good
     for bad in (
         "nvidia.com",
         "/gpu",
@@ -217,7 +218,7 @@ def test_what_is_a_kind_and_a_device_name() -> None:
         "ä/b",
         "a/b\n",
     ):
-        assert not is_kind(bad), bad
+        assert not isolation.KIND.fullmatch(bad), bad
     for good in ("0", "GPU-0f9f", "0:1", "MIG-1.2"):
         assert DEVICE_NAME.fullmatch(good), good
     for bad in ("", "-a", "a-", "a/b", "a b", "a\n"):

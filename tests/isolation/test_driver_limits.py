@@ -241,17 +241,19 @@ async def test_the_check_names_what_the_node_lacks(world: World) -> None:
 
 
 async def test_a_resize_is_enforced_once_its_processes_have_no_more(world: World) -> None:
-    """What a process has stays its own; a container that does not run yet has no limit to change."""
+    """W    resized = Allocation(key=MAIN, namespace="", pod_name="", kind=ContainerKind.MAIN, gpus=())
+    hat a process has stays its own; a container that does not run yet has no limit to change."""
+    resized = Allocation(key=MAIN, namespace="", pod_name="", kind=ContainerKind.MAIN, gpus=())
     limiter = world.limiter()
-    assert "not known to run yet" in await limiter.enforce(MAIN)
+    assert "not known to run yet" in await limiter.enforce(resized)
     own = world.start(MAIN)
     world.used_bytes = 4 * GIB
-    assert await limiter.enforce(MAIN) == ""
+    assert await limiter.enforce(resized) == ""
     world.shares[MAIN] = [share(1)]
-    assert await limiter.enforce(MAIN) == "its processes still have 3072 MiB more"
+    assert await limiter.enforce(resized) == "its processes still have 3072 MiB more"
     assert world.limits[GPU, own] == GIB
     world.used_bytes = GIB
-    assert await limiter.enforce(MAIN) == ""
+    assert await limiter.enforce(resized) == ""
 
 
 def test_init_containers_do_not_add_up() -> None:

@@ -118,9 +118,7 @@ def descendants(pid: int) -> list[str]:
 @pytest.mark.parametrize(("memory_mib", "cores"), [(24 * 1024, 16), (0, 0)])
 def test_memory_alone_gets_the_same_part_of_compute_where_the_gpus_memory_is_known(memory_mib: int, cores: int) -> None:
     """An unhealthy GPU of which the driver reports the UUID alone has 0 MiB."""
-    share = allocation(pod("share", container()), "main", (), ()).with_ids(
-        ResourceKind.GPU_MEM, frozenset(ids(0, range(4)))
-    )
     gpus = inventory(memory_mib=memory_mib).by_uuid()
-    share = replace(share, gpus=(next(iter(gpus)),))
+    share = allocation(pod("share", container()), "main", (), ())
+    share = replace(share, ids={ResourceKind.GPU_MEM: frozenset(ids(0, range(4)))}, gpus=(next(iter(gpus)),))
     assert share_cores(share, gpus, NAMES) == cores

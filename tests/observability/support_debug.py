@@ -12,7 +12,6 @@ from typing import Any
 from aiohttp import ClientSession, TCPConnector
 from yarl import URL
 
-from gpushare_agent.agent.observability.display import graph_text
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
@@ -35,7 +34,6 @@ def sources(*flags: str) -> DebugSources:
     return DebugSources(
         settings=load_settings(["--node-name=n1", *flags], {}).settings,
         snapshot=lambda: snapshot(usage=usage_round()),
-        graph=graph_text,
         allocations=lambda: [whole_allocation(), train_allocation()],
         pods=lambda: [train_pod()],
         now=lambda: 12.5,

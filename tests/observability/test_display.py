@@ -30,7 +30,7 @@ from gpushare_agent.agent.observability.display import (
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
-from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.kit.sockets import bind_unix_socket, is_served
 from gpushare_agent.core.model.gpus import Health
 from gpushare_agent.core.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.agent.support_agent import poll_until
@@ -74,7 +74,7 @@ async def call(grpc: Any, path: Path, method: str, request: bytes = b"") -> byte
 async def serving(path: Path, **others: Any) -> AsyncIterator[DisplayServer]:
     server = DisplayServer(path, lambda: snapshot(usage=usage_round()), **others)
     async with running(server.run):
-        await poll_until(lambda: server.is_serving, "the display serves")
+        await poll_until(lambda: is_served(path), "the display serves")
         yield server
 
 
@@ -210,7 +210,7 @@ async def test_a_failing_look_at_the_node_is_an_answer_and_not_the_end(short_dir
     path = short_dir / "display.sock"
     server = DisplayServer(path, fail)
     async with running(server.run):
-        await poll_until(lambda: server.is_serving, "the display serves")
+        await poll_until(lambda: is_served(path), "the display serves")
         with structlog.testing.capture_logs() as logged:
             code, text = await call(grpc, path, "PrintGraph")  # type: ignore[misc]  # bytes would be the failure
     assert (code, "log has the traceback" in str(text)) == ("INTERNAL", True)
@@ -243,7 +243,7 @@ async def test_a_socket_that_another_process_serves_is_left_to_it(path: Path) ->
             for connection in accepted:
                 connection.close()
             other.close()
-            await poll_until(lambda: server.is_serving, "the display serves")
+            await poll_until(lambda: is_served(path), "the display serves")
     events = [line["event"] for line in logged]
     assert events == ["display_unavailable", "display_serving"]
     assert "another process" in logged[0]["error"]
@@ -272,9 +272,9 @@ async def test_what_is_no_socket_stays_and_is_reported_with_the_cure(short_dir: 
 
 async def test_a_socket_that_was_removed_comes_back(path: Path, grpc: ModuleType) -> None:
     """A clean-up of /var/run costs one interval."""
-    async with serving(path, retry_s=0.01) as server:
+    async with serving(path, retry_s=0.01):
         path.unlink()
-        await poll_until(lambda: path.exists() and server.is_serving, "the socket is back")
+        await poll_until(lambda: is_served(path), "the socket is back")
         assert isinstance(await call(grpc, path, "Version"), bytes)
 
 

@@ -85,7 +85,7 @@ def test_compute_that_follows_the_memory_is_requested_compute_as_the_usage_repor
     """A container that asks for GPUShare's memory alone has no core IDs, and 66 of 100 cores by its part of the memory."""
     key = key_of(1)
     units = frozenset(device_id(UUIDS[0], number) for number in range(16))
-    one = allocation(key, cores=0, blocks=0).with_ids(ResourceKind.GPU_MEM, units)
+    one = replace(allocation(key, cores=0, blocks=0), ids={ResourceKind.GPU_MEM: units})
     shown = snapshot(replace(facts(one), cores=66, allocated_cores=66))
     assert rows_of(shown)["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.66)]
     (pod_usage,) = usage_document(shown).usage.values()

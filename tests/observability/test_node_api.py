@@ -132,17 +132,17 @@ async def test_the_history_can_be_asked_for_one_half() -> None:
             assert found == {name: value for name, value in whole.items() if name != other}
 
 
-async def test_the_history_is_encoded_once_for_each_round() -> None:
+async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask; a new round is seen at once."""
     history = _curves()
     asked: list[int] = []
-    pieces = history.pieces
+    pieces = UsageHistory.pieces
 
-    def counted(**halves: bool) -> Iterator[bytes]:
+    def counted(history: UsageHistory, **halves: bool) -> Iterator[bytes]:
         asked.append(history.version)
-        return pieces(**halves)
+        return pieces(history, **halves)
 
-    history.pieces = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(UsageHistory, "pieces", counted)
     async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:
         first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
         history.add(SampleNode(gpus=2, containers=2, moment=9).snapshot().usage)

@@ -20,7 +20,7 @@ def test_units_have_their_resource_and_what_limits_them() -> None:
     share = allocation(key_of(1), (0,))
     uuid = share.gpus[0]
     without_ids = replace(share, ids={}, gpu_resource="nvidia.com/gpu")
-    replicas = without_ids.with_ids(ResourceKind.GPU, frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")}))
+    replicas = replace(without_ids, ids={ResourceKind.GPU: frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")})})
     whole = replace(without_ids, ids={ResourceKind.GPU: frozenset({unit_id(uuid, 0, "1")})}, is_whole=True)
     found = [written_node(snapshot(facts(one)))["containers"][0]["units"] for one in (replicas, whole, share)]
     assert found == [

@@ -50,7 +50,7 @@ class Node:
         reusable: dict[ResourceKind, set[str]] = {}
         for one in owner.containers:
             target = Target(pod=owner, container=one)
-            kinds = [kind for kind in self.policy.names.kinds if self.policy.names.requested(one, kind)]
+            kinds = list(self.policy.names.asked(one))
             self._random.shuffle(kinds)
             for kind in kinds:
                 refused = self._allocate(target, kind, reusable.get(kind, set()))
@@ -84,7 +84,7 @@ class Node:
         return [device for ids in by_gpu.values() for device in ids]
 
     def _allocate(self, target: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
-        count = self.policy.names.requested(target.container, kind)
+        count = self.policy.names.asked(target.container)[kind]
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
         ledger = self.cache.ledger(self.found, without=target.key)
@@ -118,7 +118,7 @@ class Node:
                 kind=target.container.kind,
                 gpus=gpus,
                 ids={**(old.ids if old is not None else {}), kind: frozenset(chosen)},  # type: ignore[arg-type]
-                is_whole=self.policy.names.requested(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
+                is_whole=self.policy.names.asked(target.container).get(ResourceKind.VCORE, 0) >= CORES_PER_GPU
                 if kind is not ResourceKind.GPU
                 else all(replica_layout(device).is_whole for device in chosen),
                 gpu_resource=self.policy.names.name_in(target.container, kind),
@@ -193,7 +193,7 @@ def leaves_blocks_without_cores(owner: Pod) -> bool:
     has_share_before = False
     has_whole_between = False
     for one in owner.containers:
-        cores, blocks = (NAMES.requested(one, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
+        cores, blocks = (NAMES.asked(one).get(kind, 0) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
         if cores and (has_whole_between or (blocks_left and not cores_left)):
             return True
         if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.inflation import MARKS, CpuPods, CpuRule, Host, InflationPolicy, inflate, read_hosts, read_kinds
+from bench.inflation import MARKS, CpuPods, CpuRule, Host, InflationPolicy, fits, inflate, read_hosts, read_kinds
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.first_fit import Capacity, ClaimRequests, Device, Option, allocate
 from gpushare_agent.core.placement.fragmentation import WHOLE, FreeNode, PodKind
@@ -87,7 +87,7 @@ def test_claims_get_the_gpus_that_the_sandboxs_allocator_takes(free: list[int], 
     used = {one.key: {"gpu/cores": WHOLE - free[int(one.key[2])]} for one in devices}
     option = Option(name="gpu", count=gpus, asked={"gpu/cores": kind.parts})
     found = allocate([ClaimRequests(requests=((option,),))], devices, used)
-    assert node.fits(kind) == (found is not None)
+    assert fits(node, kind) == (found is not None)
     if found is not None:
         left = list(free)
         for share in found[0]:

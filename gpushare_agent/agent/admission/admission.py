@@ -179,7 +179,7 @@ class Admission(Struct, kw_only=True, eq=False):
         2. Else `_decide` decides, and the decision is pending.
         3. If capacity lacks while pods are ending, it decides again after each release, for a moment.
         """
-        kind = self.node.names.kind_of(resource)
+        kind = self.node.names.by_name[resource]
         async with self.gate.preferring() as inside:
             found = await self.identification.identify(
                 Call(resource=resource, kind=kind, size=size, must_include=frozenset(must_include)), inside
@@ -209,7 +209,7 @@ class Admission(Struct, kw_only=True, eq=False):
         | 4. already one container's, which does not run yet | that one | the same answer again, no change |
         | 5. anything else | unknown | refused |
         """
-        kind = self.node.names.kind_of(resource)
+        kind = self.node.names.by_name[resource]
         with self.gate.allocating():
             # The plan first: the kubelet was asked for its container, which is better than anything
             # concluded from IDs.
@@ -264,7 +264,7 @@ class Admission(Struct, kw_only=True, eq=False):
         # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.
         self._pending.begin(target.pod.uid)
         ledger = self.node.cache.ledger(self.node.plugins_gpus(), without=target.key)
-        case = Case(target, self.node.names.kind_of(resource), available, ledger, self.policy, must_include)
+        case = Case(target, self.node.names.by_name[resource], available, ledger, self.policy, must_include)
         decision = decide(case, self.edits(), self.isolation.unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
@@ -375,7 +375,7 @@ class Admission(Struct, kw_only=True, eq=False):
         """Check that the container about to start holds these IDs, and that its answer still names its GPU; prepare its
         isolation. An allocation that the cache has lost is read from the kubelet's checkpoint. The kubelet calls it at each
         start of a container, also long after the admission."""
-        kind = self.node.names.kind_of(resource)
+        kind = self.node.names.by_name[resource]
         requested = frozenset(ids)
         held = self._allocations_with(kind, requested)
         refused = None

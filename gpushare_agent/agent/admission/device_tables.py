@@ -204,7 +204,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         borrowed = cache.borrowed()
         self._has_borrowed = False
         for resource, table in self.tables.items():
-            kind = names.kind_of(resource)
+            kind = names.by_name[resource]
             holders = ledger.holders[kind]
             layout, found = kind.layout(names), missing
             if kind.is_part:

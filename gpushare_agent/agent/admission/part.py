@@ -108,7 +108,9 @@ class AdmissionPart:
             gate=self.gate,
             identification=identification,
             policy=_policy(node, isolation.max_shares_of_gpu()),
-            edits=edit_policy(node.settings, node.names, isolation.volumes, handlers=cluster.runtime_classes.handlers),
+            edits=edit_policy(
+                node.settings, node.names, isolation.host.volumes, handlers=cluster.runtime_classes.handlers
+            ),
             refused_pods=self.refused_pods,
             observer=OutcomeReporter(node=node, events=cluster.pod_events),
             records=checkpoint,
@@ -294,7 +296,7 @@ def _build_registrar(
                     calls,
                     node.metrics,
                     ids,
-                    has_pre_start=node.names.kind_of(resource).binds_gpu,
+                    has_pre_start=node.names.by_name[resource].binds_gpu,
                 ),
                 handover=handover,
             )

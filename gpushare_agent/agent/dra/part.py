@@ -48,7 +48,7 @@ class DraPart:
         self.claims = Claims(
             node=node,
             policy=edit_policy(
-                settings, node.names, isolation.volumes, isolation.kernel_module, handlers=classes.handlers
+                settings, node.names, isolation.host.volumes, isolation.kernel_module, handlers=classes.handlers
             ),
             runtime_classes=classes,
             claim_policy=ClaimPolicy(

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from itertools import islice
 from typing import NoReturn
 
+from msgspec import Struct, field
+
 from gpushare_agent.core.model.allocations import ContainerKey
 
 NOT_STARTED_FOR_S = 60.0
@@ -23,27 +25,19 @@ NOT_STARTED_FOR_S = 60.0
 Prepare = Callable[[Sequence[ContainerKey]], Awaitable[Collection[ContainerKey]]]
 
 
-class PreparedAhead:
+class PreparedAhead(Struct, eq=False):
     """`prepare` answers for which containers it succeeded; a failure is left to their start. `at_once` is how many it gets
     together, None for all; `delay_s` is waited after an allocation, because the admission goes on with the container's other
     resource and needs no other thread."""
 
-    def __init__(
-        self,
-        prepare: Prepare,
-        *,
-        at_once: int | None = None,
-        delay_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._prepare = prepare
-        self._at_once = at_once
-        self._delay_s = delay_s
-        self._clock = clock
-        self._requested: dict[ContainerKey, None] = {}
-        self._under_way: set[ContainerKey] = set()
-        self._prepared_at: dict[ContainerKey, float] = {}
-        self._is_new = asyncio.Event()
+    prepare: Prepare
+    at_once: int | None = None
+    delay_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _requested: dict[ContainerKey, None] = field(default_factory=dict)
+    _under_way: set[ContainerKey] = field(default_factory=set)
+    _prepared_at: dict[ContainerKey, float] = field(default_factory=dict)
+    _is_new: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, key: ContainerKey) -> None:
         """The container was just allocated and has not started yet."""
@@ -67,7 +61,7 @@ class PreparedAhead:
     def keep_only(self, remains: Callable[[ContainerKey], bool]) -> None:
         """Forgets the others, which are gone, and those that should have started long ago."""
         # A pod may never start after its Allocate (an image that cannot be pulled).
-        old = self._clock() - NOT_STARTED_FOR_S
+        old = self.clock() - NOT_STARTED_FOR_S
         self._requested = {key: None for key in self._requested if remains(key)}
         self._under_way = set(filter(remains, self._under_way))
         self._prepared_at = {key: at for key, at in self._prepared_at.items() if remains(key) and at > old}
@@ -77,15 +71,15 @@ class PreparedAhead:
         while True:
             await self._is_new.wait()
             # The event is cleared after the pause: what comes during it is in this turn.
-            await asyncio.sleep(self._delay_s)
+            await asyncio.sleep(self.delay_s)
             self._is_new.clear()
             while self._requested:
-                keys = list(islice(self._requested, self._at_once))
+                keys = list(islice(self._requested, self.at_once))
                 for key in keys:
                     del self._requested[key]
                 self._under_way = set(keys)
-                done = await self._prepare(keys)
+                done = await self.prepare(keys)
                 # One that started meanwhile was prepared again, or will be: this one's files are no longer the last.
                 ready = [key for key in done if key in self._under_way and key not in self._requested]
-                self._prepared_at |= dict.fromkeys(ready, self._clock())
+                self._prepared_at |= dict.fromkeys(ready, self.clock())
                 self._under_way = set()

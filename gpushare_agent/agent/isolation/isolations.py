@@ -27,7 +27,7 @@ from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import VirtualManager, build_virtual_manager
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.agent.runtime.cri import RuntimeClient, runtime_client
+from gpushare_agent.agent.runtime.cri import runtime_client
 from gpushare_agent.agent.runtime.machine import read_kernel_module
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -55,21 +55,13 @@ class Isolations(Struct, frozen=True, kw_only=True):
     vdevices: VirtualManager | None
     cdi_watch: CdiWatch | None
 
-    @property
-    def runtime(self) -> RuntimeClient:
-        return self.host.runtime
-
-    @property
-    def volumes(self) -> Mapping[VolumeName, DriverVolume]:
-        return self.host.volumes
-
     async def start(self) -> None:
         """What must be there before a call of the kubelet is answered: files, the daemon's state, the names of CDI."""
         for watch in self.watches.values():
             await watch.poll()
         if self.cdi_watch is not None:
             await self.cdi_watch.check()
-        for text in device_list_warnings(self.host.node.settings, self.volumes):
+        for text in device_list_warnings(self.host.node.settings, self.host.volumes):
             log.warning("device_list_strategy", detail=text)
 
     def tasks(self) -> Tasks:
@@ -273,7 +265,7 @@ def _watch(name: str, part: IsolationPart, vdevices: VirtualManager | None) -> A
     checks, looks = [part.check], [part.look]
     if vdevices is not None and ISOLATIONS[name].mounts_vdevice:
         checks, looks = [vdevices.check, *checks], [vdevices.look, *looks]
-    return AvailabilityWatch(name, checks, looks=looks, period_s=part.check_period_s)
+    return AvailabilityWatch(name, checks, looks, part.check_period_s)
 
 
 def device_list_warnings(settings: Settings, volumes: Mapping[VolumeName, DriverVolume]) -> list[str]:

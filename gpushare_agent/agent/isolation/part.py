@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.agent.isolation import ISOLATIONS, module_of
@@ -170,22 +170,22 @@ def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProb
     return {name: make(settings, driver) for name, make in makers.items() if make is not None}
 
 
-class AvailabilityWatch:
+class AvailabilityWatch(Struct, eq=False):
     """`checks` are bounded, and raise AgentError with what is missing and the remedy; the first that raises counts.
     `period_s` is from the end of one round to the beginning of the next; they never overlap. `looks` do the same without
     putting anything in its place on the node."""
 
-    def __init__(
-        self, isolation: str, checks: Sequence[Check], *, looks: Sequence[Check] = (), period_s: float
-    ) -> None:
-        self._isolation = isolation
-        self._checks = checks
-        self._looks = looks
-        self._period_s = period_s
-        self.is_checked = False
-        self.unavailable_reason = f"isolation {isolation} has not been checked yet"
-        """Why no share can be had now, and the remedy; empty when it can."""
-        self._callbacks: list[Callable[[], None]] = []
+    isolation: str
+    checks: Sequence[Check]
+    looks: Sequence[Check]
+    period_s: float
+    is_checked: bool = False
+    unavailable_reason: str = ""
+    """Why no share can be had now, and the remedy; empty when it can."""
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.unavailable_reason = f"isolation {self.isolation} has not been checked yet"
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """`callback` is called after each change of `unavailable_reason`."""
@@ -193,19 +193,19 @@ class AvailabilityWatch:
 
     async def look(self) -> None:
         """For an agent next to the one that serves. Raises AgentError."""
-        for look in self._looks:
+        for look in self.looks:
             await look()
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
             await self.poll()
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self.period_s)
 
     async def poll(self) -> None:
         reason = ""
         try:
-            for check in self._checks:
+            for check in self.checks:
                 await check()
         # Any other exception is a bug and ends the agent; Kubernetes restarts it.
         except AgentError as error:
@@ -216,14 +216,14 @@ class AvailabilityWatch:
         if reason == before:
             return
         if not reason:
-            log.info("isolation_available", isolation=self._isolation, then="its shares are allocated")
+            log.info("isolation_available", isolation=self.isolation, then="its shares are allocated")
         else:
             log.error(
                 "isolation_unavailable",
-                isolation=self._isolation,
+                isolation=self.isolation,
                 reason=reason,
                 then="no share of it is allocated; checked again",
-                period_s=self._period_s,
+                period_s=self.period_s,
             )
         for callback in self._callbacks:
             callback()

@@ -70,23 +70,15 @@ class DisplayServer(Struct, eq=False):
     before_reading: Callable[[], Awaitable[None]] = at_once
     retry_s: float = RETRY_S
     _reported: ReportOnce = field(default_factory=ReportOnce)
-    _socket: ServedSocket | None = None
-
-    @property
-    def is_serving(self) -> bool:
-        """The server runs, and its socket is the one at the path."""
-        # Any root process may put another socket at the path, as gpu-manager does at its start: then no client reaches
-        # this server.
-        return self._socket is not None and self._socket.is_serving
 
     async def run(self) -> NoReturn:
         """Serve until cancelled."""
         await asyncio.to_thread(importlib.import_module, _MESSAGES)
-        served = self._socket = ServedSocket(
-            self.path, lambda: BoundedGrpcServer([self], limits=_LIMITS, fields={"service": SERVICE})
-        )
+        served = ServedSocket(self.path, lambda: BoundedGrpcServer([self], limits=_LIMITS, fields={"service": SERVICE}))
         try:
             while True:
+                # Any root process may put another socket at the path, as gpu-manager does at its start: then no client
+                # reaches this server.
                 if not served.is_serving:
                     await self._serve(served)
                 await asyncio.sleep(self.retry_s)

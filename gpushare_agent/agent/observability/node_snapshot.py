@@ -105,6 +105,10 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         capacity = self.names.units(gpu, ResourceKind.VCORE)
         return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
 
+    def containers_by_name(self) -> list[ContainerFacts]:
+        """By namespace, pod and container."""
+        return sorted(self.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key))
+
     def gpus_of(self, allocation: Allocation) -> list[Gpu]:
         """By index. An allocation may name a GPU that was lost before the agent's start: it stays only in the ledger."""
         by_uuid = self.inventory.by_uuid()
@@ -134,7 +138,6 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
 def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
     """The whole document."""
     names = snapshot.names
-    order = sorted(snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key))
     return {
         "schema": documents.SCHEMA,
         "node": snapshot.node,
@@ -148,7 +151,7 @@ def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
         },
         "gpus": [_gpu(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
         "topology": topology_document(snapshot.inventory),
-        "containers": [_container(facts, snapshot) for facts in order],
+        "containers": [_container(facts, snapshot) for facts in snapshot.containers_by_name()],
     }
 
 

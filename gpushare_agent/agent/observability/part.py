@@ -18,7 +18,7 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.attribution import has_handed_over
-from gpushare_agent.agent.observability.display import DisplayServer, graph_text
+from gpushare_agent.agent.observability.display import DisplayServer
 from gpushare_agent.agent.observability.display import routes as display_routes
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.node_api import NodeApi
@@ -79,7 +79,7 @@ def build(
         driver=driver,
         owners=ProcessOwners(settings.runtime.proc_root),
         pods=node.pods,
-        ids=ContainerIds(isolation.runtime, node.pods),
+        ids=ContainerIds(isolation.host.runtime, node.pods),
         claims=node.claim_pods.claims_of_containers,
         allocations=node.cache.view,
         paid=isolation.paid,
@@ -115,7 +115,6 @@ def build(
             debug=DebugSources(
                 settings=settings,
                 snapshot=snapshots.current,
-                graph=graph_text,
                 allocations=lambda: node.cache,
                 pods=node.pods.pods,
                 now=time.monotonic,

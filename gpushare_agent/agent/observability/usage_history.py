@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import GpuUuid
@@ -32,34 +32,29 @@ HISTORY_POINTS = 180
 RATIO_DIGITS = 4
 
 
-class UsageHistory:
+class UsageHistory(Struct, eq=False):
     """The last `history_s` seconds in `points` points. `clock` is monotonic: the wall clock's jumps move no point.
 
     `allocations` has a container's namespace and pod; they are kept as long as its curve.
     """
 
-    def __init__(
-        self,
-        history_s: float,
-        points: int,
-        *,
-        idle_period_s: float = 0.0,
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._step_s = history_s / points
-        self._idle_slots = math.ceil(idle_period_s / self._step_s)
-        self._has_gap = False
-        self._points = points
-        self._clock = clock
-        self._allocations = allocations
-        self._owners: dict[ContainerKey, _Owner] = {}
-        self._slot = 0
-        self.version = 0
-        """Grows with each round."""
-        self._at: float | None = None
-        self._gpus: dict[GpuUuid, _Pair] = {}
-        self._containers: dict[ContainerKey, _Pair] = {}
+    history_s: float
+    points: int
+    idle_period_s: float = 0.0
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict
+    clock: Callable[[], float] = time.monotonic
+    version: int = 0
+    """Grows with each round."""
+    _has_gap: bool = False
+    _owners: dict[ContainerKey, _Owner] = field(default_factory=dict)
+    _slot: int = 0
+    _at: float | None = None
+    _gpus: dict[GpuUuid, _Pair] = field(default_factory=dict)
+    _containers: dict[ContainerKey, _Pair] = field(default_factory=dict)
+
+    @property
+    def _step_s(self) -> float:
+        return self.history_s / self.points
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
@@ -68,11 +63,13 @@ class UsageHistory:
             return
         self.version += 1
         # Whole steps of the clock, not time since the last point: rounds that come late do not move the points.
-        before, self._slot = self._slot, math.floor(self._clock() / self._step_s)
+        before, self._slot = self._slot, math.floor(self.clock() / self._step_s)
         slot = self._slot
         # A pause without readers is filled with the round at its end; a round that failed, or a pause longer than one
         # can be, stays a gap.
-        since = before if not self._has_gap and slot - before <= self._idle_slots else slot - 1
+        since = (
+            before if not self._has_gap and slot - before <= math.ceil(self.idle_period_s / self._step_s) else slot - 1
+        )
         self._has_gap = False
         self._at = usage.sampled_at
         self._drop_old()
@@ -81,7 +78,7 @@ class UsageHistory:
             # lives for the whole window.
             if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
                 pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes, since=since)
-        allocations = self._allocations()
+        allocations = self.allocations()
         for key, uses in _by_container(usage.containers).items():
             # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
             if (allocation := allocations.get(key)) is not None:
@@ -94,7 +91,7 @@ class UsageHistory:
     def take_over(self, previous: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none if the steps have changed."""
         # The means cannot be divided into other steps.
-        if (previous._step_s, previous._points) != (self._step_s, self._points):
+        if (previous._step_s, previous.points) != (self._step_s, self.points):
             return
         self._gpus, self._containers, self._owners = previous._gpus, previous._containers, previous._owners
         self._slot, self._at, self.version = previous._slot, previous._at, previous.version
@@ -130,11 +127,11 @@ class UsageHistory:
         """None at the limit: then the container or GPU has no curve until another one is dropped."""
         pair = pairs.get(key)
         if pair is None and len(pairs) < most:
-            pair = pairs[key] = _Pair(self._points)
+            pair = pairs[key] = _Pair(self.points)
         return pair
 
     def _drop_old(self) -> None:
-        oldest = self._slot - self._points
+        oldest = self._slot - self.points
         self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
         self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
         self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}

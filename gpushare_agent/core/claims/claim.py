@@ -20,10 +20,10 @@ from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, is_device_name
-from gpushare_agent.core.claims.gpu_config import TYPED, MpsLimits, Typed, read_gpu_config
+from gpushare_agent.core.claims.gpu_config import TYPED, ShareConfig, Typed, read_gpu_config
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult, main_request
-from gpushare_agent.core.kube.objects import ObjectMeta, whole_number
+from gpushare_agent.core.kube.objects import ObjectMeta, shown, whole_number
 from gpushare_agent.core.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.core.model.allocations import ClaimRef
 from gpushare_agent.core.model.errors import Corrupt
@@ -44,15 +44,6 @@ MAX_USERS = 256
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _REQUEST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-
-class ShareConfig(Struct, frozen=True, kw_only=True):
-    """The request of a claim or its class beyond numbers; empty and 0 stand for the node's settings. `mps` are the limits of
-    whole GPUs by NVIDIA's GpuConfig."""
-
-    isolation: str = ""
-    core_limit: int = 0
-    mps: MpsLimits | None = None
 
 
 class DevicePart(Struct, frozen=True, kw_only=True):
@@ -121,7 +112,7 @@ def read_claim(raw: Raw, *, driver: str, pool: str, policy: ClaimPolicy = ClaimP
     mine = [one for one in results if one.driver == driver]
     # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
     if any(one.pool != pool for one in mine):
-        raise Corrupt(f"it is allocated in the pool {_shown(mine[0].pool)}, and this node's pool is {pool}")
+        raise Corrupt(f"it is allocated in the pool {shown(mine[0].pool)}, and this node's pool is {pool}")
     requests = {name for one in mine for name in (one.request, main_request(one.request))}
     configs = list(_configs(entries, driver, requests, policy))
     made = [_result(one, configs, policy) for one in mine]
@@ -170,7 +161,7 @@ def _owner(meta: ObjectMeta) -> PodUid | None:
 def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:
     """Raises Corrupt: one of the three is not what the API server admits."""
     if not _NAME.fullmatch(namespace) or not _NAME.fullmatch(name) or not is_claim_uid(uid):
-        raise Corrupt(f"namespace {_shown(namespace)}, name {_shown(name)} and UID {_shown(uid)} name no claim")
+        raise Corrupt(f"namespace {shown(namespace)}, name {shown(name)} and UID {shown(uid)} name no claim")
     return ClaimRef(namespace, name, uid)
 
 
@@ -184,9 +175,9 @@ def _result(
 ) -> DevicePart:
     request, device, share_id = one.request, one.device, one.share_id or ""
     if not _REQUEST.fullmatch(request):
-        raise Corrupt(f"request {_shown(request)} has no name of a request")
+        raise Corrupt(f"request {shown(request)} has no name of a request")
     if not is_device_name(device):
-        raise Corrupt(f"request {request} is allocated the device {_shown(device)}, which this driver does not publish")
+        raise Corrupt(f"request {request} is allocated the device {shown(device)}, which this driver does not publish")
     if share_id and not is_claim_uid(share_id):
         raise Corrupt(f"request {request}: shareID is no UUID")
     found = DevicePart(request=request, device=device, share_id=share_id, cores=0, memory_mib=0)
@@ -255,8 +246,7 @@ def _configs(
                 yield requests, read_config(one.opaque.parameters)
             # NVIDIA's own driver may read it for another request's device: a claim can be of both.
             elif policy.nvidia_names and one.opaque.driver == NVIDIA_DRIVER and (not requests or requests & mine):
-                found = read_gpu_config(one.opaque.parameters)
-                yield requests, ShareConfig(isolation=found.isolation, mps=found.mps)
+                yield requests, read_gpu_config(one.opaque.parameters)
 
 
 class _Parameters(Typed, rename="camel", forbid_unknown_fields=True):
@@ -272,7 +262,7 @@ def read_config(raw: Raw) -> ShareConfig:
     typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != CONFIG_API_VERSION or typed.kind != CONFIG_KIND:
         raise Corrupt(
-            f"the opaque parameters are {_shown(typed.api_version)} {_shown(typed.kind)}, and this driver reads"
+            f"the opaque parameters are {shown(typed.api_version)} {shown(typed.kind)}, and this driver reads"
             f" {CONFIG_API_VERSION} {CONFIG_KIND}"
         )
     try:
@@ -282,8 +272,3 @@ def read_config(raw: Raw) -> ShareConfig:
             f"{str(e)[:300]}; it has isolation, the name of one, and coreLimit, a whole number from 0 to {CORES_PER_GPU}"
         ) from e
     return ShareConfig(isolation=found.isolation, core_limit=found.core_limit)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -93,24 +93,16 @@ def slice_devices(
         charge = charges.get(gpu.uuid, NO_CHARGE)
         return sign * charge.cores, sign * charge.blocks, gpu.index
 
-    offered.sort(key=key)
-    return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
-
-
-def _device(
-    gpu: Gpu,
-    inventory: GpuInventory,
-    groups: Mapping[str, Mapping[int, str]],
-    cordoned: Mapping[GpuUuid, str],
-    policy: DevicePolicy,
-) -> Device:
-    return Device(
-        name=device_name(gpu.uuid),
-        allow_multiple_allocations=True,
-        attributes=_attributes(gpu, inventory, groups, policy),
-        capacity=_capacity(gpu, policy),
-        taints=_taints(gpu, cordoned, policy),
-    )
+    return [
+        Device(
+            name=device_name(gpu.uuid),
+            allow_multiple_allocations=True,
+            attributes=_attributes(gpu, inventory, groups, policy),
+            capacity=_capacity(gpu, policy),
+            taints=_taints(gpu, cordoned, policy),
+        )
+        for gpu in sorted(offered, key=key)
+    ]
 
 
 def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:

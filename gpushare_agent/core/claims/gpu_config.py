@@ -60,10 +60,12 @@ class MpsLimits(Struct, frozen=True, kw_only=True):
         return found
 
 
-class GpuConfig(Struct, frozen=True, kw_only=True):
-    """Without a strategy, both are as without a configuration."""
+class ShareConfig(Struct, frozen=True, kw_only=True):
+    """The request of a claim or its class beyond numbers; empty and 0 stand for the node's settings. `mps` are the limits of
+    whole GPUs by NVIDIA's GpuConfig."""
 
     isolation: str = ""
+    core_limit: int = 0
     mps: MpsLimits | None = None
 
 
@@ -106,8 +108,8 @@ class Typed(Struct, rename="camel"):
 TYPED, _JSON = Decoder(Typed), Decoder(_Json)
 
 
-def read_gpu_config(raw: Raw) -> GpuConfig:
-    """Raises Corrupt with what cannot be done."""
+def read_gpu_config(raw: Raw) -> ShareConfig:
+    """As without a configuration where it has no strategy. Raises Corrupt with what cannot be done."""
     typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != API_VERSION or typed.kind != "GpuConfig":
         shown, kind = repr(typed.api_version)[:80], repr(typed.kind)[:80]
@@ -121,14 +123,14 @@ def read_gpu_config(raw: Raw) -> GpuConfig:
     except Corrupt as e:
         raise Corrupt(str(e)[:400]) from e
     if sharing is None:
-        return GpuConfig()
+        return ShareConfig()
     if sharing.strategy == "TimeSlicing":
         if sharing.mps_config is not None:
             raise Corrupt("GpuConfig has the strategy TimeSlicing and an mpsConfig. Remove one of the two")
-        return GpuConfig(isolation="none")
+        return ShareConfig(isolation="none")
     if sharing.time_slicing_config is not None:
         raise Corrupt("GpuConfig has the strategy MPS and a timeSlicingConfig. Remove one of the two")
-    return GpuConfig(isolation="mps", mps=_limits(sharing.mps_config or _Mps()))
+    return ShareConfig(isolation="mps", mps=_limits(sharing.mps_config or _Mps()))
 
 
 def _limits(found: _Mps) -> MpsLimits:

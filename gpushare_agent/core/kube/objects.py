@@ -172,11 +172,11 @@ def whole_number(quantity: object, what: str) -> int:
         return int(quantity)  # as nearly all are; the way below costs twenty times as much
     value = amount(quantity)
     if value is None:
-        raise Corrupt(f"{what}: {_shown(quantity)} is no Kubernetes quantity")
+        raise Corrupt(f"{what}: {shown(quantity)} is no Kubernetes quantity")
     if value < 0:
-        raise Corrupt(f"{what}: {_shown(quantity)} is negative")
+        raise Corrupt(f"{what}: {shown(quantity)} is negative")
     if value.denominator != 1 or value > _MAX:
-        raise Corrupt(f"{what}: {_shown(quantity)} is no whole number of at most 64 bits")
+        raise Corrupt(f"{what}: {shown(quantity)} is no whole number of at most 64 bits")
     return value.numerator
 
 
@@ -200,6 +200,7 @@ def amount(quantity: object) -> Fraction | None:
     return value * scale if power >= 0 else value / scale
 
 
-def _shown(quantity: object) -> str:
-    text = repr(quantity)
+def shown(value: object) -> str:
+    """The value as a message quotes it, bounded."""
+    text = repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import force_setattr
 
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.names import (
@@ -164,9 +164,6 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     def ids_of(self, kind: ResourceKind) -> frozenset[DeviceId]:
         return self.ids.get(kind, NO_IDS)
-
-    def with_ids(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> Allocation:
-        return replace(self, ids={**self.ids, kind: ids})
 
     @property
     def bound_ids(self) -> frozenset[DeviceId]:

@@ -82,27 +82,6 @@ RELAPSE_WITHIN_S = 3600.0
 """A GPU that becomes unhealthy again within this time after its recovery has had a relapse."""
 _MAX_DOUBLINGS = 32
 
-STATES = {
-    HealthState.HEALTHY: ("Healthy", "the driver finds the GPU usable, and no error is pending", "—"),
-    HealthState.LOST: (
-        "Unhealthy",
-        "the last poll did not find the GPU, or found it not usable",
-        "a poll that finds it usable: then it is `probing`",
-    ),
-    HealthState.PROBING: (
-        "Unhealthy",
-        "the GPU was unhealthy and is being probed; a failed poll makes it `lost`, an event starts the count again",
-        "`health.recovery_probes` polls in a row that find it usable, `health.recovery_period_s` apart",
-    ),
-    HealthState.NEEDS_RESET: (
-        "Unhealthy",
-        "an error happened after which the GPU answers but must not be used",
-        "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
-    ),
-}
-"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/explanation/health.md shows
-this table."""
-
 XID_NAMES = {
     13: "graphics engine exception",
     31: "GPU memory page fault",

@@ -68,10 +68,6 @@ KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-
 DEVICE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 
 
-def is_kind(text: str) -> bool:
-    return KIND.fullmatch(text) is not None
-
-
 class SpecFile(Struct, frozen=True, kw_only=True):
     """One file of a spec directory. `problem` is why a runtime ignores it (then kind and devices are empty)."""
 

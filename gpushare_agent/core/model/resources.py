@@ -308,10 +308,6 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         names = self.kinds.get(kind, ())
         return names[0] if len(names) == 1 else next((name for name in names if container.requests.get(name)), "")
 
-    def kind_of(self, resource: str) -> ResourceKind:
-        """The kind of a resource that a device plugin of this node serves."""
-        return self.by_name[resource]
-
     def socket(self, resource: str) -> str:
         """Each name has its own: two may differ in their prefixes alone."""
         kind = self.by_name[resource]
@@ -325,16 +321,8 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
                 found[kind] = found.get(kind, 0) + count
         return found
 
-    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
-        """Units of the resource that the container asks for."""
-        return self.asked(container).get(kind, 0)
-
     def wants_any(self, pod: Pod) -> bool:
         return any(map(self.asked, pod.containers))
-
-    def binding(self, container: ContainerSpec) -> ResourceKind:
-        """The resource whose IDs bind the container's GPU."""
-        return next((kind for kind in self.asked(container) if kind.binds_gpu), ResourceKind.VCORE)
 
     def part_kind(self, container: ContainerSpec) -> ResourceKind | None:
         """The resource of parts of GPUs that the container asks for."""

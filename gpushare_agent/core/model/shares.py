@@ -84,7 +84,7 @@ def share_limits(
 
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
     """The share of replicas of one GPU; the sum over several GPUs."""
-    parts = _replica_limits(allocation, gpus).values()
+    parts = replica_limits(allocation, gpus).values()
     return ShareLimits(
         cores=sum(part.cores for part in parts),
         memory_bytes=sum(part.memory_bytes for part in parts),
@@ -93,7 +93,7 @@ def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> Share
     )
 
 
-def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict[GpuUuid, ShareLimits]:
+def replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict[GpuUuid, ShareLimits]:
     """A container with all replicas of a GPU has it whole."""
     return {
         uuid: ShareLimits(
@@ -118,7 +118,7 @@ def limits_by_gpu(
     found: dict[GpuUuid, ShareLimits] = {}
     for part in parts:
         if part.unit_ids:
-            own = _replica_limits(part, gpus)
+            own = replica_limits(part, gpus)
         else:
             own = {uuid: share_limits(part, pod, gpus, names) for uuid in part.gpus}
         for uuid, limits in own.items():

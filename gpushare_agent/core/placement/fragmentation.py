@@ -60,29 +60,11 @@ class FreeNode(NamedTuple):
     model: str = ""
     gpu_mib: int = 0
 
-    def fits(self, kind: PodKind) -> bool:
-        if self.cpu_milli < kind.cpu_milli or self.memory_mib < kind.memory_mib:
-            return False
-        if not kind.gpus:
-            return True
-        if kind.models and self.model not in kind.models:
-            return False
-        return kind.gpus <= len(self.gpus) and self.gpus[-kind.gpus] >= kind.parts_of(self.gpu_mib)
-
-    def choices(self, kind: PodKind) -> list[FreeNode]:
-        """What the node would have left, for each GPU that makes a difference, the fullest first; whole GPUs are alike. The
-        kind must fit."""
-        if not kind.is_share:
-            return [self.left(kind)]
-        fitting = range(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus))
-        # GPUs that have as much free give the same node: one of them is enough.
-        return [self._left(kind, at) for at in fitting if at == fitting[0] or self.gpus[at] != self.gpus[at - 1]]
-
     def left(self, kind: PodKind) -> FreeNode:
         """What the node would have left with a share on the fullest GPU that fits."""
         if kind.is_share:
             # Cores and memory may each fit on some GPU and both on none: the emptiest GPU is nearest.
-            return self._left(kind, min(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus) - 1))
+            return self.left_on(kind, min(bisect_left(self.gpus, kind.parts_of(self.gpu_mib)), len(self.gpus) - 1))
         kept = len(self.gpus) - kind.gpus
         return self._replace(
             cpu_milli=self.cpu_milli - kind.cpu_milli,
@@ -90,7 +72,8 @@ class FreeNode(NamedTuple):
             gpus=(0,) * kind.gpus + self.gpus[:kept] if kind.gpus else self.gpus,
         )
 
-    def _left(self, kind: PodKind, at: int) -> FreeNode:
+    def left_on(self, kind: PodKind, at: int) -> FreeNode:
+        """The same with the share on GPU `at`."""
         gpus = self.gpus
         free = max(0, gpus[at] - kind.parts_of(self.gpu_mib))
         to = bisect_left(gpus, free)
@@ -101,13 +84,6 @@ class FreeNode(NamedTuple):
             self.model,
             self.gpu_mib,
         )
-
-
-class Cost(NamedTuple):
-    """The least is best; `left` is the node with the pod."""
-
-    cost: float
-    left: FreeNode
 
 
 class TypicalPods:
@@ -128,15 +104,6 @@ class TypicalPods:
         self._masks: dict[int, Masks] = {}
         self._known: dict[tuple[int, tuple[int, ...], int], float] = {}
 
-    def fragmentation(self, node: FreeNode) -> float:
-        """Parts of GPUs that are free and that a typical pod cannot use, expected."""
-        masks = self.masks(node.gpu_mib)
-        return self.fragmentation_of(masks, masks.roomy(node.model, node.cpu_milli, node.memory_mib), node.gpus)
-
-    def cost(self, node: FreeNode, kind: PodKind) -> Cost:
-        """The cost of placing such a pod on the node, which it fits."""
-        return Cost(KindCosts(self, kind).of(node), node.left(kind))
-
     def masks(self, gpu_mib: int) -> Masks:
         """For nodes with GPUs of such memory."""
         masks = self._masks.get(gpu_mib)
@@ -145,7 +112,7 @@ class TypicalPods:
         return masks
 
     def fragmentation_of(self, masks: Masks, roomy: int, gpus: tuple[int, ...]) -> float:
-        """`roomy` as the masks give it."""
+        """Parts of GPUs that are free and that a typical pod cannot use, expected. `roomy` as the masks give it."""
         # CPU and memory differ between all nodes, but few differ in the kinds of pods that they let in: most of thousands of
         # nodes are in a few hundred states.
         key = roomy, gpus, masks.gpu_mib
@@ -174,7 +141,7 @@ class KindCosts:
         self._known: dict[tuple[int, int, tuple[int, ...], int, str], float] = {}
 
     def of(self, node: FreeNode) -> float:
-        """The cost of placing such a pod on the node, which it fits."""
+        """The cost of placing such a pod on the node, which it fits; the least is best."""
         kind, masks = self._kind, self._typical.masks(node.gpu_mib)
         left_milli = node.cpu_milli - kind.cpu_milli
         before = masks.roomy(node.model, node.cpu_milli, node.memory_mib)

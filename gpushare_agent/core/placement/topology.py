@@ -26,14 +26,8 @@ _ESCAPES = re.compile(r"\x1b?\[[0-9;]*m")
 _HEADER_WORDS = re.compile(r"GPU NUMA ID|CPU Affinity|NUMA Affinity|\S+")
 _GPU = re.compile(r"GPU\d+")
 _NVLINK = re.compile(r"NV([1-9]\d{0,2})")
-_KINDS = {
-    "PIX": LinkKind.PIX,
-    "PXB": LinkKind.PXB,
-    "PHB": LinkKind.PHB,
-    "NODE": LinkKind.NODE,
-    "SYS": LinkKind.SYS,
-    "SOC": LinkKind.SYS,
-}
+_PCIE_LEVELS = (LinkKind.SYS, LinkKind.NODE, LinkKind.PHB, LinkKind.PXB, LinkKind.PIX)
+_KINDS = {**{kind.name: kind for kind in reversed(_PCIE_LEVELS)}, "SOC": LinkKind.SYS}
 _CURE = "Copy the whole output of `nvidia-smi topo -m` again."
 
 
@@ -174,8 +168,6 @@ def _read_numa(header: _Header, line: _Line) -> int | None:
     cell = cells[column] if column < len(cells) else ""
     return int(cell) if cell.isascii() and cell.isdigit() and len(cell) < 5 else None
 
-
-_PCIE_LEVELS = (LinkKind.SYS, LinkKind.NODE, LinkKind.PHB, LinkKind.PXB, LinkKind.PIX)
 
 KindMatrix = Sequence[Sequence[LinkKind]]
 

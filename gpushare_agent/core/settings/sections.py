@@ -16,9 +16,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from gpushare_agent.core.model.isolation import AUTO, ResizeMode, is_kind
+from gpushare_agent.core.model.isolation import AUTO, KIND, ResizeMode
 from gpushare_agent.core.model.names import GPU_MODEL_LABEL, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.settings.isolation_names import isolation_names
 from gpushare_agent.core.settings.values import (
@@ -264,19 +264,12 @@ class DriverLimitsSettings(Section):
 class CdiSettings(Section):
     """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
 
-    kind: str = "nvidia.com/gpu"
+    kind: Annotated[str, matches(KIND, "is no CDI kind such as nvidia.com/gpu")] = "nvidia.com/gpu"
     """Vendor and class of CDI names; a device is <kind>=<GPU UUID>."""
     spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list), PLACE] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")), min_length=1
     )
     """Directories of CDI specs; the agent writes its own, and those of claims, into the last."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_kind(cls, value: str) -> str:
-        if not is_kind(value):
-            raise ValueError("is no CDI kind such as nvidia.com/gpu")
-        return value
 
 
 Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(comma_list)]

@@ -148,7 +148,7 @@ def next_container_of(
     The kubelet skips it when an init container's IDs cover the whole request; the IDs then identify the pod, and the target
     is its first container that lacks the resource. None unless all the IDs are of one pod's init containers.
     """
-    requested, kind = set(ids), known.names.kind_of(resource)
+    requested, kind = set(ids), known.names.by_name[resource]
     owners = {
         key.pod_uid
         for key, allocation in known.allocations.items()

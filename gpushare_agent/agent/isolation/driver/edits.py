@@ -27,10 +27,10 @@ from gpushare_agent.agent.isolation.request import (
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu
-from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, MIB, GpuUuid
+from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.model.shares import share_limits
+from gpushare_agent.core.model.shares import replica_limits, share_limits
 
 
 def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
@@ -103,9 +103,7 @@ def memory_shares(
     """What each of the `users` of an allocation has. A claim that was made for one pod is not given to other pods that name
     it too. A GPU that is not in `gpus` has no limit to set."""
     if allocation.unit_ids:
-        limits = {
-            uuid: int(part * gpus[uuid].memory_mib) * MIB for uuid, part in allocation.parts.items() if uuid in gpus
-        }
+        limits = {uuid: one.memory_bytes for uuid, one in replica_limits(allocation, gpus).items()}
     else:
         # Each pod's cgroup has a limit of its own, and the sum must not be above the share.
         pods = max(1, len({user.pod_uid for user in users}))

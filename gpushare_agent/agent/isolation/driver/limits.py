@@ -22,9 +22,10 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.driver.edits import MemoryShare, pod_memory
+from gpushare_agent.agent.isolation.part import IsolationPart
 from gpushare_agent.agent.runtime.cgroups import CgroupDir, Cgroups, CgroupVersion
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
-from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.isolation import MemoryLimit, MemoryLimiter
 from gpushare_agent.core.model.names import PodUid
@@ -55,7 +56,7 @@ Shares = Mapping[ContainerKey, Sequence[MemoryShare]]
 """By container."""
 
 
-class DriverLimits(Struct, kw_only=True, eq=False):
+class DriverLimits(Struct, IsolationPart, kw_only=True, eq=False):
     """`check` first, `prepare` at any time, `run` once. `on_missing` hears of a container that runs without its limit."""
 
     driver: MemoryLimiter
@@ -71,6 +72,10 @@ class DriverLimits(Struct, kw_only=True, eq=False):
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _new_until: float = float("-inf")
     _failure: ReportOnce = field(default_factory=ReportOnce)
+
+    def __post_init__(self) -> None:
+        self.services = {"driver limits": self}
+        self.is_memory_fixed = not self.may_set  # a limit that NVIDIA's toolkit sets is not changed afterwards
 
     def problem(self, key: ContainerKey) -> str:
         """Why the container, or one that uses the claim, runs without its limit; empty if it has it or does not run."""
@@ -126,9 +131,10 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         has_unknown = any(key not in self._ids for key in self.shares())
         return NEW_PERIOD_S if has_unknown and asyncio.get_running_loop().time() < self._new_until else PERIOD_S
 
-    async def enforce(self, key: ContainerKey) -> str:
+    async def enforce(self, allocation: Allocation) -> str:
         """Sets the limits after a resize: why the container has not its limit of now, or still uses more; empty where all is
         well. Raises AgentError."""
+        key = allocation.key
         await self.reconcile()
         users = [user for user in self._users(self.shares(), key) if user in self._ids]
         if not users:

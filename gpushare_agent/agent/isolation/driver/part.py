@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from gpushare_agent.agent.isolation.choice import Standing
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.agent.isolation.driver.limits import DriverLimits, check_driver_limits
 from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import Refused, Unavailable
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.settings.settings import Settings
 
 
-class DriverPart(IsolationPart):
-    def __init__(self, host: IsolationHost) -> None:
-        self._host = host
-        may_set = host.node.settings.driver_limits.set_by_agent
-        self._limits = DriverLimits(
-            driver=host.driver,
-            cgroups=host.cgroups,
-            containers=ContainerIds(host.runtime, host.node.pods),
-            shares=lambda: _shares(host),
-            may_set=may_set,
-            on_missing=self._missing,
-        )
-        self.services = {"driver limits": self._limits}
-        self.is_memory_fixed = not may_set  # a limit that NVIDIA's toolkit sets is not changed afterwards
-
-    async def check(self) -> None:
-        await self._limits.check()
-
-    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
-        return await self._limits.prepare(keys)
-
-    async def enforce(self, allocation: Allocation) -> str:
-        return await self._limits.enforce(allocation.key)
-
-    def problem(self, key: ContainerKey) -> str:
-        return self._limits.problem(key)
-
-    def _missing(self, key: ContainerKey, why: str) -> None:
-        if (pod := self._host.node.pods.get(key.pod_uid)) is not None:
-            text = f"container {key.container} runs without its memory limit: {why}"
-            self._host.warn(pod, "MemoryLimitMissing", text)
-
-
 def build(host: IsolationHost) -> IsolationPart:
-    return DriverPart(host)
+    def warn_missing(key: ContainerKey, why: str) -> None:
+        if (pod := host.node.pods.get(key.pod_uid)) is not None:
+            host.warn(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
+
+    return DriverLimits(
+        driver=host.driver,
+        cgroups=host.cgroups,
+        containers=ContainerIds(host.runtime, host.node.pods),
+        shares=lambda: _shares(host),
+        may_set=host.node.settings.driver_limits.set_by_agent,
+        on_missing=warn_missing,
+    )
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:

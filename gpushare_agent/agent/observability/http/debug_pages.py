@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from gpushare_agent.agent.observability.display import graph_text
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, topology_document
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import split_device_id
@@ -40,11 +41,10 @@ _PLAIN_FUTURES = ("FutureIter", "Future")
 
 
 class DebugSources(Struct, frozen=True, kw_only=True):
-    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`, `graph` draws a snapshot's tree."""
+    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`."""
 
     settings: Settings
     snapshot: Callable[[], NodeSnapshot]
-    graph: Callable[[NodeSnapshot], str]
     allocations: Callable[[], Iterable[Allocation]]
     pods: Callable[[], Iterable[Pod]]
     now: Callable[[], float]
@@ -155,7 +155,7 @@ def topology_page(sources: DebugSources) -> Page:
         ],
         "unreadable": [{"index": index, "reason": reason} for index, reason in snapshot.inventory.unreadable],
         **topology_document(snapshot.inventory),
-        "graph": sources.graph(snapshot).splitlines(),
+        "graph": graph_text(snapshot).splitlines(),
     }
 
 

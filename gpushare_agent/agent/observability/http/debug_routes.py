@@ -10,6 +10,7 @@ import asyncio
 import html
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 from aiohttp import web
@@ -37,24 +38,20 @@ _Entry = tuple[str, str, str, Handler]
 
 
 def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
+    show = partial(_page, sources)
     entries: list[_Entry] = [
         (
             "GET",
             "/debug/allocations",
             "what is allocated to each container, by device",
-            _page(debug_pages.allocations_page, sources),
+            show(debug_pages.allocations_page),
         ),
-        ("GET", "/debug/log", "the log level", _page(_log_page, sources)),
+        ("GET", "/debug/log", "the log level", show(_log_page)),
         ("POST", "/debug/log", "change it: ?level=debug", _change_log),
-        (
-            "GET",
-            "/debug/pods",
-            "the pod store, without values that may be secrets",
-            _page(debug_pages.pods_page, sources),
-        ),
-        ("GET", "/debug/settings", "every setting in force", _page(debug_pages.settings_page, sources)),
-        ("GET", "/debug/tasks", "every task and what it awaits", _page(_tasks_page, sources)),
-        ("GET", "/debug/topology", "GPUs, links, tree", _page(debug_pages.topology_page, sources)),
+        ("GET", "/debug/pods", "the pod store, without values that may be secrets", show(debug_pages.pods_page)),
+        ("GET", "/debug/settings", "every setting in force", show(debug_pages.settings_page)),
+        ("GET", "/debug/tasks", "every task and what it awaits", show(_tasks_page)),
+        ("GET", "/debug/topology", "GPUs, links, tree", show(debug_pages.topology_page)),
     ]
     pages: dict[str, dict[str, Handler]] = {path: {"GET": _index(entries)} for path in ("/debug", "/debug/")}
     # gpu-manager is a Go program and has Go's profiles here.
@@ -120,7 +117,7 @@ def _link(path: str) -> str:
     return f"<a href='{path}'>{path}</a>"
 
 
-def _page(make: Callable[[DebugSources], Page | str], sources: DebugSources) -> Handler:
+def _page(sources: DebugSources, make: Callable[[DebugSources], Page | str]) -> Handler:
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
         content = make(sources)

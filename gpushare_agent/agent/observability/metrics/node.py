@@ -155,11 +155,8 @@ class _Share(NamedTuple):
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:
     """The series of the containers, rows by namespace, pod, container and GPU."""
-    containers = sorted(
-        snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key)
-    )
     labelled, shares, isolations = [], [], []
-    for facts in containers:
+    for facts in snapshot.containers_by_name():
         allocation, kept = facts.allocation, facts.kept
         names = {"namespace": allocation.namespace, "node": snapshot.node}
         pod, container = allocation.pod_name, allocation.container_name
