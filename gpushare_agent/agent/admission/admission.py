@@ -126,32 +126,16 @@ def _key(plan: Decision) -> ContainerKey | None:
     return plan.target.key if plan.target is not None else None
 
 
-class RefusedPods:
+class RefusedPods(set[PodUid]):
     """Pods whose admission was refused: kubelets up to 1.33 go on listing them, so a call is never for one of these.
 
     State owned: their UIDs, until the pod is deleted or the kubelet restarts. The admission adds, identification reads.
     """
 
-    def __init__(self) -> None:
-        self._uids: set[PodUid] = set()
-
-    def __contains__(self, uid: object) -> bool:
-        return uid in self._uids
-
-    def add(self, uid: PodUid) -> None:
-        self._uids.add(uid)
-
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Forgets a pod that is gone. For PodStore.subscribe."""
         if new is None and old is not None:
-            self._uids.discard(old.uid)
-
-    def clear(self) -> None:
-        self._uids.clear()
-
-    def take_over(self, previous: RefusedPods) -> None:
-        """What was refused before a reload."""
-        self._uids |= previous._uids
+            self.discard(old.uid)
 
 
 class Admission(Struct, kw_only=True, eq=False):
@@ -271,7 +255,7 @@ class Admission(Struct, kw_only=True, eq=False):
         decision = decide(case, self.edits(), self.isolation.unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
-            self.observer.taken_ids_offered(resource, decision.taken_ids)
+            self.node.metrics.taken_ids_offered(resource, count=decision.taken_ids)
         self._pending.add(decision)
         return decision
 

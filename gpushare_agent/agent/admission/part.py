@@ -139,7 +139,7 @@ class AdmissionPart:
         else:
             previous.lock.release()
         self.facts.take_over(previous.facts)
-        self.refused_pods.take_over(previous.refused_pods)
+        self.refused_pods.update(previous.refused_pods)
         self.is_reloaded = True
 
     async def recover(self) -> None:
@@ -274,7 +274,7 @@ def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> 
         policy=policy,
         file=ResizeFile(state / "resize.json") if state is not None else None,
         enforcement=isolation,
-        reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
+        reports=ResizeReports(node=node, annotations=cluster.annotations, events=cluster.pod_events),
     )
 
 
@@ -292,7 +292,7 @@ def _build_registrar(
                     resource,
                     table,
                     calls,
-                    node.metrics,
+                    node.metrics.rpc_finished,
                     ids,
                     has_pre_start=node.names.kind_of(resource).binds_gpu,
                 ),
