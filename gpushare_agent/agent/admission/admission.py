@@ -57,7 +57,8 @@ class PendingAdmissions:
 
     def __init__(self) -> None:
         self._plans: list[Decision] = []
-        self._pod: PodUid | None = None
+        self.pod: PodUid | None = None
+        """The pod that was under admission last."""
         self._allocated: list[ContainerKey] = []
 
     def add(self, plan: Decision) -> None:
@@ -87,15 +88,10 @@ class PendingAdmissions:
         """An Allocate for a plan has still to come."""
         return any(plan.at > now - PLAN_LIFETIME_S for plan in self._plans)
 
-    @property
-    def pod(self) -> PodUid | None:
-        """The pod that was under admission last."""
-        return self._pod
-
     def begin(self, uid: PodUid) -> None:
         """A call for this pod: the admission of any other pod is over."""
-        if self._pod != uid:
-            self._pod = uid
+        if self.pod != uid:
+            self.pod = uid
             self._allocated.clear()
 
     def add_allocated(self, key: ContainerKey) -> None:
@@ -104,7 +100,7 @@ class PendingAdmissions:
 
     def take_allocated(self, uid: PodUid) -> tuple[ContainerKey, ...]:
         """The containers to which the pod's present admission has allocated, forgotten here; none for another pod."""
-        if self._pod != uid:
+        if self.pod != uid:
             return ()
         allocated = tuple(self._allocated)
         self._allocated.clear()
@@ -112,7 +108,7 @@ class PendingAdmissions:
 
     def clear(self) -> None:
         self._plans.clear()
-        self._pod = None
+        self.pod = None
         self._allocated.clear()
 
     def _take(self, matches: Sequence[Decision]) -> Decision | None:
