@@ -41,7 +41,7 @@ from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodRe
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, gpu_managers_checkpoint
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.supervision import Tasks, wait_for
+from gpushare_agent.core.kit.supervision import Tasks, bounded, wait_for
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import KernelModule
@@ -183,13 +183,9 @@ class AdmissionPart:
 
     async def take_over(self) -> None:
         """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
-        try:
-            async with asyncio.timeout(TAKE_OVER_S):
-                await self.lock.acquire()
-        except TimeoutError as e:
-            raise Unavailable(
-                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts over"
-            ) from e
+        late = f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts over"
+        async with bounded(TAKE_OVER_S, late):
+            await self.lock.acquire()
 
     async def leave(self) -> None:
         """If another agent waits, ends the service to the kubelet in a moment between two admissions, and answers that
