@@ -106,7 +106,13 @@ class AdmissionPart:
             node=node,
             gate=self.gate,
             identification=identification,
-            policy=_policy(node, isolation.max_shares_of_gpu()),
+            policy=Policy(
+                names=node.names,
+                share_policy=node.settings.placement.share_policy,
+                share_mode=node.settings.share_mode,
+                max_shares_of_gpu=isolation.max_shares_of_gpu(),
+                node_name=node.settings.node_name,
+            ),
             edits=edit_policy(node.settings, node.names, isolation.volumes, handlers=cluster.runtime_classes.handlers),
             runtime_classes=cluster.runtime_classes,
             refused_pods=self.refused_pods,
@@ -250,16 +256,6 @@ class AdmissionPart:
             for resource in self.node.names.names
             if not self.registrar.is_registered(resource)
         ] + sorted(set(self.node.inventory.held.values()))
-
-
-def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
-    return Policy(
-        names=node.names,
-        share_policy=node.settings.placement.share_policy,
-        share_mode=node.settings.share_mode,
-        max_shares_of_gpu=max_shares_of_gpu,
-        node_name=node.settings.node_name,
-    )
 
 
 def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
