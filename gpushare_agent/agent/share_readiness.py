@@ -23,6 +23,7 @@ from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.records import LEFT_REMEDY, KubeletCheckpoint, describe_left, vdevices
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.node_probes import connect_to_socket
+from gpushare_agent.core.kit.supervision import bounded
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.gpus import Gpu
 
@@ -111,11 +112,8 @@ def build(
 
 async def _connect(socket: Path) -> None:
     """Connects and sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await connect_to_socket(socket)
-    except TimeoutError as e:
-        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
+    async with bounded(CONNECT_TIMEOUT_S, f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s"):
+        await connect_to_socket(socket)
 
 
 async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:

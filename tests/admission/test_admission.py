@@ -37,7 +37,7 @@ class Scripted:
 
     def __init__(self, *pods: Pod, names: ResourceNames = NAMES) -> None:
         self.names = names
-        self.node = node_of(names=names)
+        self.node = node_of(names=names, metrics=self)
         self.pods, self.cache = self.node.pods, self.node.cache
         self.pods.replace_all(pods)
         self.next: Target | Refused | None = None

@@ -33,7 +33,6 @@ def test_only_the_last_decisions_are_kept_newest_first() -> None:
         log.add(record(name))
     assert [(r.number, r.pod) for r in log.newest(10)] == [(5, "e"), (4, "d"), (3, "c")]
     assert [r.pod for r in log.newest(2)] == ["e", "d"]
-    assert log.number == 5
 
 
 def test_decisions_are_found_by_pod_and_since_a_number() -> None:
@@ -53,4 +52,5 @@ def test_a_reload_keeps_the_records_and_their_numbers() -> None:
         old.add(record(name))
     new.take_over(old)
     assert [(r.number, r.pod) for r in new.newest(10)] == [(3, "c"), (2, "b")]
-    assert new.add(record("d")).number == 4
+    new.add(record("d"))
+    assert [r.number for r in new.newest(1)] == [4]

@@ -33,8 +33,6 @@ class Reported:
     def admission(self, resource: str, outcome: str, reason: str) -> None:
         self.counted.append((outcome, reason))
 
-    def taken_ids_offered(self, resource: str, count: int) -> None: ...
-
     def refused(self, pod: Pod, refused: Refused) -> None:
         self.events.append(refused.detail)
 

@@ -46,7 +46,7 @@ class World:
             policy=policy,
             file=None,
             enforcement=self,
-            reports=ResizeReports(node=node, policy=policy, annotations=self, events=self, clock=lambda: 0.0),
+            reports=ResizeReports(node=node, annotations=self, events=self, clock=lambda: 0.0),
         )
 
     def isolation_of(self, allocation: Allocation) -> Isolation | None:

@@ -11,10 +11,11 @@ import pytest
 from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from tests.agent.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
 from tests.runtime.support_cgroups import find_cgroup
+from tests.runtime.support_cri import open_runtime, reported_pid
 from tests.support_deadline import DEADLINE_S
 
 pytestmark = pytest.mark.containers
@@ -39,15 +40,13 @@ async def test_a_running_container_is_listed_with_its_pod_and_pid(containerd: Co
     ):
         await made.wait_processes(3)  # runc's start returns before the program is in the process
         assert (await client.version()).name == "containerd"
-        (listed,) = [c for c in await client.containers() if c.id == made.id]
-        assert (listed.pod_uid, listed.pod_name, listed.pod_namespace) == (made.pod_uid, made.pod_name, "default")
-        assert (listed.container_name, listed.attempt, listed.state) == (made.container_name, 0, RuntimeState.RUNNING)
-        status = await client.status(made.id)
-        assert status.container == listed
-        assert status.pid is not None
-        assert Path(f"/proc/{status.pid}/cmdline").read_bytes().startswith(b"/bin/sh\0-c\0")
+        key = ContainerKey(made.pod_uid, made.container_name)
+        assert (await client.running())[key] == made.id
+        assert await client.owner_of(made.id) == key
+        pid = await reported_pid(containerd.socket, made.id)
+        assert Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/bin/sh\0-c\0")
         with pytest.raises(NotFound):
-            await client.status("0" * 64)
+            await client.owner_of("0" * 64)
 
 
 async def test_every_process_of_a_container_is_found_and_known(containerd: Containerd) -> None:
@@ -56,10 +55,9 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
     async with (
         running_container(containerd, FORKS) as made,
         running_container(containerd, FORKS) as other,
-        open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
     ):
         await made.wait_processes(3)
-        first = (await client.status(made.id)).pid
+        first = await reported_pid(containerd.socket, made.id)
         found = find_cgroup(cgroups, made.id, made.pod_uid)
         assert found is not None
         assert first is not None
@@ -100,8 +98,8 @@ async def test_a_container_that_ends_has_no_processes_any_more(containerd: Conta
         found = find_cgroup(cgroups, made.id, made.pod_uid)
         assert found is not None
         await made.stop()
-        status = await client.status(made.id)
-        assert (status.container.state, status.pid) == (RuntimeState.EXITED, None)
+        assert made.id not in (await client.running()).values()
+        assert await reported_pid(containerd.socket, made.id) is None
         with pytest.raises(NotFound):
             cgroups.processes(found)
         assert find_cgroup(cgroups, made.id, made.pod_uid) is None
@@ -112,16 +110,16 @@ async def test_containers_outlive_the_runtime_and_are_found_after_it(containerd:
     cgroups = Cgroups()
     async with open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client:
         async with running_container(containerd, FORKS) as made:
-            before = await client.status(made.id)
+            pid, key = await reported_pid(containerd.socket, made.id), await client.owner_of(made.id)
             containerd.stop()
             try:
                 with pytest.raises(Unavailable):
-                    await client.containers()
+                    await client.running()
                 found = find_cgroup(cgroups, made.id, made.pod_uid)
                 assert found is not None
-                assert before.pid in cgroups.processes(found).pids
+                assert pid in cgroups.processes(found).pids
             finally:
                 containerd.start()
                 await made.cri.wait_ready()
-            assert await client.status(made.id) == before
-        assert [c for c in await client.containers() if c.id == made.id] == []
+            assert await client.owner_of(made.id) == key
+        assert made.id not in (await client.running()).values()

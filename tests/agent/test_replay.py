@@ -64,7 +64,6 @@ class Recorder:
 
     allocated_to: list[tuple[str, str, str]] = field(default_factory=list)
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
-    taken: int = 0
 
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
         target = decision.target
@@ -78,12 +77,6 @@ class Recorder:
         target = decision.target
         name = (target.pod.name, target.container.name) if target is not None else ("", "")
         self.refusals.append((*name, refused))
-
-    def taken_ids_offered(self, resource: str, count: int) -> None:
-        self.taken += count
-
-    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
-        pass
 
 
 class RecordedLists:
@@ -205,7 +198,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     servers, channels = [], {}
     for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
         starts = resource == VCORE_RESOURCE
-        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, ids, has_pre_start=starts)
+        plugin = DevicePlugin(resource, DeviceTable(), admission, lambda *_: None, ids, has_pre_start=starts)
         server = GrpcServer([plugin], decoders=FAST_DECODERS)
         path = directory / f"{len(servers)}.sock"
         await server.serve(bind_unix_socket(path, mode=0o600))

@@ -49,7 +49,7 @@ class World:
             policy=policy,
             file=None,
             enforcement=self,
-            reports=ResizeReports(node=node, policy=policy, annotations=self, events=self, clock=lambda: 0.0),
+            reports=ResizeReports(node=node, annotations=self, events=self, clock=lambda: 0.0),
         )
 
     def pod(self, name: str, *requests: str, claim: str = "g", **annotations: str) -> None:

@@ -52,10 +52,11 @@ class Parts:
 @asynccontextmanager
 async def _listening(path: Path) -> AsyncIterator[Parts]:
     parts = Parts()
-    server = parts.server(path)
-    async with running(server.run):
+    async with running(parts.server(path).run):
         async with asyncio.timeout(DEADLINE_S):
-            await server.wait_listening()
+            while not is_served(path):
+                await asyncio.sleep(0.005)
+        assert (await _ask(path, "GET", "/gpus")).status == 200
         yield parts
 
 

@@ -42,7 +42,7 @@ def library(
     )
 
 
-CLIENT = FoundProgram(path=Path("/opt/gpu-client"), elf_class=64, machine="EM_X86_64")
+CLIENT = FoundProgram(path=Path("/opt/gpu-client"), machine="EM_X86_64")
 CONTROL = Control(library=library("libcuda-control.so", "libcuda-control.so"), client=CLIENT)
 DRIVER = (
     library("libcuda.so.535.104.05", "libcuda.so.1"),

@@ -22,7 +22,6 @@ from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 from gpushare_agent.core.kit.sockets import FileIdentity, is_served
 from gpushare_agent.core.kit.supervision import stop_task
@@ -392,23 +391,22 @@ async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_re
 
 
 class Reported:
-    """A runtime."""
+    """A runtime, with the container of each ID that it knows; the first of a container is the one that runs."""
 
-    def __init__(self, *containers: RuntimeContainer, error: Unavailable | None = None) -> None:
-        self.containers_reported, self.error = list(containers), error
+    def __init__(self, owners: Mapping[str, ContainerKey] | None = None, error: Unavailable | None = None) -> None:
+        self.owners, self.error = owners or {}, error
 
-    async def containers(self, *, only_running: bool) -> list[RuntimeContainer]:
+    async def running(self) -> dict[ContainerKey, str]:
         if self.error is not None:
             raise self.error
-        return self.containers_reported
+        return {key: container_id for container_id, key in reversed(self.owners.items())}
 
-    async def status(self, container_id: str) -> RuntimeContainerStatus:
+    async def owner_of(self, container_id: str) -> ContainerKey:
         if self.error is not None:
             raise self.error
-        found = next((c for c in self.containers_reported if c.id == container_id), None)
-        if found is None:
+        if container_id not in self.owners:
             raise NotFound("no such container")
-        return RuntimeContainerStatus(container=found, pid=None)
+        return self.owners[container_id]
 
 
 class Store:
@@ -419,21 +417,9 @@ class Store:
         return self._pods
 
 
-def reported(container_id: str, state: RuntimeState = RuntimeState.RUNNING) -> RuntimeContainer:
-    return RuntimeContainer(
-        id=container_id,
-        pod_uid=POD,
-        pod_namespace="default",
-        pod_name="share",
-        container_name="cuda",
-        attempt=0,
-        state=state,
-    )
-
-
 async def test_the_runtime_is_believed_before_the_statuses() -> None:
     """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
-    runtime = Reported(reported(ID, RuntimeState.EXITED), reported(OTHER_ID))
+    runtime = Reported({OTHER_ID: KEY, ID: KEY})
     found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
     assert await found.running() == {KEY: OTHER_ID}
     assert await found.owner_of(ID) == KEY

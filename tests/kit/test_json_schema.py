@@ -18,7 +18,6 @@ from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile
 from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME, _parsed, state_file
 from gpushare_agent.agent.kubelet.records import read_checkpoint
-from gpushare_agent.agent.runtime.cri import _read_pid
 from gpushare_agent.core.claims.claim import claim_ref, read_claim, read_config
 from gpushare_agent.core.claims.gpu_config import read_gpu_config
 from gpushare_agent.core.formats.simulated_gpus import parse_faults, parse_usage
@@ -67,7 +66,6 @@ READERS: dict[str, Read] = {
     "claim's name": lambda content, _: claim_ref(Raw(content)),
     "claim's parameters": lambda content, _: read_config(Raw(content)),
     "NVIDIA's parameters": lambda content, _: read_gpu_config(Raw(content)),
-    "runtime's info": lambda content, _: _read_pid({"info": _text(content)}),
     "CDI spec": lambda content, _: _spec(content, is_json=True),
     "CDI spec in YAML": lambda content, _: _spec(content[:2000], is_json=False),
     "an agent's answer": lambda content, _: _json_object(content, "it"),

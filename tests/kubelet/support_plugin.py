@@ -92,7 +92,7 @@ class FakeAdmission:
 
 
 class RpcLog:
-    """A metrics observer that keeps resource, method and code of each call."""
+    """Keeps resource, method and code of each call."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[str, str, str]] = []

@@ -53,7 +53,7 @@ async def bench(*, pre_start_required: bool = True, call_timeout_s: float = DEAD
         RESOURCE,
         table,
         admission,
-        rpcs,
+        rpcs.rpc_finished,
         DeviceIds([GpuUuid("GPU-a"), GpuUuid("GPU-b")]),
         has_pre_start=pre_start_required,
         call_timeout_s=call_timeout_s,

@@ -56,7 +56,7 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
         PluginEndpoint(
             device_plugin_path=directory,
             socket_name=socket_name,
-            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), DeviceIds(), has_pre_start=True),
+            plugin=DevicePlugin(name, tables[name], handler, RpcLog().rpc_finished, DeviceIds(), has_pre_start=True),
         )
         for name, socket_name in SOCKETS.items()
     ]
@@ -280,7 +280,7 @@ async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop() -> No
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name="s.sock",
-                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog(), DeviceIds()),
+                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog().rpc_finished, DeviceIds()),
             )
             for _ in range(2)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.agent.runtime.cri import RuntimeContainer, RuntimeState, open_runtime
+from gpushare_agent.agent.runtime.cri import runtime_endpoints
 from gpushare_agent.core.kit.grpc_client import MAX_ANSWER_BYTES
 from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.wire.runtime import v1
 from tests.kit.support_grpc import served_at
+from tests.runtime.support_cri import open_runtime
 from tests.support_deadline import DEADLINE_S
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
@@ -61,7 +62,7 @@ class FakeRuntime(v1.RuntimeServiceBase):
         return await self._answer("ListContainers", self.list_answer)
 
     async def container_status(self, message: v1.ContainerStatusRequest) -> Any:
-        return await self._answer(f"ContainerStatus {message.container_id} {message.verbose}", self.status_answer)
+        return await self._answer(f"ContainerStatus {message.container_id}", self.status_answer)
 
     async def _answer(self, call: str, answer: Any) -> Any:
         self.asked.append(call)
@@ -102,56 +103,33 @@ async def talking(path: Path, talk: Callable[[asyncio.StreamReader, asyncio.Stre
         await asyncio.sleep(0)
 
 
-async def test_containers_of_pods_are_listed_in_order(short_dir: Path) -> None:
-    """With what the kubelet's labels say; containers of no pod are left out."""
+async def test_running_containers_of_pods_are_listed(short_dir: Path) -> None:
+    """By what the kubelet's labels say; of two with one name the later one. What has ended, or is of no pod, is left out,
+    whatever the runtime makes of the filter."""
     runtime = FakeRuntime()
     runtime.list_answer = v1.ListContainersResponse(
         containers=[
             container("5c" * 32, name="side", state=2),
             container(attempt=1),
-            container("6d" * 32, state=9),
-            v1.Container(id="7e" * 32, labels={"other": "label"}),
+            container("8f" * 32),
+            container("6d" * 32, name="other", state=9),
+            v1.Container(id="7e" * 32, labels={"other": "label"}, state=v1.ContainerState(1)),
         ]
     )
     async with serving(short_dir / "s", runtime), open_runtime(f"unix://{short_dir}/s", timeout_s=DEADLINE_S) as client:
-        found = await client.containers()
-    assert [(c.container_name, c.attempt, c.state) for c in found] == [
-        ("main", 0, RuntimeState.UNKNOWN),
-        ("main", 1, RuntimeState.RUNNING),
-        ("side", 0, RuntimeState.EXITED),
-    ]
-    assert found[1] == RuntimeContainer(
-        id=ID, pod_uid=UID, pod_namespace="default", pod_name="train", container_name="main", attempt=1,
-        state=RuntimeState.RUNNING,
-    )  # fmt: skip
+        assert await client.running() == {ContainerKey(UID, "main"): ID}
 
 
-@pytest.mark.parametrize(
-    ("info", "state", "pid"),
-    [
-        ({"info": json.dumps({"sandboxID": "x", "pid": 4711, "runtimeSpec": {}})}, 1, 4711),
-        ({"info": json.dumps({"pid": 4711})}, 2, None),
-        ({"info": json.dumps({"pid": 0})}, 1, None),
-        ({"info": json.dumps({"pid": True})}, 1, None),
-        ({"info": json.dumps({"pid": "4711"})}, 1, None),
-        ({"info": "[" * 100_000}, 1, None),
-        ({"info": "{"}, 1, None),
-        ({}, 1, None),
-    ],
-)
-async def test_a_running_containers_pid_is_reported_where_the_runtime_says_it(
-    short_dir: Path, info: dict[str, str], state: int, pid: int | None
-) -> None:
-    """containerd and CRI-O do, in verbose answers; what is no PID is none."""
-    raw = container(state=state)
+async def test_the_owner_of_an_id_is_what_the_labels_say(short_dir: Path) -> None:
+    """Also of a container that has ended."""
+    raw = container(state=2)
     runtime = FakeRuntime()
     runtime.status_answer = v1.ContainerStatusResponse(
-        status=v1.ContainerStatus(id=ID, metadata=raw.metadata, state=raw.state, labels=raw.labels), info=info
+        status=v1.ContainerStatus(id=ID, metadata=raw.metadata, state=raw.state, labels=raw.labels)
     )
     async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
-        status = await client.status(ID)
-    assert (status.pid, status.container.pod_uid) == (pid, UID)
-    assert runtime.asked == [f"ContainerStatus {ID} True"]
+        assert await client.owner_of(ID) == ContainerKey(UID, "main")
+    assert runtime.asked == [f"ContainerStatus {ID}"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +147,7 @@ async def test_a_container_that_is_not_there_or_of_no_pod_is_not_found(short_dir
     runtime.status_answer = answer
     async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
         with pytest.raises(NotFound):
-            await client.status(ID)
+            await client.owner_of(ID)
 
 
 async def test_the_first_known_runtime_that_answers_is_taken_and_kept(short_dir: Path) -> None:
@@ -192,7 +170,7 @@ async def test_the_first_known_runtime_that_answers_is_taken_and_kept(short_dir:
             answer = await client.version()
             assert (answer.name, answer.endpoint) == ("cri-o", str(known[3]))
         with pytest.raises(Unavailable):
-            await client.containers()
+            await client.running()
         async with serving(known[3], FakeRuntime("cri-o again")):
             assert (await client.version()).name == "cri-o again"
     assert docker.asked == []
@@ -218,9 +196,9 @@ async def test_no_known_runtime_is_unavailable_until_one_comes(short_dir: Path) 
     known = [short_dir / "a", short_dir / "b"]
     async with open_runtime("", timeout_s=DEADLINE_S, known=known) as client:
         with pytest.raises(Unavailable, match=f"{known[0]}, {known[1]}.*container-runtime-endpoint"):
-            await client.containers()
+            await client.running()
         async with serving(known[1], FakeRuntime()):
-            assert await client.containers() == []
+            assert await client.running() == {}
 
 
 async def test_a_runtime_that_goes_and_comes_back_is_asked_anew(short_dir: Path) -> None:
@@ -230,7 +208,7 @@ async def test_a_runtime_that_goes_and_comes_back_is_asked_anew(short_dir: Path)
         for name in ("first", "second"):
             for _ in range(2):
                 with pytest.raises(Unavailable):
-                    await client.containers()
+                    await client.running()
             async with serving(path, FakeRuntime(name)):
                 assert (await client.version()).name == name
 
@@ -241,10 +219,10 @@ async def test_a_call_that_stalls_ends_in_time_and_the_next_one_connects_anew(sh
         runtime.list_answer = asyncio.Event()
         async with open_runtime(str(short_dir / "s"), timeout_s=SHORT_S) as client:
             with pytest.raises(Unavailable, match=f"within {SHORT_S:g} s"):
-                await client.containers()
+                await client.running()
             client._timeout_s = DEADLINE_S
             runtime.list_answer = v1.ListContainersResponse(containers=[container()])
-            assert len(await client.containers()) == 1
+            assert len(await client.running()) == 1
 
 
 async def test_a_call_cut_off_by_the_runtimes_end_is_unavailable(short_dir: Path) -> None:
@@ -253,7 +231,7 @@ async def test_a_call_cut_off_by_the_runtimes_end_is_unavailable(short_dir: Path
     runtime.list_answer = asyncio.Event()
     async with open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
         async with asyncio.TaskGroup() as tasks, serving(short_dir / "s", runtime):
-            call = tasks.create_task(_fault_of(client.containers()))
+            call = tasks.create_task(_fault_of(client.running()))
             async with asyncio.timeout(DEADLINE_S):
                 await runtime.has_asked.wait()
         assert isinstance(call.result(), Unavailable)
@@ -287,9 +265,9 @@ async def test_an_answer_that_is_none_is_corrupt_and_the_next_is_read(short_dir:
     ):
         runtime.list_answer = answer
         with pytest.raises(Corrupt):
-            await client.containers()
+            await client.running()
         runtime.list_answer = v1.ListContainersResponse(containers=[container()])
-        assert len(await client.containers()) == 1
+        assert len(await client.running()) == 1
 
 
 async def test_a_socket_without_grpc_behind_it_is_unavailable(short_dir: Path) -> None:
@@ -313,17 +291,16 @@ async def test_a_runtime_without_cri_v1_is_rejected_with_the_cure(short_dir: Pat
     runtime.list_answer = GRPCError(Status.UNIMPLEMENTED, "unknown service runtime.v1.RuntimeService")
     async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
         with pytest.raises(Rejected, match="cri plugin"):
-            await client.containers()
+            await client.running()
 
 
 @pytest.mark.parametrize(
     "endpoint", ["tcp://127.0.0.1:1234", "containerd.sock", "unix:run/x.sock", "npipe:////./pipe/x"]
 )
-async def test_an_endpoint_that_is_no_socket_is_rejected(endpoint: str) -> None:
+def test_an_endpoint_that_is_no_socket_is_rejected(endpoint: str) -> None:
     """Before anything is connected."""
     with pytest.raises(Rejected, match="unix:///run"):
-        async with open_runtime(endpoint, timeout_s=DEADLINE_S):
-            pass
+        runtime_endpoints(endpoint, ())
 
 
 async def test_a_socket_deeper_than_an_address_is_reached(short_dir: Path) -> None:
@@ -341,6 +318,6 @@ async def test_calls_at_the_same_time_share_a_connection(short_dir: Path) -> Non
         open_runtime("", timeout_s=DEADLINE_S, known=[short_dir / "s", short_dir / "t"]) as client,
     ):
         async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(client.containers()) for _ in range(5)]
-        assert [call.result() for call in calls] == [[]] * 5
+            calls = [tasks.create_task(client.running()) for _ in range(5)]
+        assert [call.result() for call in calls] == [{}] * 5
     assert runtime.asked.count("Version") == 1

@@ -9,41 +9,48 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpushare_agent.agent.runtime.cri import RuntimeState, open_runtime
+from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.wire.runtime import v1
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
+from tests.runtime.support_cri import all_containers, open_runtime, reported_pid
 from tests.sandbox.support_containers import config, open_containers, wait_ended
 from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, start_pods, wait_phase
 from tests.support_deadline import DEADLINE_S
 
 
 async def test_the_agents_client_finds_every_container_and_its_process() -> None:
-    """Names, attempt, state and PID, for what runs and for what has ended."""
-    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=DEADLINE_S) as client:
+    """What runs, and whose an ID is. Attempt, state and PID are there for others."""
+    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket)) as client:
+        socket = node.paths.runtime_socket
         version = await client.version()
-        assert (version.name, version.endpoint) == ("gpushare-sandbox", str(node.paths.runtime_socket))
-        assert await client.containers() == []
+        assert (version.name, version.endpoint) == ("gpushare-sandbox", str(socket))
+        assert await client.running() == {}
         raw = node.api.create_pod(pod("train", container("main"), container("side"), init=(container("setup"),)))
         await wait_phase(node, "train", "Running")
-        found = {c.container_name: c for c in await client.containers()}
-        assert {name: c.state for name, c in found.items()} == {
-            "main": RuntimeState.RUNNING, "side": RuntimeState.RUNNING, "setup": RuntimeState.EXITED,
+        uid = raw["metadata"]["uid"]
+        ours = {name: node.kubelet.runtime.find(uid, name) for name in ("main", "side")}
+        ids = {ContainerKey(uid, name): one.id for name, one in ours.items() if one is not None}
+        assert len(ids) == 2 and await client.running() == ids
+        main = ours["main"]
+        assert main is not None and await client.owner_of(main.id) == ContainerKey(uid, "main")
+        found = {one.labels["io.kubernetes.container.name"]: one for one in (await all_containers(socket)).values()}
+        states = v1.ContainerState
+        assert {name: one.state for name, one in found.items()} == {
+            "main": states.CONTAINER_RUNNING, "side": states.CONTAINER_RUNNING, "setup": states.CONTAINER_EXITED,
         }  # fmt: skip
-        main = found["main"]
-        assert (main.pod_namespace, main.pod_name, main.attempt) == ("default", "train", 0)
-        assert main.pod_uid == raw["metadata"]["uid"]
-        ours = node.kubelet.runtime.find(main.pod_uid, "main")
-        assert ours is not None and ours.id == main.id
-        assert (await client.status(main.id)).pid == ours.pid
-        assert (await client.status(found["setup"].id)).pid is None
+        assert found["main"].labels["io.kubernetes.pod.namespace"] == "default"
+        assert found["main"].labels["io.kubernetes.pod.name"] == "train"
+        assert found["main"].metadata == v1.ContainerMetadata(name="main", attempt=0)
+        assert await reported_pid(socket, main.id) == main.pid
+        assert await reported_pid(socket, found["setup"].id) is None
         with pytest.raises(NotFound):
-            await client.status("ab" * 32)
+            await client.owner_of("ab" * 32)
 
 
 async def test_the_ids_are_those_of_the_pods_status() -> None:
     """`containerd://<id>`; a restarted container has a new one and the next attempt."""
-    async with open_test_node() as node, open_runtime(str(node.paths.runtime_socket), timeout_s=DEADLINE_S) as client:
+    async with open_test_node() as node:
         await start_pods(node, pod("train"))
 
         def shown() -> tuple[str, int]:
@@ -51,29 +58,30 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
             assert "running" in status["state"] or status["restartCount"] == 0
             return status["containerID"], status["restartCount"]
 
-        [first] = await client.containers()
+        [first] = (await all_containers(node.paths.runtime_socket)).values()
         assert shown() == (f"containerd://{first.id}", 0)
         kill_container(node, "default", "train", "main")
         await node.kubelet.wait_for(lambda: shown()[1] == 1, what="the restart")
-        [second] = await client.containers()
-        assert (second.attempt, shown()) == (1, (f"containerd://{second.id}", 1)) and second.id != first.id
+        [second] = (await all_containers(node.paths.runtime_socket)).values()
+        assert second.metadata is not None
+        assert (second.metadata.attempt, shown()) == (1, (f"containerd://{second.id}", 1)) and second.id != first.id
 
 
 async def test_the_runtime_can_be_away_while_the_containers_run(short_dir: Path) -> None:
     """Its socket has gone and comes back; nobody else may use it."""
     async with open_containers() as runtime:
         server = CriServer(runtime, short_dir / "c.sock")
-        async with open_runtime(str(server.path), timeout_s=DEADLINE_S) as client:
+        async with open_runtime(str(server.path)) as client:
             await server.start()
             assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
             started = runtime.start(config())
-            assert [c.id for c in await client.containers()] == [started.id]
+            assert list((await client.running()).values()) == [started.id]
             await server.stop()
             assert not server.path.exists()
             with pytest.raises(Unavailable):
-                await client.containers()
+                await client.running()
             await server.start()
-            assert (await client.status(started.id)).pid == started.pid
+            assert await reported_pid(server.path, started.id) == started.pid
             await server.stop()
 
 

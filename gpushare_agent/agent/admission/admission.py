@@ -56,7 +56,8 @@ class PendingAdmissions:
 
     def __init__(self) -> None:
         self._plans: list[Decision] = []
-        self._pod: PodUid | None = None
+        self.pod: PodUid | None = None
+        """The pod that was under admission last."""
         self._allocated: list[ContainerKey] = []
 
     def add(self, plan: Decision) -> None:
@@ -86,15 +87,10 @@ class PendingAdmissions:
         """An Allocate for a plan has still to come."""
         return any(plan.at > now - PLAN_LIFETIME_S for plan in self._plans)
 
-    @property
-    def pod(self) -> PodUid | None:
-        """The pod that was under admission last."""
-        return self._pod
-
     def begin(self, uid: PodUid) -> None:
         """A call for this pod: the admission of any other pod is over."""
-        if self._pod != uid:
-            self._pod = uid
+        if self.pod != uid:
+            self.pod = uid
             self._allocated.clear()
 
     def add_allocated(self, key: ContainerKey) -> None:
@@ -103,7 +99,7 @@ class PendingAdmissions:
 
     def take_allocated(self, uid: PodUid) -> tuple[ContainerKey, ...]:
         """The containers to which the pod's present admission has allocated, forgotten here; none for another pod."""
-        if self._pod != uid:
+        if self.pod != uid:
             return ()
         allocated = tuple(self._allocated)
         self._allocated.clear()
@@ -111,7 +107,7 @@ class PendingAdmissions:
 
     def clear(self) -> None:
         self._plans.clear()
-        self._pod = None
+        self.pod = None
         self._allocated.clear()
 
     def _take(self, matches: Sequence[Decision]) -> Decision | None:
@@ -125,32 +121,16 @@ def _key(plan: Decision) -> ContainerKey | None:
     return plan.target.key if plan.target is not None else None
 
 
-class RefusedPods:
+class RefusedPods(set[PodUid]):
     """Pods whose admission was refused: kubelets up to 1.33 go on listing them, so a call is never for one of these.
 
     State owned: their UIDs, until the pod is deleted or the kubelet restarts. The admission adds, identification reads.
     """
 
-    def __init__(self) -> None:
-        self._uids: set[PodUid] = set()
-
-    def __contains__(self, uid: object) -> bool:
-        return uid in self._uids
-
-    def add(self, uid: PodUid) -> None:
-        self._uids.add(uid)
-
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Forgets a pod that is gone. For PodStore.subscribe."""
         if new is None and old is not None:
-            self._uids.discard(old.uid)
-
-    def clear(self) -> None:
-        self._uids.clear()
-
-    def take_over(self, previous: RefusedPods) -> None:
-        """What was refused before a reload."""
-        self._uids |= previous._uids
+            self.discard(old.uid)
 
 
 class Admission(Struct, kw_only=True, eq=False):
@@ -268,7 +248,7 @@ class Admission(Struct, kw_only=True, eq=False):
         decision = decide(case, self.edits(), self.isolation.unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
-            self.observer.taken_ids_offered(resource, decision.taken_ids)
+            self.node.metrics.taken_ids_offered(resource, count=decision.taken_ids)
         self._pending.add(decision)
         return decision
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 from msgspec import Struct, field
@@ -269,11 +270,9 @@ class Identification(Struct, kw_only=True, eq=False):
         return max(LEAST_S, self.timeouts.lookup_s - (self.clock() - lookup.started_at))
 
     async def _pause(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self.timeouts.poll_pause_s):
                 await self.node.pods.wait_change(self.node.pods.version)
-        except TimeoutError:
-            pass
 
 
 class _Unlisted:

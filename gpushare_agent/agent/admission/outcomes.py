@@ -73,9 +73,6 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
         )
         self.node.decisions.add(record, target.pod if target is not None else None)
 
-    def taken_ids_offered(self, resource: str, count: int) -> None:
-        self.node.metrics.taken_ids_offered(resource, count=count)
-
 
 def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
     """The Event also names what each GPU lacks, as far as its length allows."""
@@ -126,12 +123,7 @@ class DecisionLog:
         self._records: deque[DecisionRecord] = deque(maxlen=limit)
         self._number = 0
 
-    @property
-    def number(self) -> int:
-        """The number of the newest record, 0 before the first."""
-        return self._number
-
-    def add(self, record: DecisionRecord, pod: Pod | None = None) -> DecisionRecord:
+    def add(self, record: DecisionRecord, pod: Pod | None = None) -> None:
         """Numbers the record, names the pod in it if that is known, and adds it."""
         self._number += 1
         numbered = replace(record, number=self._number)
@@ -139,7 +131,6 @@ class DecisionLog:
             ignored = mistyped_annotations(pod.annotations)
             numbered = replace(numbered, namespace=pod.namespace, pod=pod.name, pod_uid=pod.uid, ignored=ignored)
         self._records.append(numbered)
-        return numbered
 
     def take_over(self, previous: DecisionLog) -> None:
         """Continue the log of the agent before it read its settings again; call it before the first `add`."""

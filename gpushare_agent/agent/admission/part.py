@@ -41,7 +41,7 @@ from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodRe
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, gpu_managers_checkpoint
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.supervision import Tasks, wait_for
+from gpushare_agent.core.kit.supervision import Tasks, bounded, wait_for
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import KernelModule
@@ -107,7 +107,13 @@ class AdmissionPart:
             node=node,
             gate=self.gate,
             identification=identification,
-            policy=_policy(node, isolation.max_shares_of_gpu()),
+            policy=Policy(
+                names=node.names,
+                share_policy=node.settings.placement.share_policy,
+                share_mode=node.settings.share_mode,
+                max_shares_of_gpu=isolation.max_shares_of_gpu(),
+                node_name=node.settings.node_name,
+            ),
             edits=edit_policy(
                 node.settings, node.names, isolation.host.volumes, handlers=cluster.runtime_classes.handlers
             ),
@@ -141,7 +147,7 @@ class AdmissionPart:
         else:
             previous.lock.release()
         self.facts.take_over(previous.facts)
-        self.refused_pods.take_over(previous.refused_pods)
+        self.refused_pods.update(previous.refused_pods)
         self.is_reloaded = True
 
     async def recover(self) -> None:
@@ -185,13 +191,9 @@ class AdmissionPart:
 
     async def take_over(self) -> None:
         """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
-        try:
-            async with asyncio.timeout(TAKE_OVER_S):
-                await self.lock.acquire()
-        except TimeoutError as e:
-            raise Unavailable(
-                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts over"
-            ) from e
+        late = f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts over"
+        async with bounded(TAKE_OVER_S, late):
+            await self.lock.acquire()
 
     async def leave(self) -> None:
         """If another agent waits, ends the service to the kubelet in a moment between two admissions, and answers that
@@ -258,16 +260,6 @@ class AdmissionPart:
         ] + sorted(set(self.node.inventory.held.values()))
 
 
-def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
-    return Policy(
-        names=node.names,
-        share_policy=node.settings.placement.share_policy,
-        share_mode=node.settings.share_mode,
-        max_shares_of_gpu=max_shares_of_gpu,
-        node_name=node.settings.node_name,
-    )
-
-
 def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
     state = node.settings.state_directory
     policy = ResizePolicy(names=node.names, mode=node.settings.resize.mode)
@@ -276,7 +268,7 @@ def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> 
         policy=policy,
         file=ResizeFile(state / "resize.json") if state is not None else None,
         enforcement=isolation,
-        reports=ResizeReports(node=node, policy=policy, annotations=cluster.annotations, events=cluster.pod_events),
+        reports=ResizeReports(node=node, annotations=cluster.annotations, events=cluster.pod_events),
     )
 
 
@@ -294,7 +286,7 @@ def _build_registrar(
                     resource,
                     table,
                     calls,
-                    node.metrics,
+                    node.metrics.rpc_finished,
                     ids,
                     has_pre_start=node.names.by_name[resource].binds_gpu,
                 ),

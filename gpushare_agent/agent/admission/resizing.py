@@ -472,7 +472,6 @@ class ResizeReports(Struct, kw_only=True, eq=False):
     while the pods are known. State owned: each pod's own status and its claims'; what was reported."""
 
     node: Node
-    policy: ResizePolicy
     annotations: PodAnnotations
     events: PodEvents
     clock: Callable[[], float] = time.monotonic

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from gpushare_agent.agent.kubelet.records import FILE_NAME, gpu_managers_checkpo
 from gpushare_agent.agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.agent.runtime import node_probes
 from gpushare_agent.agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
-from gpushare_agent.agent.runtime.cri import open_runtime
+from gpushare_agent.agent.runtime.cri import RuntimeClient, runtime_endpoints
 from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.cli.render_text import print_report
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
@@ -206,7 +207,7 @@ async def check_runtime(settings: Settings) -> list[Finding] | str:
         return f"no known socket is here: {_FROM_STATUSES}"
     timeout_s = min(settings.runtime.request_timeout_s, RUNTIME_TIMEOUT_S)
     try:
-        async with open_runtime(endpoint, timeout_s=timeout_s, known=known) as runtime:
+        with closing(RuntimeClient(runtime_endpoints(endpoint, known), timeout_s=timeout_s)) as runtime:
             found = await runtime.version()
     except AgentError as failure:
         remedy = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"

@@ -72,18 +72,12 @@ class AllNodes:
         return None
 
 
-class _Unmeasured:
-    """This process has no metrics: a call is a start of an agent, and in the log."""
-
-    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
-        return
-
-
 async def run(call: Invocation) -> int:
     """Until SIGTERM or SIGINT."""
     device_plugin_path, dev = call.settings(None).kubelet.device_plugin_path, call.options.dev
     table = DeviceTable(_rows(dev))
-    plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), _Unmeasured(), DeviceIds())
+    # This process has no metrics: a call is a start of an agent, and in the log.
+    plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), lambda *_: None, DeviceIds())
     endpoint = PluginEndpoint(device_plugin_path=device_plugin_path, socket_name=SOCKET, plugin=plugin)
     registrar = Registrar(device_plugin_path=device_plugin_path, endpoints=[endpoint])
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -220,7 +220,7 @@ def _read_client(path: Path) -> FoundProgram:
             " library runs it at each start of a CUDA program, and ends the program where it is missing; set"
             " driver_volume.gpu_client to its place (this project's image has it; native/gpu-client.c is its source)"
         ) from error
-    return FoundProgram(path=resolved, elf_class=elf.elf_class, machine=elf.machine, interpreter=elf.interpreter)
+    return FoundProgram(path=resolved, machine=elf.machine, interpreter=elf.interpreter)
 
 
 def _reason(error: Exception) -> str:

@@ -40,6 +40,7 @@ from gpushare_agent.agent.delivery.volume_plan import (
     driver_version,
     driver_version_text,
 )
+from gpushare_agent.core.kit.directories import opened
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -289,10 +290,10 @@ def read_contents(plan: VolumePlan, progress: Progress) -> list[Content]:
     contents: list[Content] = []
     done = 0
     for target, source in plan.files.items():
-        with source.open("rb") as opened:
-            state = os.fstat(opened.fileno())
+        with source.open("rb") as file:
+            state = os.fstat(file.fileno())
             digest = hashlib.blake2b(digest_size=16)
-            while chunk := opened.read(_CHUNK_BYTES):
+            while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 done += len(chunk)
                 progress("reading", done, total)
@@ -403,8 +404,5 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(directory, None, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)

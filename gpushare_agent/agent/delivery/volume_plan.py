@@ -78,7 +78,6 @@ class FoundProgram(Struct, frozen=True, kw_only=True):
     """`interpreter` is the dynamic loader that it needs, empty where it is static."""
 
     path: Path
-    elf_class: ElfClass
     machine: str
     interpreter: str = ""
 

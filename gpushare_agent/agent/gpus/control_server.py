@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
@@ -63,10 +63,6 @@ class ControlServer(Struct, eq=False):
     inventory: GpuInventoryState
     writer: HealthStateWriter
     poll_soon: Callable[[], None]
-    _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def wait_listening(self) -> None:
-        await self._is_listening.wait()
 
     async def run(self) -> NoReturn:
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
@@ -96,7 +92,6 @@ class ControlServer(Struct, eq=False):
         # Handlers are not cancelled: a cordon that is half done would be in the inventory and not in the file.
         limits = HttpLimits(connections=16, body_bytes=MAX_REQUEST_BYTES, cancels_handlers=False)
         server = HttpServer("control", routes, limits=limits)
-        self._is_listening.set()
         log.info("control_listening", path=str(self.path))
         try:
             async with asyncio.TaskGroup() as group:
@@ -104,8 +99,6 @@ class ControlServer(Struct, eq=False):
                 await self._wait_gone(identity)
                 await stop_task(serving)
         finally:
-            # Before the file goes: `wait_listening` must not send anybody to it.
-            self._is_listening.clear()
             self._remove_file(identity)
 
     def _remove_file(self, identity: FileIdentity | None) -> None:

@@ -56,7 +56,7 @@ class GpuInventoryState:
     """One inventory. Subscribers are called after each change, once for all GPUs that changed together."""
 
     def __init__(self, policy: HealthPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._policy = policy or HealthPolicy()
+        self.policy = policy or HealthPolicy()
         self._clock = clock
         self._seen = GpuInventory(gpus=(), topology=build_topology((), ()))
         self._healths: dict[GpuUuid, GpuHealth] = {}
@@ -65,21 +65,15 @@ class GpuInventoryState:
         self._has_served = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
         self._forgiven_at: float | None = None
-        self._held: Mapping[GpuUuid, str] = {}
-        self._is_read = False
-        self._offered = self._seen
-        self._saved = NOTHING_SAVED
-        self._on_change: list[Callable[[GpuInventory], None]] = []
-
-    @property
-    def current(self) -> GpuInventory:
+        self.held: Mapping[GpuUuid, str] = {}
+        """The GPUs of `hold`."""
+        self.is_read = False
+        """The driver has listed the GPUs since the start; an empty list counts."""
+        self.current = self._seen
         """The GPUs with the health that they are offered with."""
-        return self._offered
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the driver has listed the GPUs since the start; an empty list counts."""
-        return self._is_read
+        self.saved = NOTHING_SAVED
+        """What is to be saved over a restart."""
+        self._on_change: list[Callable[[GpuInventory], None]] = []
 
     @property
     def healths(self) -> Mapping[GpuUuid, GpuHealth]:
@@ -89,7 +83,7 @@ class GpuInventoryState:
     @property
     def cordoned(self) -> dict[GpuUuid, str]:
         """GPUs that an operator took out of service, with the reason; and the MIG instances of such GPUs."""
-        cordons = self._saved.cordons
+        cordons = self.saved.cordons
         parents = {gpu.uuid: gpu.mig.parent for gpu in self._seen.gpus if gpu.mig is not None}
         return {uuid: cordons[parent] for uuid, parent in parents.items() if parent in cordons} | dict(cordons)
 
@@ -99,15 +93,6 @@ class GpuInventoryState:
         healths = {uuid: replace(health, cordon=None) for uuid, health in self._healths.items()}
         reasons = {gpu.uuid: self._as_offered(gpu, healths).unhealthy_reason for gpu in self._seen.known}
         return {uuid: reason for uuid, reason in reasons.items() if reason}
-
-    @property
-    def saved(self) -> SavedHealth:
-        """What is to be saved over a restart."""
-        return self._saved
-
-    @property
-    def policy(self) -> HealthPolicy:
-        return self._policy
 
     @property
     def refused_for_s(self) -> float:
@@ -137,7 +122,7 @@ class GpuInventoryState:
         self._refused_since, self._has_served = earlier._refused_since, earlier._has_served
         self._before_loss = dict(earlier._before_loss)
         self._forgiven_at = earlier._forgiven_at
-        self._held = earlier._held
+        self.held = earlier.held
         self._publish()
 
     def read(self, found: GpuInventory) -> bool:
@@ -153,14 +138,14 @@ class GpuInventoryState:
         now = self._clock()
         self._seen = self._with_missing(found)
         # A driver that lists GPUs and can read none of them has not said what there is.
-        self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
+        self.is_read = self.is_read or bool(found.gpus) or not found.unreadable
         self._has_served = self._has_served or any(gpu.is_healthy for gpu in found.gpus)
         self._note_refusal(now, is_refused=found.is_refused)
         # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
         for gpu in self._seen.known:
             before = self._healths.get(gpu.uuid, GpuHealth())
-            self._healths[gpu.uuid] = after_poll(before, gpu, self._policy, now)
+            self._healths[gpu.uuid] = after_poll(before, gpu, self.policy, now)
         return self._publish()
 
     def lost(self, reason: str, *, is_refused: bool = False) -> bool:
@@ -175,7 +160,7 @@ class GpuInventoryState:
         self._before_loss = {} if self._is_driver_lost else healthy
         self._is_driver_lost = True
         for gpu in self._seen.known:
-            self._healths[gpu.uuid] = after_driver_lost(self._healths[gpu.uuid], reason, self._policy, now)
+            self._healths[gpu.uuid] = after_driver_lost(self._healths[gpu.uuid], reason, self.policy, now)
         return self._publish()
 
     def note_events(self, events: Sequence[GpuEvent]) -> Counter[tuple[GpuEvent, EventMeaning]]:
@@ -184,7 +169,7 @@ class GpuInventoryState:
         noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
         # One by one, in the driver's order: the first error that needs a reset is the cause that people read.
         for event in self._of_instances(events):
-            meaning = meaning_of(event, known, self._policy)
+            meaning = meaning_of(event, known, self.policy)
             noted[event, meaning] += 1
             if event.uuid is not None and meaning in (EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET):
                 # An error since then: the GPU is not given its health of before.
@@ -193,7 +178,7 @@ class GpuInventoryState:
                     self._healths[event.uuid],
                     event,
                     needs_reset=meaning is EventMeaning.NEEDS_RESET,
-                    policy=self._policy,
+                    policy=self.policy,
                     now=now,
                 )
         self._publish()
@@ -208,14 +193,9 @@ class GpuInventoryState:
             if not of:
                 yield event
 
-    @property
-    def held(self) -> Mapping[GpuUuid, str]:
-        """The GPUs of `hold`."""
-        return self._held
-
     def hold(self, held: Mapping[GpuUuid, str]) -> None:
         """Takes these out of service, and no others for this cause: a container may have them that is not accounted for."""
-        self._held = held
+        self.held = held
         self._publish()
 
     def cordon(self, uuid: GpuUuid, reason: str) -> bool:
@@ -225,7 +205,7 @@ class GpuInventoryState:
 
     def uncordon(self, uuid: GpuUuid) -> bool:
         """Ends a cordon and a wait for a reset; False where there was neither. Raises KeyError for an unknown GPU."""
-        self._healths[uuid] = uncordoned(self._healths[uuid], self._policy, self._clock())
+        self._healths[uuid] = uncordoned(self._healths[uuid], self.policy, self._clock())
         return self._publish()
 
     def _note_refusal(self, now: float, *, is_refused: bool) -> None:
@@ -282,8 +262,8 @@ class GpuInventoryState:
 
     def _as_offered(self, gpu: Gpu, healths: Mapping[GpuUuid, GpuHealth]) -> Gpu:
         of_gpu = healths.get(gpu.mig.parent) if gpu.mig is not None else None
-        held = self._held.get(gpu.uuid) or self._held.get(ANY_GPU, "")
-        return offered(gpu, healths[gpu.uuid], self._policy, of_gpu, held)
+        held = self.held.get(gpu.uuid) or self.held.get(ANY_GPU, "")
+        return offered(gpu, healths[gpu.uuid], self.policy, of_gpu, held)
 
     def _publish(self) -> bool:
         gpus = tuple(self._as_offered(gpu, self._healths) for gpu in self._seen.gpus)
@@ -291,10 +271,10 @@ class GpuInventoryState:
         inventory = replace(self._seen, gpus=gpus, mig_partitioned=partitioned)
         saved = saved_of(self._healths)
         # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
-        if inventory == self._offered and saved == self._saved:
+        if inventory == self.current and saved == self.saved:
             return False
         # Before the callbacks, which read the inventory.
-        self._offered, self._saved = inventory, saved
+        self.current, self.saved = inventory, saved
         for callback in self._on_change:
             callback(inventory)
         return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from gpushare_agent.agent.runtime.cri import RuntimeClient, RuntimeState
+from gpushare_agent.agent.runtime.cri import RuntimeClient
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
@@ -35,13 +35,13 @@ class ContainerIds:
     async def running(self) -> Mapping[ContainerKey, str]:
         """The IDs of the containers that run."""
         try:
-            reported = await self._runtime.containers(only_running=True)
+            running = await self._runtime.running()
         except AgentError as e:
             # Not an error: access to the socket is root on the node, and is often not given.
             self._note(e)
             return self._in_statuses()
         self._note(None)
-        return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
+        return running
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         """The container with this ID; None if the runtime knows none.
@@ -50,7 +50,7 @@ class ContainerIds:
             Unavailable: the runtime does not answer and no pod's status names the ID yet.
         """
         try:
-            found = (await self._runtime.status(container_id)).container
+            found = await self._runtime.owner_of(container_id)
         # The runtime is asked about an ID that a container sent: that there is none is an answer, no failure.
         except NotFound:
             return None
@@ -64,7 +64,7 @@ class ContainerIds:
                 " it takes a second or two after the start. Try again"
             ) from e
         self._note(None)
-        return ContainerKey(found.pod_uid, found.container_name)
+        return found
 
     def _note(self, error: AgentError | None) -> None:
         if error is None:

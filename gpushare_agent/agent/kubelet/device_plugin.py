@@ -70,10 +70,8 @@ class AdmissionHandler(Protocol):
         """Why the container may not start, None where it may."""
 
 
-class RpcObserver(Protocol):
-    """Called after each call; must not block. `code` is the gRPC status name, "OK" for an answer."""
-
-    def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None: ...
+RpcFinished = Callable[[str, str, str, float], None]
+"""Called after each call with resource, method, gRPC status name ("OK" for an answer), and seconds; must not block."""
 
 
 class DevicePlugin(Struct, eq=False):
@@ -83,7 +81,7 @@ class DevicePlugin(Struct, eq=False):
     resource: str
     table: DeviceTable
     handler: AdmissionHandler
-    metrics: RpcObserver
+    rpc_finished: RpcFinished
     ids: DeviceIds
     has_pre_start: bool = False
     call_timeout_s: float = CALL_TIMEOUT_S
@@ -106,7 +104,7 @@ class DevicePlugin(Struct, eq=False):
         table, self.table = self.table, other.table
         self.table.take_over(table)
         self.handler, self.has_pre_start = other.handler, other.has_pre_start
-        self.metrics, self.ids = other.metrics, other.ids
+        self.rpc_finished, self.ids = other.rpc_finished, other.ids
         # Only now: a stream that wakes compares its table with the plugin's, and goes on with the new one.
         table.wake()
 
@@ -174,7 +172,7 @@ class DevicePlugin(Struct, eq=False):
             answers.append(bytes_field(1, string_list(1, ids)))
         # Before the metric, as below before the log line: the kubelet admits no other pod until it has the status.
         await send_answer(stream, b"".join(answers))
-        self.metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
+        self.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
@@ -245,7 +243,7 @@ class DevicePlugin(Struct, eq=False):
                 duration_ms=round(took_s * 1000, 2),
                 **({"detail": detail} if detail else {}),
             )
-            self.metrics.rpc_finished(self.resource, method, code.name, took_s)
+            self.rpc_finished(self.resource, method, code.name, took_s)
 
 
 @contextmanager

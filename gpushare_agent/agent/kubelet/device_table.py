@@ -79,14 +79,10 @@ class DeviceTable:
         self._is_sent = False
         self._frames: dict[str, bytes] = {}
         self._encoded = b""
-        self._version = 0
+        self.version = 0
         self._changed = asyncio.Event()
         if devices:
             self.set_devices(devices)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def devices(self) -> tuple[DeviceRow, ...]:
@@ -144,16 +140,16 @@ class DeviceTable:
 
     def wake(self) -> None:
         """Wakes every waiter, of a table in whose place another one is served now."""
-        self._version += 1
+        self.version += 1
         # Those who wait hold the old event: setting and replacing it wakes each once, whichever version they have seen.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_change(self, seen: int) -> int:
         """Waits until the version is another than `seen` and returns it; several changes at once are one."""
-        while self._version == seen:
+        while self.version == seen:
             await self._changed.wait()
-        return self._version
+        return self.version
 
 
 def device_rows(

@@ -231,12 +231,8 @@ class PodResourcesClient:
         self._ids = ids
         self._channels: dict[str, UnixChannel] = {}
         self._listed: dict[bytes, PodListing] = {}
-        self._has_get: bool | None = None
-
-    @property
-    def has_get(self) -> bool | None:
+        self.has_get: bool | None = None
         """Whether the kubelet answers Get; None until it was tried."""
-        return self._has_get
 
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
         """Every pod that the kubelet knows devices or containers of, undecoded.
@@ -257,9 +253,9 @@ class PodResourcesClient:
             data = await self._call("Get", request, timeout_s)
         except Rejected:
             # Only the answer that says so: a stalled or missing socket says nothing about what the kubelet can do.
-            self._has_get = False
+            self.has_get = False
             raise
-        self._has_get = True
+        self.has_get = True
         try:
             entry = scan_single_pod(data)
         except MalformedMessageError as e:
@@ -270,7 +266,7 @@ class PodResourcesClient:
 
     def forget(self) -> None:
         """The kubelet restarted: the next call connects again and detects whether Get exists."""
-        self._has_get = None
+        self.has_get = None
         self.close()
 
     def close(self) -> None:

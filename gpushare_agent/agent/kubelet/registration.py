@@ -405,16 +405,13 @@ class ResourceRegistrar:
     async def _try_call(self) -> Unavailable | Rejected | None:
         """Why it failed."""
         try:
-            async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                await self.registrar.register(
-                    self.registrar.socket,
-                    endpoint=self.endpoint.socket_name,
-                    resource=self.endpoint.resource,
-                    options=self.endpoint.plugin.options,
-                    timeout_s=REGISTER_TIMEOUT_S,
-                )
-        except TimeoutError:
-            return Unavailable(f"registering {self.endpoint.resource} took too long; it is tried again")
+            await self.registrar.register(
+                self.registrar.socket,
+                endpoint=self.endpoint.socket_name,
+                resource=self.endpoint.resource,
+                options=self.endpoint.plugin.options,
+                timeout_s=REGISTER_TIMEOUT_S,
+            )
         except (Unavailable, Rejected) as e:
             return e
         return None

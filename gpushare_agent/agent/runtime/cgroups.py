@@ -25,7 +25,7 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
 
@@ -133,7 +133,6 @@ def _may_contain_pods(name: str) -> bool:
 K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
-CgroupDriver = Literal["cgroupfs", "systemd"]
 
 MAX_DIRECTORIES_BELOW = 4_096
 """Below one container. A tenant that makes more cgroups in its own can hide processes from its own list only."""
@@ -372,7 +371,7 @@ class Cgroups:
         return [self.root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
 
 
-def _driver_of(place: FoundDirectory) -> CgroupDriver:
+def _driver_of(place: FoundDirectory) -> str:
     """A pod's directory is named by the kubelet, joined ones too (`<pod>.slice:<runtime>:<ID>`)."""
     return "systemd" if ".slice" in place.path.rpartition("/")[2] else "cgroupfs"
 

@@ -1,4 +1,4 @@
-"""The container runtime, asked over its Kubernetes interface (CRI v1): which containers there are, and their processes.
+"""The container runtime, asked over its Kubernetes interface (CRI v1): which containers of pods run, and whose an ID is.
 
 Changes nothing. The cgroups themselves are found by container ID in runtime/cgroups.py. The runtime
 may be away for minutes: each call then raises Unavailable in time and the next one connects again.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
-from enum import StrEnum
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,9 +23,9 @@ from msgspec import Struct
 
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.settings.settings import Settings
@@ -41,8 +39,6 @@ SERVICE = "/runtime.v1.RuntimeService"
 MAX_CONTAINERS = 10_000
 
 LABEL_POD_UID = "io.kubernetes.pod.uid"
-LABEL_POD_NAMESPACE = "io.kubernetes.pod.namespace"
-LABEL_POD_NAME = "io.kubernetes.pod.name"
 LABEL_CONTAINER_NAME = "io.kubernetes.container.name"
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -53,13 +49,6 @@ _NO_SUCH = re.compile(r"no such container", re.IGNORECASE)
 Message = TypeVar("Message", bound=betterproto2.Message)
 
 
-class RuntimeState(StrEnum):
-    CREATED = "created"
-    RUNNING = "running"
-    EXITED = "exited"
-    UNKNOWN = "unknown"
-
-
 class RuntimeVersion(Struct, frozen=True, kw_only=True):
     """`endpoint` is the socket that answered."""
 
@@ -68,27 +57,9 @@ class RuntimeVersion(Struct, frozen=True, kw_only=True):
     endpoint: str
 
 
-class RuntimeContainer(Struct, frozen=True, kw_only=True):
-    """One container of a pod. `attempt` counts its restarts."""
-
-    id: str
-    pod_uid: PodUid
-    pod_namespace: str
-    pod_name: str
-    container_name: str
-    attempt: int
-    state: RuntimeState
-
-
-class RuntimeContainerStatus(Struct, frozen=True, kw_only=True):
-    """`pid` is the first process's on the host, None where it does not run or the runtime does not report it."""
-
-    container: RuntimeContainer
-    pid: int | None
-
-
 class RuntimeClient:
-    """`endpoints` are tried in order until one answers; that one is then kept. Use `open_runtime`."""
+    """`endpoints` are tried in order until one answers; that one is then kept. Nothing is connected before the
+    first call: the runtime may come later. `close` ends the connection."""
 
     def __init__(self, endpoints: Sequence[Path], *, timeout_s: float) -> None:
         self._endpoints = tuple(endpoints)
@@ -105,9 +76,8 @@ class RuntimeClient:
         endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
         return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
 
-    async def containers(self, *, only_running: bool = False) -> list[RuntimeContainer]:
-        """Containers of pods, all or the running ones, by namespace, pod, container, attempt; those of no pod are left
-        out.
+    async def running(self) -> dict[ContainerKey, str]:
+        """The IDs of the containers of pods that run; those of no pod are left out.
 
         Raises:
             Unavailable: the runtime is away or does not answer in time.
@@ -116,31 +86,28 @@ class RuntimeClient:
         """
         from gpushare_agent.core.wire.runtime import v1
 
-        request = v1.ListContainersRequest()
-        if only_running:
-            running = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
-            request.filter = v1.ContainerFilter(state=running)
+        state = v1.ContainerState.CONTAINER_RUNNING
+        request = v1.ListContainersRequest(filter=v1.ContainerFilter(state=v1.ContainerStateValue(state=state)))
         endpoint, answer = await self._call("ListContainers", request, v1.ListContainersResponse)
-        # Each becomes an object while the event loop waits; no node has as many.
+        # Each is looked at while the event loop waits; no node has as many.
         if len(answer.containers) > MAX_CONTAINERS:
             raise Corrupt(f"the runtime at {endpoint} lists {len(answer.containers)} containers, over {MAX_CONTAINERS}")
         # Containers without the kubelet's label are of no pod: crictl makes such, too.
-        found = [_container(raw, endpoint) for raw in answer.containers if LABEL_POD_UID in raw.labels]
-        return sorted(found, key=lambda c: (c.pod_namespace, c.pod_name, c.container_name, c.attempt, c.id))
+        of_pods = [raw for raw in answer.containers if LABEL_POD_UID in raw.labels]
+        # Of two with one name the one that was started later counts.
+        of_pods.sort(key=lambda raw: raw.metadata.attempt if raw.metadata is not None else 0)
+        return {_owner(raw, endpoint): raw.id for raw in of_pods if raw.state == state}
 
-    async def status(self, container_id: str) -> RuntimeContainerStatus:
-        """One container of a pod. Raises NotFound, and what `containers` raises."""
+    async def owner_of(self, container_id: str) -> ContainerKey:
+        """The container of a pod that has this ID. Raises NotFound, and what `running` raises."""
         from gpushare_agent.core.wire.runtime import v1
 
-        # Verbose: the first process's PID is in the info, which is no part of CRI's status.
-        request = v1.ContainerStatusRequest(container_id=container_id, verbose=True)
+        request = v1.ContainerStatusRequest(container_id=container_id)
         endpoint, answer = await self._call("ContainerStatus", request, v1.ContainerStatusResponse)
         # A container that crictl has made, not the kubelet.
         if answer.status is None or LABEL_POD_UID not in answer.status.labels:
             raise NotFound(f"container {container_id[:80]!r} of the runtime at {endpoint} is of no pod")
-        container = _container(answer.status, endpoint)
-        is_running = container.state is RuntimeState.RUNNING
-        return RuntimeContainerStatus(container=container, pid=_read_pid(answer.info) if is_running else None)
+        return _owner(answer.status, endpoint)
 
     def close(self) -> None:
         if self._channel is not None:
@@ -221,37 +188,14 @@ def _renamed(error: RpcFailed, what: str) -> Exception:
     return Unavailable(f"{text}; it is asked again later")
 
 
-def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> RuntimeContainer:
+def _owner(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> ContainerKey:
     uid = raw.labels.get(LABEL_POD_UID, "")
     # Both become parts of paths, and of names that others read.
     if not _ID.fullmatch(raw.id) or not _UID.fullmatch(uid):
         raise Corrupt(
             f"the runtime at {endpoint} names a container {raw.id[:80]!r} of a pod {uid[:80]!r}: no such IDs exist"
         )
-    metadata = raw.metadata
-    return RuntimeContainer(
-        id=raw.id,
-        pod_uid=PodUid(uid),
-        pod_namespace=raw.labels.get(LABEL_POD_NAMESPACE, ""),
-        pod_name=raw.labels.get(LABEL_POD_NAME, ""),
-        container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name if metadata else ""),
-        attempt=metadata.attempt if metadata else 0,
-        state=_STATES.get(raw.state, RuntimeState.UNKNOWN),
-    )
-
-
-_STATES = {0: RuntimeState.CREATED, 1: RuntimeState.RUNNING, 2: RuntimeState.EXITED}
-"""By the number of ContainerState."""
-
-
-def _read_pid(info: dict[str, str]) -> int | None:
-    """containerd and CRI-O put JSON with "pid" under "info"; cri-dockerd does not."""
-    try:
-        raw = loaded(info.get("info", "null"))
-    except Corrupt:
-        return None
-    pid = raw.get("pid") if isinstance(raw, dict) else None
-    return pid if isinstance(pid, int) and not isinstance(pid, bool) and pid > 0 else None
+    return ContainerKey(PodUid(uid), raw.labels.get(LABEL_CONTAINER_NAME, raw.metadata.name if raw.metadata else ""))
 
 
 def runtime_endpoints(endpoint: str, known: Collection[Path]) -> tuple[Path, ...]:
@@ -266,21 +210,6 @@ def runtime_endpoints(endpoint: str, known: Collection[Path]) -> tuple[Path, ...
             " give unix:///run/containerd/containerd.sock or the path alone"
         )
     return (Path(path),)
-
-
-@asynccontextmanager
-async def open_runtime(
-    endpoint: str, *, timeout_s: float, known: Sequence[Path] = RUNTIME_SOCKETS
-) -> AsyncIterator[RuntimeClient]:
-    """A client of the runtime at `endpoint`, with or without unix://, or of the first of the `known` that answers.
-
-    Nothing is connected yet: the runtime may come later. Raises Rejected for an endpoint that is no path.
-    """
-    client = RuntimeClient(runtime_endpoints(endpoint, known), timeout_s=timeout_s)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def runtime_client(settings: Settings) -> RuntimeClient:

@@ -62,7 +62,7 @@ class _RuntimeService(v1.RuntimeServiceBase):
     async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
         for container in self._runtime.containers():
             if container.id == message.container_id:
-                # containerd's info. The agent reads the PID in it; 0 if it does not run.
+                # containerd's info, as crictl shows it; PID 0 if it does not run.
                 info = {"sandboxID": _pod_sandbox_id(container), "pid": container.pid if container.is_running else 0}
                 return v1.ContainerStatusResponse(
                     status=_status(container), info={"info": json.dumps(info)} if message.verbose else {}

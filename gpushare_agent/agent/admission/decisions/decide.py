@@ -425,12 +425,8 @@ def _lacking(state: str, lack: Lack) -> Refused:
 
 
 def _plan_units(case: Case, gpus: Sequence[GpuAccount]) -> Decision | Refused:
-    layout, served, must, size = (
-        case.kind.layout(case.policy.names),
-        case.served,
-        case.must_include,
-        case.asked[case.kind],
-    )
+    layout, served = case.kind.layout(case.policy.names), case.served
+    must, size = case.must_include, case.asked[case.kind]
     if (refused := _unlike(layout, case.ledger) or _several(layout, [*must, *case.free], size)) is not None:
         return refused
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.is_accepted and gpu.uuid in served}
