@@ -328,7 +328,7 @@ def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
 def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
     """The UUIDs of the GPUs whose vcore IDs a running container was given."""
     uid = node.api.pod("default", name)["metadata"]["uid"]
-    keys = {device.rpartition("-")[0] for device in given(node)[uid, container][0]}
+    keys = {device.rpartition("-")[0] for device in kubelet_held(node)[uid, container][0]}
     uuids = {uuid for index in range(16) if key_of(uuid := simulated_uuid(node.name, index)) in keys}
     assert len(uuids) == len(keys)
     return uuids

@@ -304,7 +304,8 @@ if not (child := os.fork()):
 os.read(told, 1)
 try:
     for name in ("uid_map", "gid_map"):
-        open(f"/proc/{child}/{name}", "w").write("0 100000 65536")
+        with open(f"/proc/{child}/{name}", "w") as mapping:  # else an error of the write is lost
+            mapping.write("0 100000 65536")
 except PermissionError:
     os.kill(child, 9), sys.exit(77)
 os.write(go, b"x")
