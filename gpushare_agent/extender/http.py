@@ -144,7 +144,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         # With port 0 the system chooses one, for tests and for several processes on a host.
         self.bound_port = listeners[0].getsockname()[1]
         self._is_listening.set()
-        log.info("extender_listening", addr=settings.addr, port=self.bound_port, is_tls=context is not None)
+        log.info("extender_listening", addr=settings.addr or "*", port=self.bound_port, is_tls=context is not None)
         try:
             async with asyncio.TaskGroup() as group:
                 if context is not None and settings.tls_cert is not None and settings.tls_key is not None:

@@ -113,7 +113,7 @@ class WebServer(Struct, eq=False):
         try:
             await self.bind()
             self._is_listening.set()
-            log.info("web_listening", addr=self.addr, port=self.bound_port)
+            log.info("web_listening", addr=self.addr or "*", port=self.bound_port)
             await server.serve(self._listeners)
         finally:
             self._is_listening.clear()
