@@ -52,7 +52,7 @@ async def start_rows(node: BenchNode, runs: int) -> list[Row]:
 async def _wait_sockets(node: BenchNode) -> float:
     """When every running share had its socket again: a stop has removed them all."""
     async with asyncio.timeout(_SOCKETS_TIMEOUT_S):
-        while len(list(node.state.glob("vm/*/*/vcuda.sock"))) < PODS:  # noqa: ASYNC110 - files have no event
+        while node.served() < PODS:  # noqa: ASYNC110 - files have no event
             await asyncio.sleep(0.005)
     return time.perf_counter()
 

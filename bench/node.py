@@ -55,6 +55,10 @@ class BenchNode:
         await asyncio.sleep(0.3)
         await self.kubelet.wait_quiet(0.3, 20.0)
 
+    def served(self) -> int:
+        """How many containers have a vDevice socket."""
+        return len(list(NodePaths(state=self.state).virtual_manager.glob("*/*/vcuda.sock")))
+
     def create(self, pod: BenchPod) -> None:
         """In the API server only; the agent sees it in its watch."""
         pod.raw = self.api.create_pod(manifest(pod, NODE_NAME), namespace=NAMESPACE)

@@ -265,7 +265,7 @@ async def wait_sockets(node: BenchNode, count: int) -> None:
     try:
         async with asyncio.timeout(_SERVED_S):
             while True:
-                if len(list(node.state.glob("vm/*/*/vcuda.sock"))) == count:
+                if node.served() == count:
                     return
                 await asyncio.sleep(0.05)
     except TimeoutError:
