@@ -21,7 +21,7 @@ _BASELINE = frozenset(
     )
 )
 """Capabilities that the standard `baseline` lets containers add."""
-_ADMITTED_VOLUMES = {
+ADMITTED_VOLUMES = {
     "configMap",
     "csi",
     "downwardAPI",
@@ -31,6 +31,7 @@ _ADMITTED_VOLUMES = {
     "projected",
     "secret",
 }
+"""Of the standard `restricted`."""
 _ADMITTED_SELINUX = {"container_t", "container_init_t", "container_kvm_t", "container_engine_t", ""}
 OTHERS = (
     "components/driver-from-host/driver-devices.yaml",
@@ -73,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     (
         "disallow-host-path, restrict-volume-types",
         "K8sPSPHostFilesystem, K8sPSPVolumeTypes",
-        lambda spec: any(not _ADMITTED_VOLUMES & set(one) for one in spec.get("volumes", ())),
+        lambda spec: any(not ADMITTED_VOLUMES & set(one) for one in spec.get("volumes", ())),
     ),
     (
         "disallow-host-namespaces",

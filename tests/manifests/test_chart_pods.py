@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.docs.policies_page import ADMITTED_VOLUMES
 from tests.manifests.support_chart import NAMESPACE, Objects, chart_objects
 from tests.manifests.support_manifests import MANIFESTS, by_name
 from tests.manifests.test_chart import CASES, ON, SCHEDULER
@@ -24,16 +25,6 @@ KEYS = {
     "gpushare-scheduler": "scheduler",
 }
 """Object -> the key of the value `pods` that changes its pod. The pod of `helm test` is the agent's."""
-RESTRICTED_VOLUMES = {
-    "configMap",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-}
-"""Of Kubernetes' Pod Security Standard."""
 ALL_PODS: list[Spec] = [
     {"isolation": "mps", "extender": {"enabled": True, **SCHEDULER}},
     {"deviceListStrategy": "cdi-cri", "driverFromHost": ON},
@@ -95,7 +86,7 @@ def test_extender_and_scheduler_are_restricted(name: str, tmp_path: Path) -> Non
         assert not {"hostPID", "hostNetwork", "hostIPC"} & pod.keys()
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {key for one in pod["volumes"] for key in one if key != "name"} <= RESTRICTED_VOLUMES
+        assert {key for one in pod["volumes"] for key in one if key != "name"} <= ADMITTED_VOLUMES
         for _, container in _containers(pod):
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
