@@ -142,6 +142,7 @@ def answer(name: str, *arguments: int) -> object:
         "keep": lambda size: int(cuda.cuMemPoolSetAttribute(default_pool(), 4, ctypes.byref(Address(size)))),
         "trim": lambda: int(cuda.cuMemPoolTrimTo(default_pool(), Size(0))),
         "gpus": gpus,
+        "wait": lambda: int(cuda.cuStreamSynchronize(None)),
         "free": lambda: int(getattr(cuda, free_last)(taken)),
         "pid": os.getpid,
         "driver_version": pynvml.nvmlSystemGetDriverVersion,

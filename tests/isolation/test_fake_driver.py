@@ -81,7 +81,7 @@ def test_memory_is_the_machine_s_and_ends_with_its_process(driver: Path, state: 
 
 
 def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list[Probe]) -> None:
-    """And given back when it is freed."""
+    """And given back when it is freed; of a pool when the program next waits for the GPU."""
     probes.append(Probe(driver, state))
     probe = probes[0]
     probe.ask("context", 0)
@@ -89,6 +89,9 @@ def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list
         assert probe.ask(kind, GIB) == 0, kind
         assert probe.ask("used", 0) == GIB + CONTEXT, kind
         assert probe.ask("free") == 0, kind
+        kept = GIB if kind in ("async", "pool") else 0
+        assert probe.ask("used", 0) == kept + CONTEXT, kind
+        assert probe.ask("wait") == 0, kind
         assert probe.ask("used", 0) == CONTEXT, kind
 
 
@@ -103,13 +106,15 @@ def test_mapped_memory_outlives_its_handle(driver: Path, state: Path, probes: li
 
 
 def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(driver: Path, state: Path, probes: list[Probe]) -> None:
-    """Up to its threshold."""
+    """Above its threshold until the program waits for the GPU (cuda.h, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)."""
     probes.append(Probe(driver, state))
     probe = probes[0]
     probe.ask("context", 0)
     assert probe.ask("keep", GIB) == probe.ask("async", 2 * GIB) == probe.ask("free") == 0
+    assert probe.ask("used", 0) == 2 * GIB + CONTEXT
+    assert probe.ask("wait") == 0
     assert probe.ask("used", 0) == GIB + CONTEXT
-    assert probe.ask("async", GIB) == probe.ask("free") == 0
+    assert probe.ask("async", GIB) == probe.ask("free") == probe.ask("wait") == 0
     assert probe.ask("used", 0) == GIB + CONTEXT
     assert probe.ask("trim") == 0
     assert probe.ask("used", 0) == CONTEXT

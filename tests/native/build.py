@@ -111,6 +111,8 @@ def build_fake_driver(directory: Path) -> Path:
         rest = directory / f"{source}_rest.c"
         files = [str(FAKE_DRIVER / f"{source}.c"), *common, str(rest)]
         flags = [*_WARNINGS, "-O1", "-g", "-shared", "-fPIC", "-pthread", f"-I{include}", f"-I{FAKE_DRIVER}"]
+        # As NVIDIA's: its own table and its own calls are bound to its own functions, whatever is preloaded before it.
+        flags += ["-Wl,-Bsymbolic"]
         # A program that links to both libraries must not mix their functions; and a stub's type is not its function's.
         flags += [f"-Wl,--version-script={FAKE_DRIVER / 'exports.map'}", "-Wno-builtin-declaration-mismatch"]
         library = directory / f"{stem}.so"

@@ -20,6 +20,7 @@
  *   graph:MIB:COUNT[:child]   makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child
  *   upload, replay, destroy:INDEX   uploads, launches, ends one of these graphs, the first made being 0
  *   uploaded:MIB              as graph:MIB:1, uploaded as it is instantiated
+ *   sync                      waits for the GPU
  *   trim                      gives back what graphs do not use
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
  *                             graph, captured (ten kernels each), sync (a kernel, waited for before the next one)
@@ -628,6 +629,8 @@ int main(int count, char **words)
             use_graph("destroy", atoi(arguments));
         else if (strncmp(word, "trim", length) == 0)
             printf("{\"action\": \"trim\", \"result\": %d}\n", CALL(cuDeviceGraphMemTrim, device));
+        else if (strncmp(word, "sync", length) == 0)
+            printf("{\"action\": \"sync\", \"result\": %d}\n", CALL(cuCtxSynchronize));
         else if (strncmp(word, "launch", length) == 0)
             launch(arguments);
         else if (strncmp(word, "wait", length) == 0)

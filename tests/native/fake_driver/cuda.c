@@ -19,6 +19,9 @@
 #define FIRST_ADDRESS 0x7f0000000000ull
 #define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
+#define LEAST_OF_OWN_PAGES (1u << 20)
+#define POOL_CHUNK (32ull << 20)
+#define LARGEST (1ull << 47)
 #define BYTES_A_NS 3000 /* set */
 static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream stream);
 
@@ -201,136 +204,369 @@ CUresult CUDAAPI cuDeviceGetByPCIBusId(CUdevice *device, const char *wanted)
     return CUDA_ERROR_INVALID_DEVICE;
 }
 
-/* --- contexts: one handle a GPU --- */
+/* --- contexts: those of cuCtxCreate and one primary of each GPU; a thread has a stack of them --- */
 
-static CUcontext handles[MAX_GPUS + 1];
-static unsigned retained[MAX_GPUS];
-static __thread CUdevice current = -1;
+enum { MAX_CONTEXTS = 256, DEEPEST_STACK = 32, THREADS_OF_SM = 2048 };
+enum { DEFAULT_STACK = 1 << 10, DEFAULT_FIFO = 1 << 20, DEFAULT_HEAP = 8 << 20, LARGEST_STACK = 512 << 10 };
+typedef struct {
+    CUdevice device;
+    unsigned references, modules;
+    int is_live;
+    uint64_t stack, fifo, heap, taken; /* limits; what they take, beyond the defaults, which a context begins with */
+} context;
+static context contexts[MAX_CONTEXTS]; /* the first MAX_GPUS are the primary ones, by ordinal */
+static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
+static __thread struct { context *all[DEEPEST_STACK]; unsigned depth; } stack;
+static void free_all_of(const context *ended);
 
-static CUcontext context_of(CUdevice device) { return device < 0 ? NULL : (CUcontext)&handles[device]; }
-static CUdevice device_of(CUcontext context) { return context ? (CUdevice)((CUcontext *)context - handles) : -1; }
+static int is_primary(const context *of) { return of < contexts + MAX_GPUS; }
+static context *current_context(void) { return stack.depth ? stack.all[stack.depth - 1] : NULL; }
+/* Of a context that has ended while it was current there is none. */
+static CUdevice gpu_of(const context *of) { return of && of->is_live ? of->device : -1; }
+static CUdevice current_gpu(void) { return gpu_of(current_context()); }
+static context *or_current(CUcontext of) { return of ? (context *)of : current_context(); }
 
-static CUresult retain(CUdevice device)
+static CUresult push_context(context *of)
 {
+    if (stack.depth == DEEPEST_STACK)
+        return CUDA_ERROR_INVALID_VALUE;
+    return stack.all[stack.depth++] = of, CUDA_SUCCESS;
+}
+
+static CUresult begin_context(context *made, CUdevice device)
+{
+    if (!open_context(minors[device]))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    unsigned references = made->references; /* a primary one that was reset has them still */
+    *made = (context){.device = device, .references = references, .is_live = 1, .stack = DEFAULT_STACK, .fifo = DEFAULT_FIFO,
+                      .heap = DEFAULT_HEAP};
+    return CUDA_SUCCESS;
+}
+
+/* With it end its arrays, its modules and its memory, but that of pools and of handles (cuda.h, cuCtxDestroy). */
+static void end_context(context *ended)
+{
+    if (!ended->is_live)
+        return;
+    free_all_of(ended);
+    give_memory(minors[ended->device], ended->taken, 0);
+    close_context(minors[ended->device]);
+    ended->is_live = 0;
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *found, CUdevice device)
+{
+    log_call("cuDevicePrimaryCtxRetain");
     if (!is_initialized)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
-    if (!open_context(minors[device]))
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
-    return CUDA_SUCCESS;
+    context *primary = &contexts[device];
+    pthread_mutex_lock(&contexts_guard);
+    CUresult result = primary->is_live ? CUDA_SUCCESS : begin_context(primary, device);
+    primary->references += result == CUDA_SUCCESS;
+    pthread_mutex_unlock(&contexts_guard);
+    return *found = (CUcontext)primary, result;
 }
 
-static CUresult release(CUdevice device)
+CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-    if (!is_gpu(device) || !retained[device])
-        return CUDA_ERROR_INVALID_CONTEXT;
-    __atomic_sub_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
-    close_context(minors[device]);
-    return CUDA_SUCCESS;
+    log_call("cuDevicePrimaryCtxRelease_v2");
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&contexts_guard);
+    CUresult result = contexts[device].references ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+    if (result == CUDA_SUCCESS && --contexts[device].references == 0)
+        end_context(&contexts[device]);
+    pthread_mutex_unlock(&contexts_guard);
+    return result;
 }
-
-CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device)
 {
-    log_call("cuDevicePrimaryCtxRetain");
-    *context = context_of(device);
-    return retain(device);
+    log_call("cuDevicePrimaryCtxRelease");
+    return cuDevicePrimaryCtxRelease_v2(device);
 }
 
-CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) { log_call("cuDevicePrimaryCtxRelease_v2"); return release(device); }
-CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) { log_call("cuDevicePrimaryCtxRelease"); return release(device); }
-
+/* Who has retained it releases it all the same; the next one who retains it begins it again. */
 CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
     log_call("cuDevicePrimaryCtxReset_v2");
-    while (release(device) == CUDA_SUCCESS)
-        ;
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&contexts_guard);
+    end_context(&contexts[device]);
+    pthread_mutex_unlock(&contexts_guard);
     return CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuDevicePrimaryCtxReset(CUdevice device)
+{
+    log_call("cuDevicePrimaryCtxReset");
+    return cuDevicePrimaryCtxReset_v2(device);
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *is_active)
 {
     log_call("cuDevicePrimaryCtxGetState");
     *flags = 0;
-    *is_active = is_gpu(device) && retained[device];
+    *is_active = is_gpu(device) && contexts[device].is_live;
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
+CUresult CUDAAPI cuCtxCreate_v2(CUcontext *made, unsigned int flags, CUdevice device)
 {
     log_call("cuCtxCreate_v2");
     (void)flags;
-    CUresult result = cuDevicePrimaryCtxRetain(context, device);
+    if (!is_initialized)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&contexts_guard);
+    context *at = contexts + MAX_GPUS;
+    while (at < contexts + MAX_CONTEXTS && at->is_live)
+        at++;
+    CUresult result = at == contexts + MAX_CONTEXTS ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
-        current = device;
+        at->references = 1;
+    if (result == CUDA_SUCCESS && (result = begin_context(at, device)) == CUDA_SUCCESS)
+        result = push_context(at);
+    pthread_mutex_unlock(&contexts_guard);
+    if (result == CUDA_SUCCESS)
+        *made = (CUcontext)at;
     return result;
 }
 
-CUresult CUDAAPI cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice device)
+CUresult CUDAAPI cuCtxCreate(CUcontext *made, unsigned int flags, CUdevice device)
 {
     log_call("cuCtxCreate");
-    return cuCtxCreate_v2(context, flags, device);
+    return cuCtxCreate_v2(made, flags, device);
 }
 
-CUresult CUDAAPI cuCtxCreate_v3(CUcontext *context, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device)
+CUresult CUDAAPI cuCtxCreate_v3(CUcontext *made, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device)
 {
     log_call("cuCtxCreate_v3");
     (void)affinity, (void)count;
-    return cuCtxCreate_v2(context, flags, device);
+    return cuCtxCreate_v2(made, flags, device);
 }
 
-CUresult CUDAAPI cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device)
+CUresult CUDAAPI cuCtxCreate_v4(CUcontext *made, CUctxCreateParams *parameters, unsigned int flags, CUdevice device)
 {
     log_call("cuCtxCreate_v4");
     (void)parameters;
-    return cuCtxCreate_v2(context, flags, device);
+    return cuCtxCreate_v2(made, flags, device);
 }
 
-CUresult CUDAAPI cuCtxDestroy_v2(CUcontext context)
+static CUresult drop_reference(CUcontext of, unsigned count)
 {
-    log_call("cuCtxDestroy_v2");
-    if (device_of(context) == current)
-        current = -1;
-    return release(device_of(context));
-}
-
-CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
-CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
-CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) { log_call("cuCtxGetCurrent"); return *context = context_of(current), CUDA_SUCCESS; }
-
-CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context)
-{
-    if (context)
-        *context = context_of(current);
-    current = -1;
+    context *dropped = (context *)of;
+    if (!dropped || is_primary(dropped) || !dropped->is_live)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&contexts_guard);
+    dropped->references -= count ? count : dropped->references;
+    if (!dropped->references) {
+        end_context(dropped);
+        stack.depth -= current_context() == dropped;
+    }
+    pthread_mutex_unlock(&contexts_guard);
     return CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI cuCtxDestroy_v2(CUcontext of) { log_call("cuCtxDestroy_v2"); return drop_reference(of, 0); }
+CUresult CUDAAPI cuCtxDestroy(CUcontext of) { log_call("cuCtxDestroy"); return drop_reference(of, 0); }
+CUresult CUDAAPI cuCtxDetach(CUcontext of) { log_call("cuCtxDetach"); return drop_reference(of, 1); }
+CUresult CUDAAPI cuCtxAttach(CUcontext *found, unsigned int flags)
+{
+    context *attached = current_context();
+    if (flags || current_gpu() < 0)
+        return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_CONTEXT;
+    attached->references++;
+    return *found = (CUcontext)attached, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxSetCurrent(CUcontext of)
+{
+    stack.depth -= stack.depth != 0;
+    return of ? push_context((context *)of) : CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext of) { return of ? push_context((context *)of) : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext *found)
+{
+    log_call("cuCtxGetCurrent");
+    return *found = (CUcontext)current_context(), CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *popped)
+{
+    if (!stack.depth)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (popped)
+        *popped = (CUcontext)current_context();
+    return stack.depth--, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetDevice_v2(CUdevice *device, CUcontext of)
+{
+    log_call("cuCtxGetDevice_v2");
+    *device = gpu_of(or_current(of));
+    return *device < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
 CUresult CUDAAPI cuCtxGetDevice(CUdevice *device)
 {
     log_call("cuCtxGetDevice");
-    *device = current;
-    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+    *device = current_gpu();
+    return *device < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuCtxGetApiVersion(CUcontext context, unsigned int *version)
+CUresult CUDAAPI cuCtxGetApiVersion(CUcontext of, unsigned int *version)
 {
-    (void)context;
+    (void)of;
     return *version = 3020, CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SUCCESS; }
 
+/* Each thread that the GPU can have at once has its stack, from the setting on (cuda.h, cuCtxSetLimit). The heap of malloc is taken
+   with it too, or, with heap_at, when a module is loaded (CUDA Programming Guide, "Heap Memory Allocation"). */
+static uint64_t bytes_of_limits(const context *of)
+{
+    uint64_t threads = config()->sm_count * THREADS_OF_SM, bytes = 0;
+    bytes += of->stack > DEFAULT_STACK ? (of->stack - DEFAULT_STACK) * threads : 0;
+    bytes += of->fifo > DEFAULT_FIFO ? of->fifo - DEFAULT_FIFO : 0;
+    if (of->modules || !config()->heap_waits)
+        bytes += of->heap > DEFAULT_HEAP ? of->heap - DEFAULT_HEAP : 0;
+    return (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+}
+
+/* With its new limits, or as it was. */
+static int change_context(context *of, context changed)
+{
+    uint64_t before = of->taken, after = bytes_of_limits(&changed);
+    if (after > before && !take_memory(minors[of->device], after - before, 0))
+        return 0;
+    if (after < before)
+        give_memory(minors[of->device], before - after, 0);
+    changed.taken = after;
+    return *of = changed, 1;
+}
+
+CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value)
+{
+    log_call("cuCtxSetLimit");
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&contexts_guard);
+    context changed = *current_context();
+    CUresult result = CUDA_SUCCESS;
+    switch ((int)limit) {
+    case CU_LIMIT_STACK_SIZE: changed.stack = value > LARGEST_STACK ? LARGEST_STACK : (value + 15) & ~(size_t)15; break;
+    case CU_LIMIT_PRINTF_FIFO_SIZE: changed.fifo = value; break;
+    case CU_LIMIT_MALLOC_HEAP_SIZE: changed.heap = value; break;
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: result = CUDA_ERROR_UNSUPPORTED_LIMIT; break; /* of GPUs before 9.0 */
+    }
+    if (result == CUDA_SUCCESS && !change_context(current_context(), changed))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_unlock(&contexts_guard);
+    return result;
+}
+
+CUresult CUDAAPI cuCtxGetLimit(size_t *value, CUlimit limit)
+{
+    log_call("cuCtxGetLimit");
+    const context *of = current_context();
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    switch ((int)limit) {
+    case CU_LIMIT_STACK_SIZE: *value = of->stack; break;
+    case CU_LIMIT_PRINTF_FIFO_SIZE: *value = of->fifo; break;
+    case CU_LIMIT_MALLOC_HEAP_SIZE: *value = of->heap; break;
+    case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: *value = 2048; break;
+    default: return CUDA_ERROR_UNSUPPORTED_LIMIT;
+    }
+    return CUDA_SUCCESS;
+}
+
+/* --- streams: of a context, and so of a GPU. The others are the current context's own --- */
+
+enum { OWN_LANES = 8 };
+typedef struct { context *in; unsigned lane; } own_stream; /* a lane: with slice_us, one of eight in turn */
+
+static const own_stream *own_of(CUstream of) { return of > CU_STREAM_PER_THREAD ? (const own_stream *)of : NULL; }
+static context *context_of(CUstream of) { return own_of(of) ? own_of(of)->in : current_context(); }
+static CUdevice gpu_of_stream(CUstream of) { return gpu_of(context_of(of)); }
+static unsigned lane_of(CUstream of) { return own_of(of) ? own_of(of)->lane : 0; }
+
+CUresult CUDAAPI cuStreamCreate(CUstream *made, unsigned int flags)
+{
+    static unsigned count;
+    (void)flags;
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    own_stream *fresh = malloc(sizeof *fresh);
+    *fresh = (own_stream){.in = current_context(), .lane = config()->slice_ns ? 1 + count++ % OWN_LANES : 0};
+    return *made = (CUstream)fresh, CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *made, unsigned int flags, int priority)
+{
+    (void)priority;
+    return cuStreamCreate(made, flags);
+}
+CUresult CUDAAPI cuStreamDestroy_v2(CUstream of)
+{
+    if (own_of(of))
+        free((void *)of);
+    return own_of(of) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+CUresult CUDAAPI cuStreamDestroy(CUstream of) { return cuStreamDestroy_v2(of); }
+
+CUresult CUDAAPI cuStreamGetCtx(CUstream of, CUcontext *found)
+{
+    log_call("cuStreamGetCtx");
+    *found = (CUcontext)context_of(of);
+    return *found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+PER_THREAD(cuStreamGetCtx);
+CUresult CUDAAPI cuStreamGetDevice(CUstream of, CUdevice *device)
+{
+    log_call("cuStreamGetDevice");
+    *device = gpu_of_stream(of);
+    return *device < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+}
+PER_THREAD(cuStreamGetDevice);
+
 /* --- memory: what this process has, by address --- */
 
-typedef enum { PLAIN, OF_POOL, MANAGED, OF_HOST } memory_kind;
-/* What a pool has reserved stays its own after a free, up to its threshold, until it is trimmed. */
-typedef struct { CUdevice device; uint64_t used, reserved, used_high, reserved_high, threshold; CUmemLocation at; int is_managed, is_of_host; } pool;
+/* What is of no context's: OF_POOL, OF_HANDLE, OF_HOST. */
+typedef enum { PLAIN, MANAGED, OF_POOL, OF_HANDLE, OF_HOST } memory_kind;
+/* What a pool has reserved stays its own after a free, until it is trimmed or, above its threshold, until the program waits for the
+   GPU the next time (cuda.h, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). It grows by whole chunks (measured, H200). */
+typedef struct pool {
+    CUdevice device;
+    uint64_t used, reserved, used_high, reserved_high, threshold;
+    CUmemLocation at;
+    int is_managed, is_of_host, is_destroyed;
+    struct pool *next;
+} pool;
+/* Memory of less than a MiB shares a page with others of its context; other memory has pages of its own. */
+enum { UNIT = 512, UNITS = ALIGNMENT / UNIT };
+typedef struct page {
+    CUdeviceptr address;
+    const context *in;
+    memory_kind kind;
+    unsigned char is_used[UNITS];
+    struct page *next;
+} page;
 /* `references`: of a handle of virtual memory those that are held and those that are mapped; of other memory one. */
-typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind kind; pool *of; unsigned references; } allocation;
-typedef struct { CUdeviceptr address, handle; } mapping;
-static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; mapping *mapped; size_t mappings; }
+typedef struct {
+    CUdeviceptr address;
+    size_t bytes, taken; /* `taken`: of the GPU; 0 where it is of a pool, of a page or of the host */
+    CUdevice device;
+    memory_kind kind;
+    pool *of;
+    page *page;
+    const context *in;
+    unsigned references;
+} allocation;
+typedef struct { CUdeviceptr address, handle; size_t bytes; } mapping;
+static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; mapping *mapped; size_t mappings; page *pages; }
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
 
 /* Another thread may have held it at the fork, in the middle of a change: so nothing of it is kept, above all no pointer to what
@@ -340,17 +576,21 @@ static void forget_graphs(void);
 static void begin_anew_in_child(void)
 {
     memory = (__typeof__(memory)){.guard = PTHREAD_MUTEX_INITIALIZER, .next = memory.next};
-    memset(retained, 0, sizeof retained);
+    memset(contexts, 0, sizeof contexts);
+    contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    stack.depth = 0;
     forget_pools();
     forget_graphs();
 }
 
 static uint64_t higher(uint64_t one, uint64_t other) { return one > other ? one : other; }
 
+static uint64_t whole(uint64_t bytes, uint64_t of) { return (bytes + of - 1) / of * of; }
+
 /* What a pool lacks for so many bytes; it has them afterwards, or nothing has changed. */
 static int reserve_in(pool *of, size_t bytes)
 {
-    uint64_t lacking = of->used + bytes > of->reserved ? of->used + bytes - of->reserved : 0;
+    uint64_t lacking = of->used + bytes > of->reserved ? whole(of->used + bytes - of->reserved, POOL_CHUNK) : 0;
     if (lacking && !of->is_of_host && !take_memory(minors[of->device], lacking, of->is_managed))
         return 0;
     of->used += bytes;
@@ -362,12 +602,79 @@ static int reserve_in(pool *of, size_t bytes)
 
 static void trim(pool *of, uint64_t least)
 {
-    uint64_t kept = higher(of->used, least);
+    uint64_t kept = whole(higher(of->used, least), POOL_CHUNK);
     if (of->reserved > kept) {
         if (!of->is_of_host)
             give_memory(minors[of->device], of->reserved - kept, of->is_managed);
         of->reserved = kept;
     }
+}
+
+static CUdeviceptr next_address(size_t bytes)
+{
+    CUdeviceptr address = memory.next;
+    memory.next += whole(bytes, ALIGNMENT);
+    return address;
+}
+
+/* The first place in a page of this context, or in a new one. */
+static int place_in_page(allocation *made)
+{
+    size_t units = made->bytes / UNIT;
+    for (page *at = memory.pages; at; at = at->next)
+        for (size_t first = 0, free_units = 0; at->in == made->in && at->kind == made->kind && first + free_units < UNITS;) {
+            if (at->is_used[first + free_units]) {
+                first += free_units + 1;
+                free_units = 0;
+            } else if (++free_units == units) {
+                memset(at->is_used + first, 1, units);
+                made->address = at->address + first * UNIT;
+                return made->page = at, 1;
+            }
+        }
+    if (!take_memory(minors[made->device], ALIGNMENT, made->kind == MANAGED))
+        return 0;
+    page *fresh = calloc(1, sizeof *fresh);
+    *fresh = (page){.address = next_address(ALIGNMENT), .in = made->in, .kind = made->kind, .next = memory.pages};
+    memset(fresh->is_used, 1, units);
+    made->address = fresh->address;
+    return made->page = memory.pages = fresh, 1;
+}
+
+static void leave_page(const allocation *freed)
+{
+    page *of = freed->page, **at = &memory.pages;
+    memset(of->is_used + (freed->address - of->address) / UNIT, 0, freed->bytes / UNIT);
+    if (memchr(of->is_used, 1, UNITS))
+        return;
+    while (*at != of)
+        at = &(*at)->next;
+    *at = of->next;
+    give_memory(minors[freed->device], ALIGNMENT, of->kind == MANAGED);
+    free(of);
+}
+
+static int place(allocation *made)
+{
+    if (made->kind <= MANAGED && made->bytes < LEAST_OF_OWN_PAGES)
+        return place_in_page(made);
+    if (made->of ? !reserve_in(made->of, made->bytes) : made->taken && !take_memory(minors[made->device], made->taken, made->kind == MANAGED))
+        return 0;
+    return made->address = next_address(made->bytes), 1;
+}
+
+static void give_back(allocation *freed)
+{
+    if (freed->of) {
+        freed->of->used -= freed->bytes;
+        if (freed->of->is_destroyed && !freed->of->used) /* nobody can wait for it any more */
+            trim(freed->of, 0);
+    } else if (freed->page) {
+        leave_page(freed);
+    } else if (freed->taken) {
+        give_memory(minors[freed->device], freed->taken, freed->kind == MANAGED);
+    }
+    *freed = memory.all[--memory.count];
 }
 
 static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind, pool *of)
@@ -376,26 +683,37 @@ static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice devic
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
-    if (bytes == 0)
-        return CUDA_ERROR_INVALID_VALUE;
+    if (bytes == 0 || bytes > LARGEST)
+        return bytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    allocation made = {.bytes = whole(bytes, UNIT), .device = device, .kind = kind, .of = of, .references = 1};
+    made.taken = of || kind == OF_HOST ? 0 : whole(bytes, ALIGNMENT);
+    made.in = kind <= MANAGED ? current_context() : NULL;
     pthread_mutex_lock(&memory.guard);
-    int is_taken = of ? reserve_in(of, bytes) : kind == OF_HOST || take_memory(minors[device], bytes, kind == MANAGED);
-    if (is_taken) {
-        if (memory.count == memory.room) {
-            memory.room = memory.room ? 2 * memory.room : 64;
-            memory.all = realloc(memory.all, memory.room * sizeof(allocation));
-        }
-        *address = memory.next;
-        memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
-        memory.all[memory.count++] = (allocation){*address, bytes, device, kind, of, 1};
+    int is_placed = place(&made);
+    if (is_placed && memory.count == memory.room) {
+        memory.room = memory.room ? 2 * memory.room : 64;
+        memory.all = realloc(memory.all, memory.room * sizeof(allocation));
     }
+    if (is_placed)
+        memory.all[memory.count++] = made;
     pthread_mutex_unlock(&memory.guard);
-    return is_taken ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    if (is_placed)
+        *address = made.address;
+    return is_placed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind)
 {
     return allocate_from(address, bytes, device, kind, NULL);
+}
+
+static void free_all_of(const context *ended)
+{
+    pthread_mutex_lock(&memory.guard);
+    for (size_t i = memory.count; i-- > 0;)
+        if (memory.all[i].in == ended)
+            give_back(&memory.all[i]);
+    pthread_mutex_unlock(&memory.guard);
 }
 
 /* The GPU whose memory that is; -1: it is the host's. */
@@ -406,7 +724,7 @@ static CUdevice device_at(const CUmemLocation *at)
             if (at->id == config()->numa_node + (int)minors[device])
                 return device;
     return at->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? at->id
-           : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? current
+           : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? current_gpu()
                                                                      : -1;
 }
 
@@ -418,11 +736,14 @@ static allocation *allocation_at(CUdeviceptr address)
     return NULL;
 }
 
-/* The allocation that an address lies in. */
+/* The allocation that an address lies in, its own or one where it is mapped. */
 static int find_allocation(CUdeviceptr address, allocation *found)
 {
     pthread_mutex_lock(&memory.guard);
     const allocation *at = allocation_at(address);
+    for (const mapping *one = memory.mapped; one < memory.mapped + memory.mappings && !at; one++)
+        if (address >= one->address && address < one->address + one->bytes)
+            at = allocation_at(one->handle);
     if (at)
         *found = *at;
     pthread_mutex_unlock(&memory.guard);
@@ -436,14 +757,8 @@ static CUresult change_references(CUdeviceptr address, int by)
     allocation *at = allocation_at(address);
     if (at && at->address == address) {
         at->references += (unsigned)by;
-        if (at->references == 0 && at->of) {
-            at->of->used -= at->bytes;
-            trim(at->of, at->of->threshold);
-        } else if (at->references == 0 && at->kind != OF_HOST) {
-            give_memory(minors[at->device], at->bytes, at->kind == MANAGED);
-        }
         if (at->references == 0)
-            *at = memory.all[--memory.count];
+            give_back(at);
         result = CUDA_SUCCESS;
     }
     pthread_mutex_unlock(&memory.guard);
@@ -460,7 +775,7 @@ static CUresult free_allocation(CUdeviceptr address)
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     log_call("cuMemAlloc_v2");
-    return allocate(address, bytes, current, PLAIN);
+    return allocate(address, bytes, current_gpu(), PLAIN);
 }
 
 /* As the driver's: a pointer of 32 bits is written. Who wanted cuMemAlloc_v2 has the upper half of whatever was there. */
@@ -468,10 +783,19 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *address, unsigned int bytes)
 {
     CUdeviceptr whole = 0;
     log_call("cuMemAlloc");
-    CUresult result = allocate(&whole, bytes, current, PLAIN);
+    CUresult result = allocate(&whole, bytes, current_gpu(), PLAIN);
     if (result == CUDA_SUCCESS)
         *address = (CUdeviceptr_v1)whole;
     return result;
+}
+
+/* Of a later CUDA, with other parameters: what cuda_version 14000 knows under the name cuMemAlloc. */
+CUresult CUDAAPI cuMemAlloc_v3(size_t bytes, CUdeviceptr *address, void *options);
+CUresult CUDAAPI cuMemAlloc_v3(size_t bytes, CUdeviceptr *address, void *options)
+{
+    log_call("cuMemAlloc_v3");
+    (void)options;
+    return allocate(address, bytes, current_gpu(), PLAIN);
 }
 
 CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address)
@@ -484,7 +808,7 @@ CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned 
 {
     log_call("cuMemAllocManaged");
     (void)flags;
-    return allocate(address, bytes, current, MANAGED);
+    return allocate(address, bytes, current_gpu(), MANAGED);
 }
 
 CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element)
@@ -492,16 +816,16 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t 
     log_call("cuMemAllocPitch_v2");
     (void)element;
     *pitch = (width + 511) & ~(size_t)511;
-    return allocate(address, *pitch * height, current, PLAIN);
+    return allocate(address, *pitch * height, current_gpu(), PLAIN);
 }
 
 CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
     log_call("cuMemGetInfo_v2");
     uint64_t used, all;
-    if (current < 0)
+    if (current_gpu() < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    memory_of_caller(minors[current], &all, &used);
+    memory_of_caller(minors[current_gpu()], &all, &used);
     if (total)
         *total = all;
     if (free_bytes)
@@ -537,15 +861,24 @@ CUresult CUDAAPI cuPointerGetAttribute(void *value, CUpointer_attribute attribut
     if (!find_allocation(address, &found))
         return CUDA_ERROR_INVALID_VALUE;
     switch ((int)attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)value = context_of(found.device); break;
+    case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)value = (CUcontext)(uintptr_t)found.in; break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)value = CU_MEMORYTYPE_DEVICE; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = address; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = found.device; break;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)value = found.address; break;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)value = found.bytes; break;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(unsigned *)value = found.kind == MANAGED; break;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(CUmemoryPool *)value = (CUmemoryPool)found.of; break;
     default: return CUDA_ERROR_NOT_SUPPORTED;
     }
     return CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuPointerGetAttributes(unsigned int count, CUpointer_attribute *attributes, void **values, CUdeviceptr address)
+{
+    CUresult result = CUDA_SUCCESS;
+    for (unsigned i = 0; i < count && result == CUDA_SUCCESS; i++)
+        result = cuPointerGetAttribute(values[i], attributes[i], address);
+    return result;
 }
 
 /* Of the host, which is not counted. */
@@ -557,14 +890,57 @@ CUresult CUDAAPI cuMemHostAlloc(void **memory_of_host, size_t bytes, unsigned in
 CUresult CUDAAPI cuMemAllocHost_v2(void **memory_of_host, size_t bytes) { return cuMemHostAlloc(memory_of_host, bytes, 0); }
 CUresult CUDAAPI cuMemFreeHost(void *memory_of_host) { return free(memory_of_host), CUDA_SUCCESS; }
 
+/* Graphs: their nodes, in the order in which they were added. An executable one is a copy. While one is captured, launches only add
+   to it.
+
+   Their memory, as NVIDIA's guide has it (CUDA Programming Guide, "Graph Memory Nodes"): a launch or an upload maps it, and it stays
+   mapped. What a graph frees itself it shares with all others, for here one runs after the other; what it leaves is the program's to
+   free, and until then its own. A trim unmaps what is neither allocated nor of a graph that is to run; the next launch maps it again.
+   `bytes`: what an allocation adds to its graph; one at the address of another that the graph has freed adds nothing. */
+enum { MAX_NODES = 64, PLACES_OF_SM = 8 };
+struct graph;
+typedef struct {
+    CUgraphNodeType type;
+    CUDA_KERNEL_NODE_PARAMS kernel;
+    CUdeviceptr address;
+    size_t asked, bytes;
+    int is_freed, is_left; /* by its graph; by a launch */
+    uint64_t duration_ns;
+    struct graph *child;
+    CUdevice device; /* whose memory an allocation takes; -1: the host's */
+} graph_node;
+typedef struct graph {
+    unsigned count;
+    int is_known, is_mapped;
+    uint64_t done_at;
+    struct graph *next;
+    graph_node nodes[MAX_NODES];
+} graph;
+static graph *captured, *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
+static uint64_t graphs_reserved[MAX_GPUS];
+
 /* Pools: each GPU has one of its own; a program makes others. */
-static pool own_pools[MAX_GPUS];
+static pool own_pools[MAX_GPUS], *made_pools;
 static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
 
 static void forget_pools(void)
 {
     memset(own_pools, 0, sizeof own_pools);
     memset(chosen_pools, 0, sizeof chosen_pools);
+    made_pools = NULL;
+}
+
+/* Behind a wait for the GPU. */
+static CUresult trim_pools_of(CUdevice device)
+{
+    pthread_mutex_lock(&memory.guard);
+    if (device >= 0)
+        trim(&own_pools[device], own_pools[device].threshold);
+    for (pool *one = made_pools; one; one = one->next)
+        if (one->device == device)
+            trim(one, one->threshold);
+    pthread_mutex_unlock(&memory.guard);
+    return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
@@ -598,17 +974,26 @@ CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *made, const CUmemPoolProps *prope
     fresh->device = device < 0 ? 0 : device; /* managed memory of the host moves to the GPU that uses it */
     if (!is_gpu(fresh->device))
         return free(fresh), CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&memory.guard);
+    fresh->next = made_pools;
+    made_pools = fresh;
+    pthread_mutex_unlock(&memory.guard);
     return *made = (CUmemoryPool)fresh, CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
 {
     log_call("cuMemPoolDestroy");
+    if ((pool *)of >= own_pools && (pool *)of < own_pools + MAX_GPUS)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&memory.guard);
     trim((pool *)of, 0);
+    ((pool *)of)->is_destroyed = 1; /* what still lies in it is freed with its last address; so the pool stays */
     for (unsigned i = 0; i < MAX_GPUS; i++)
         if (chosen_pools[i] == (pool *)of)
             chosen_pools[i] = NULL;
-    return CUDA_SUCCESS; /* what still lies in it is freed with its last address; so the pool stays */
+    pthread_mutex_unlock(&memory.guard);
+    return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool of, size_t least)
@@ -647,31 +1032,43 @@ CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool of, CUmemPool_attribute attr
     return CUDA_SUCCESS;
 }
 
+/* While a stream is captured it becomes a node of the graph, as its free does. */
+static CUresult capture_memory(CUdeviceptr *address, size_t bytes, const pool *from)
+{
+    CUgraphNode unwanted;
+    CUDA_MEM_ALLOC_NODE_PARAMS parameters = {.poolProps.location = from->at, .bytesize = bytes};
+    CUresult result = cuGraphAddMemAllocNode(&unwanted, (CUgraph)captured, NULL, 0, &parameters);
+    return *address = parameters.dptr, result;
+}
+
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream)
 {
     log_call("cuMemAllocFromPoolAsync");
     (void)stream;
+    if (captured)
+        return capture_memory(address, bytes, (pool *)from);
     return allocate_from(address, bytes, ((pool *)from)->device, OF_POOL, (pool *)from);
 }
 PER_THREAD(cuMemAllocFromPoolAsync);
 
+/* From the pool that is current to the stream's GPU, whichever context is (cuda.h). */
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream)
 {
     CUmemoryPool from = NULL;
     log_call("cuMemAllocAsync");
-    (void)stream;
-    if (current < 0)
+    if (gpu_of_stream(stream) < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    cuDeviceGetMemPool(&from, current);
-    return allocate_from(address, bytes, current, OF_POOL, (pool *)from);
+    cuDeviceGetMemPool(&from, gpu_of_stream(stream));
+    return cuMemAllocFromPoolAsync(address, bytes, from, stream);
 }
 PER_THREAD(cuMemAllocAsync);
 
 CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
+    CUgraphNode unwanted;
     log_call("cuMemFreeAsync");
     (void)stream;
-    return free_allocation(address);
+    return captured ? cuGraphAddMemFreeNode(&unwanted, (CUgraph)captured, NULL, 0, address) : free_allocation(address);
 }
 PER_THREAD(cuMemFreeAsync);
 
@@ -695,7 +1092,9 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
     log_call("cuMemCreate");
     (void)flags;
     CUdevice device = device_at(&properties->location);
-    return allocate(handle, bytes, device < 0 ? 0 : device, device < 0 ? OF_HOST : PLAIN);
+    if (bytes % ALIGNMENT)
+        return CUDA_ERROR_INVALID_VALUE;
+    return allocate(handle, bytes, device < 0 ? 0 : device, device < 0 ? OF_HOST : OF_HANDLE);
 }
 
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
@@ -708,11 +1107,11 @@ CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
 CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
 {
     log_call("cuMemMap");
-    (void)bytes, (void)offset, (void)flags;
+    (void)offset, (void)flags;
     CUresult result = handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, 1);
     pthread_mutex_lock(&memory.guard);
     memory.mapped = realloc(memory.mapped, (memory.mappings + 1) * sizeof(mapping));
-    memory.mapped[memory.mappings++] = (mapping){address, handle};
+    memory.mapped[memory.mappings++] = (mapping){address, handle, bytes};
     pthread_mutex_unlock(&memory.guard);
     return result;
 }
@@ -780,8 +1179,7 @@ CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t 
 {
     (void)alignment, (void)near, (void)flags;
     pthread_mutex_lock(&memory.guard);
-    *address = memory.next;
-    memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+    *address = next_address(bytes);
     pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
@@ -807,7 +1205,7 @@ static size_t bytes_of_array(size_t width, size_t height, size_t depth, CUarray_
 static CUresult make_array(void **array, size_t bytes)
 {
     CUdeviceptr address = 0;
-    CUresult result = allocate(&address, bytes, current, PLAIN);
+    CUresult result = allocate(&address, bytes, current_gpu(), PLAIN);
     *array = (void *)(uintptr_t)address;
     return result;
 }
@@ -848,12 +1246,26 @@ CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
    `spin` computes for its first parameter, nanoseconds in 64 bits; `timed` waits until so long after its begin, with slice_us;
    the others as the settings say --- */
 
-static int a_module, a_function, a_spin, a_timed, a_stream;
+enum { MAX_STACKS = 64 };
+typedef struct { uint64_t stack; } kernel_code; /* what a thread of it needs: of one named `stack_BYTES` so many bytes */
+static kernel_code a_module, a_function, a_spin, a_timed, with_stack[MAX_STACKS];
 
+/* Its code and its variables are memory of the GPU, until it is unloaded. */
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
 {
+    log_call("cuModuleLoadData");
     (void)image;
-    return *module = (CUmodule)&a_module, CUDA_SUCCESS;
+    CUdeviceptr address = (uintptr_t)&a_module;
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&contexts_guard);
+    context changed = *current_context();
+    changed.modules++;
+    CUresult result = change_context(current_context(), changed) ? CUDA_SUCCESS : CUDA_ERROR_SHARED_OBJECT_INIT_FAILED;
+    pthread_mutex_unlock(&contexts_guard);
+    if (result == CUDA_SUCCESS && config()->module)
+        result = allocate(&address, config()->module, current_gpu(), PLAIN);
+    return *module = (CUmodule)(uintptr_t)address, result;
 }
 
 CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options, void **values)
@@ -861,44 +1273,48 @@ CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigne
     (void)count, (void)options, (void)values;
     return cuModuleLoadData(module, image);
 }
+CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule *module, const void *image) { return cuModuleLoadData(module, image); }
+
+CUresult CUDAAPI cuModuleUnload(CUmodule module)
+{
+    log_call("cuModuleUnload");
+    return module == (CUmodule)&a_module ? CUDA_SUCCESS : free_allocation((uintptr_t)module);
+}
 
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
     (void)module;
-    int *found = strcmp(name, "spin") == 0 ? &a_spin : strcmp(name, "timed") == 0 ? &a_timed : &a_function;
+    kernel_code *found = strcmp(name, "spin") == 0 ? &a_spin : strcmp(name, "timed") == 0 ? &a_timed : &a_function;
+    uint64_t stack_bytes = strncmp(name, "stack_", 6) == 0 ? strtoull(name + 6, NULL, 10) : 0;
+    for (kernel_code *at = with_stack; stack_bytes && at < with_stack + MAX_STACKS && found->stack != stack_bytes; at++)
+        if (!at->stack || at->stack == stack_bytes)
+            *(found = at) = (kernel_code){stack_bytes};
     return *function = (CUfunction)found, CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
+{
+    const kernel_code *code = (const kernel_code *)function;
+    *value = attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? (int)code->stack : 1;
+    return CUDA_SUCCESS;
+}
+
+/* "The driver automatically increases the per-thread stack size for each kernel launch as needed. This size isn't reset" (cuda.h). */
+static CUresult have_stack(CUfunction function, context *in)
+{
+    const kernel_code *code = (const kernel_code *)function; /* which may be anything: no kernel is looked into */
+    uint64_t needed = code >= with_stack && code < with_stack + MAX_STACKS ? code->stack : 0;
+    if (!in || needed <= in->stack)
+        return CUDA_SUCCESS;
+    pthread_mutex_lock(&contexts_guard);
+    context changed = *in;
+    changed.stack = needed;
+    int is_changed = change_context(in, changed);
+    pthread_mutex_unlock(&contexts_guard);
+    return is_changed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
-
-/* Graphs: their nodes, in the order in which they were added. An executable one is a copy. While one is captured, launches only add
-   to it.
-
-   Their memory, as NVIDIA's guide has it (CUDA Programming Guide, "Graph Memory Nodes"): a launch or an upload maps it, and it stays
-   mapped. What a graph frees itself it shares with all others, for here one runs after the other; what it leaves is the program's to
-   free, and until then its own. A trim unmaps what is neither allocated nor of a graph that is to run; the next launch maps it again.
-   `bytes`: what an allocation adds to its graph; one at the address of another that the graph has freed adds nothing. */
-enum { MAX_NODES = 64, PLACES_OF_SM = 8 };
-struct graph;
-typedef struct {
-    CUgraphNodeType type;
-    CUDA_KERNEL_NODE_PARAMS kernel;
-    CUdeviceptr address;
-    size_t asked, bytes;
-    int is_freed, is_left; /* by its graph; by a launch */
-    uint64_t duration_ns;
-    struct graph *child;
-} graph_node;
-typedef struct graph {
-    unsigned count;
-    int is_known, is_mapped;
-    CUdevice device;
-    uint64_t done_at;
-    struct graph *next;
-    graph_node nodes[MAX_NODES];
-} graph;
-static graph *captured, *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
-static uint64_t graphs_reserved[MAX_GPUS];
 
 static uint64_t duration_of(CUfunction function, uint64_t blocks, void **parameters)
 {
@@ -915,24 +1331,17 @@ static uint64_t blocks_of(const CUDA_KERNEL_NODE_PARAMS *kernel)
     return (uint64_t)kernel->gridDimX * kernel->gridDimY * kernel->gridDimZ;
 }
 
-/* A stream's lane: those of cuStreamCreate have their own in turn, all others the first. */
-enum { OWN_LANES = 8 };
-static char own_streams[OWN_LANES];
-static int takes_turns(void) { return config()->slice_ns && current >= 0 && minors[current] == 0; }
-static unsigned lane_of(CUstream stream)
-{
-    char *at = (char *)stream;
-    return at >= own_streams && at < own_streams + OWN_LANES ? 1 + (unsigned)(at - own_streams) : 0;
-}
+static int takes_turns(CUdevice device) { return config()->slice_ns && device >= 0 && minors[device] == 0; }
 
 static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream stream)
 {
-    if (current < 0)
+    CUdevice device = gpu_of_stream(stream);
+    if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (takes_turns())
-        return push_kernel(minors[current], lane_of(stream), duration_ns, width, is_timed), CUDA_SUCCESS;
-    uint64_t done_at = run_on_gpu(minors[current], duration_ns);
-    busy_until[current] = done_at;
+    if (takes_turns(device))
+        return push_kernel(minors[device], lane_of(stream), duration_ns, width, is_timed), CUDA_SUCCESS;
+    uint64_t done_at = run_on_gpu(minors[device], duration_ns);
+    busy_until[device] = done_at;
     if (done_at > now_ns() + QUEUE_NS)
         sleep_until(done_at - QUEUE_NS);
     return CUDA_SUCCESS;
@@ -963,7 +1372,8 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     if (captured)
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
-    return run(duration_ns, width_of(blocks_of(&kernel)), function == (CUfunction)&a_timed, stream);
+    CUresult result = have_stack(function, context_of(stream));
+    return result ? result : run(duration_ns, width_of(blocks_of(&kernel)), function == (CUfunction)&a_timed, stream);
 }
 
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
@@ -995,39 +1405,25 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
 }
 PER_THREAD(cuLaunchCooperativeKernel);
 
-CUresult CUDAAPI cuCtxSynchronize(void)
+/* What pools keep above their thresholds goes back with the wait. */
+static CUresult wait_for(CUdevice device, int lane)
 {
-    if (current < 0)
+    if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (takes_turns())
-        return wait_for_lane(minors[current], ALL_LANES), CUDA_SUCCESS;
-    sleep_until(busy_until[current]);
-    return CUDA_SUCCESS;
+    if (takes_turns(device))
+        wait_for_lane(minors[device], lane);
+    else
+        sleep_until(busy_until[device]);
+    return trim_pools_of(device);
 }
+
+CUresult CUDAAPI cuCtxSynchronize(void) { return wait_for(current_gpu(), ALL_LANES); }
 
 /* Of CUDA 13: what is asked for as of that version. A program that takes it for the older one gives it no context. */
-CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext context) { return (void)context, cuCtxSynchronize(); }
+CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext of) { return wait_for(gpu_of(or_current(of)), ALL_LANES); }
 
-CUresult CUDAAPI cuStreamSynchronize(CUstream stream)
-{
-    if (takes_turns())
-        return wait_for_lane(minors[current], (int)lane_of(stream)), CUDA_SUCCESS;
-    return cuCtxSynchronize();
-}
+CUresult CUDAAPI cuStreamSynchronize(CUstream stream) { return wait_for(gpu_of_stream(stream), (int)lane_of(stream)); }
 PER_THREAD(cuStreamSynchronize);
-
-CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags)
-{
-    static unsigned made;
-    (void)flags;
-    return *stream = (CUstream)(config()->slice_ns ? &own_streams[made++ % OWN_LANES] : (char *)&a_stream), CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
-{
-    (void)priority;
-    return cuStreamCreate(stream, flags);
-}
 
 /* An event: the time at which what was given to the GPU before it will be done. */
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
@@ -1042,14 +1438,17 @@ CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event)
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 {
     log_call("cuEventRecord");
-    if (current < 0)
+    gpu_event *recorded = (gpu_event *)event;
+    CUdevice device = gpu_of_stream(stream);
+    if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (captured) /* the real driver makes it a node of the graph */
         return CUDA_SUCCESS;
-    if (takes_turns())
-        push_event(minors[current], lane_of(stream), (gpu_event *)event);
+    recorded->ordinal = device;
+    if (takes_turns(device))
+        push_event(minors[device], lane_of(stream), recorded);
     else
-        ((gpu_event *)event)->done_at = higher(busy_until[current], now_ns());
+        recorded->done_at = higher(busy_until[device], now_ns());
     return CUDA_SUCCESS;
 }
 PER_THREAD(cuEventRecord);
@@ -1058,14 +1457,15 @@ CUresult CUDAAPI cuEventQuery(CUevent event)
 {
     log_call("cuEventQuery");
     gpu_event *of = (gpu_event *)event;
-    return (takes_turns() ? is_event_done(minors[current], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return (takes_turns(of->ordinal) ? is_event_done(minors[of->ordinal], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 CUresult CUDAAPI cuEventSynchronize(CUevent event)
 {
     gpu_event *of = (gpu_event *)event;
-    while (takes_turns() && !is_event_done(minors[current], of))
+    while (takes_turns(of->ordinal) && !is_event_done(minors[of->ordinal], of))
         sleep_until(now_ns() + 2000);
-    return sleep_until(of->done_at), CUDA_SUCCESS;
+    sleep_until(of->done_at);
+    return trim_pools_of(of->ordinal);
 }
 CUresult CUDAAPI cuEventElapsedTime(float *ms, CUevent from, CUevent until)
 {
@@ -1137,10 +1537,11 @@ CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph to, const CUg
 {
     log_call("cuGraphAddMemAllocNode");
     (void)after, (void)count;
-    graph_node made = {.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .asked = parameters->bytesize, .bytes = parameters->bytesize};
+    graph_node made = {.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .asked = parameters->bytesize, .bytes = parameters->bytesize,
+                       .device = device_at(&parameters->poolProps.location)};
     graph *in = (graph *)to;
     for (graph_node *one = in->nodes; one < in->nodes + in->count && !made.address; one++)
-        if (one->is_freed == 1 && one->asked >= made.asked) {
+        if (one->is_freed == 1 && one->device == made.device && one->asked >= made.asked) {
             one->is_freed = 2; /* and its address is another one's */
             made.address = one->address;
             made.bytes = 0;
@@ -1168,7 +1569,9 @@ CUresult CUDAAPI cuGraphMemAllocNodeGetParams(CUgraphNode node, CUDA_MEM_ALLOC_N
 {
     log_call("cuGraphMemAllocNodeGetParams");
     *parameters = (CUDA_MEM_ALLOC_NODE_PARAMS){.bytesize = ((graph_node *)node)->asked, .dptr = ((graph_node *)node)->address};
-    parameters->poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    CUdevice device = ((graph_node *)node)->device;
+    parameters->poolProps.location.type = device < 0 ? CU_MEM_LOCATION_TYPE_HOST : CU_MEM_LOCATION_TYPE_DEVICE;
+    parameters->poolProps.location.id = device < 0 ? 0 : device;
     return CUDA_SUCCESS;
 }
 
@@ -1204,30 +1607,37 @@ CUresult CUDAAPI cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NOD
     return *parameters = ((graph_node *)node)->kernel, CUDA_SUCCESS;
 }
 
-static uint64_t bytes_of_graph(const graph *of)
+static uint64_t bytes_of_graph(const graph *of, CUdevice device)
 {
     uint64_t bytes = 0;
     for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
-        bytes += node->bytes + (node->child ? bytes_of_graph(node->child) : 0);
+        bytes += node->child ? bytes_of_graph(node->child, device) : node->device == device ? node->bytes : 0;
     return bytes;
 }
 
-static uint64_t bytes_left_by(const graph *of)
+static uint64_t bytes_left_by(const graph *of, CUdevice device)
 {
     uint64_t bytes = 0;
     for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
-        bytes += node->is_left ? node->asked : 0;
+        bytes += node->is_left && node->device == device ? node->asked : 0;
     return bytes;
+}
+
+static int leaves_memory(const graph *of)
+{
+    int is_left = 0;
+    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        is_left |= node->is_left;
+    return is_left;
 }
 
 static uint64_t used_by_graphs(CUdevice device)
 {
     uint64_t left = 0, shared = 0;
-    for (const graph *one = mapped_graphs; one; one = one->next)
-        if (one->device == device) {
-            left += bytes_left_by(one);
-            shared = one->is_mapped ? higher(shared, bytes_of_graph(one) - bytes_left_by(one)) : shared;
-        }
+    for (const graph *one = mapped_graphs; one; one = one->next) {
+        left += bytes_left_by(one, device);
+        shared = one->is_mapped ? higher(shared, bytes_of_graph(one, device) - bytes_left_by(one, device)) : shared;
+    }
     return left + shared;
 }
 
@@ -1270,7 +1680,7 @@ CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
         return CUDA_ERROR_INVALID_DEVICE;
     pthread_mutex_lock(&memory.guard);
     for (graph *one = mapped_graphs; one; one = one->next)
-        if (one->device == device && one->done_at <= now_ns())
+        if (one->done_at <= now_ns() && bytes_of_graph(one, device))
             one->is_mapped = 0;
     uint64_t used = used_by_graphs(device);
     give_memory(minors[device], graphs_reserved[device] - used, 0);
@@ -1279,13 +1689,15 @@ CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
     return CUDA_SUCCESS;
 }
 
-static CUresult map_graph(graph *of, int runs)
+/* Each allocation is of the GPU that its node names, wherever the graph is launched. */
+static CUresult map_graph(graph *of, int runs, CUstream stream)
 {
-    CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
-    if (result != CUDA_SUCCESS || !bytes_of_graph(of))
-        return result;
+    uint64_t lacking[MAX_GPUS] = {0};
+    CUdevice device = 0;
+    if (gpu_of_stream(stream) < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
     pthread_mutex_lock(&memory.guard);
-    if (bytes_left_by(of)) { /* of the launch before */
+    if (leaves_memory(of)) { /* of the launch before */
         pthread_mutex_unlock(&memory.guard);
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -1295,18 +1707,25 @@ static CUresult map_graph(graph *of, int runs)
         mapped_graphs = of;
     }
     of->is_known = of->is_mapped = 1;
-    of->device = current;
     of->done_at = runs ? UINT64_MAX : of->done_at;
     for (graph_node *node = of->nodes; node < of->nodes + of->count; node++)
         node->is_left = runs && node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && !node->is_freed;
-    uint64_t used = used_by_graphs(current), reserved = graphs_reserved[current];
-    if (used > reserved && !take_memory(minors[current], used - reserved, 0)) {
+    for (; is_gpu(device); device++) {
+        uint64_t used = used_by_graphs(device);
+        lacking[device] = used > graphs_reserved[device] ? used - graphs_reserved[device] : 0;
+        if (lacking[device] && !take_memory(minors[device], lacking[device], 0))
+            break;
+        graphs_reserved[device] += lacking[device];
+    }
+    CUresult result = is_gpu(device) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    while (result != CUDA_SUCCESS && device-- > 0) {
+        give_memory(minors[device], lacking[device], 0);
+        graphs_reserved[device] -= lacking[device];
+    }
+    if (result != CUDA_SUCCESS) {
         if (!before.is_known)
             mapped_graphs = of->next;
         *of = before;
-        result = CUDA_ERROR_OUT_OF_MEMORY;
-    } else {
-        graphs_reserved[current] = higher(used, reserved);
     }
     pthread_mutex_unlock(&memory.guard);
     return result;
@@ -1346,8 +1765,7 @@ CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecU
 CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
 {
     log_call("cuGraphUpload");
-    (void)stream;
-    return map_graph((graph *)of, 0);
+    return map_graph((graph *)of, 0, stream);
 }
 PER_THREAD(cuGraphUpload);
 
@@ -1356,7 +1774,7 @@ CUresult CUDAAPI cuGraphInstantiateWithParams(CUgraphExec *made, CUgraph from, C
     log_call("cuGraphInstantiateWithParams");
     CUresult result = cuGraphInstantiateWithFlags(made, from, parameters->flags);
     parameters->result_out = result == CUDA_SUCCESS ? CUDA_GRAPH_INSTANTIATE_SUCCESS : CUDA_GRAPH_INSTANTIATE_ERROR;
-    return result == CUDA_SUCCESS && parameters->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD ? map_graph((graph *)*made, 0) : result;
+    return result == CUDA_SUCCESS && parameters->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD ? map_graph((graph *)*made, 0, parameters->hUploadStream) : result;
 }
 PER_THREAD(cuGraphInstantiateWithParams);
 
@@ -1372,11 +1790,11 @@ CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
 {
     log_call("cuGraphLaunch");
     graph *of = (graph *)from;
-    CUresult result = map_graph(of, 1);
+    CUresult result = map_graph(of, 1, stream);
     if (result != CUDA_SUCCESS)
         return result;
     result = run(duration_of_graph(of), 1000, 0, stream);
-    of->done_at = busy_until[current];
+    of->done_at = busy_until[gpu_of_stream(stream)];
     return result;
 }
 PER_THREAD(cuGraphLaunch);
@@ -1390,7 +1808,7 @@ CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of)
     graph *ended = (graph *)of, **at = &mapped_graphs;
     pthread_mutex_lock(&memory.guard);
     ended->is_mapped = 0;
-    int is_left = bytes_left_by(ended) != 0;
+    int is_left = leaves_memory(ended);
     while (*at && *at != ended)
         at = &(*at)->next;
     if (*at && !is_left)

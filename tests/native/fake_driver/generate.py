@@ -18,10 +18,12 @@ _UNSUPPORTED = {"cu": 801, "nvml": 3}  # CUDA_ERROR_NOT_SUPPORTED, NVML_ERROR_NO
 _SPELLINGS = ((), ("-D__CUDA_API_VERSION_INTERNAL",), ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM",))
 """cuda.h declares other names under each."""
 
+_LATER = "cuMemAlloc_v3"
+"""No header has it: what a later CUDA may have under the name cuMemAlloc."""
 _DOES_NOTHING = re.compile(
-    r"cu(Memcpy|MemsetD|Event(Record|Synchronize|Query|Destroy)|Stream(Destroy|Query|WaitEvent)|Profiler|MemAdvise|MemPrefetch"
-    r"|MemPool(Destroy|TrimTo|Set)|MemHost(Unr|R)egister|Mem(Map|Unmap|SetAccess|AddressFree)|CtxSet(CacheConfig|Limit|SharedMem)"
-    r"|DevicePrimaryCtxSetFlags|Func(Set|Load)|ModuleUnload|DeviceSetMemPool|CtxResetPersisting)"
+    r"cu(Memcpy|MemsetD|Event(Record|Synchronize|Query|Destroy)|Stream(Query|WaitEvent)|Profiler|MemAdvise|MemPrefetch"
+    r"|MemPool(Destroy|TrimTo|Set)|MemHost(Unr|R)egister|Mem(Map|Unmap|SetAccess|AddressFree)|CtxSet(CacheConfig|SharedMem)"
+    r"|DevicePrimaryCtxSetFlags|Func(Set|Load)|DeviceSetMemPool|CtxResetPersisting)"
 )
 """Copies and the like: nothing is behind a pointer, so there is nothing to do, and they succeed."""
 
@@ -34,8 +36,9 @@ def generate(include: Path, output: Path, library_sources: Sequence[Path] = ()) 
     cuda = _declared_by_cuda(include) | {name for name in known if name.startswith("cu")}
     nvml = set(re.findall(r"\bDECLDIR\s+(nvml\w+)\s*\(", (include / "nvml.h").read_text(encoding="utf-8")))
     nvml |= {name for name in known if name.startswith("nvml")}
-    symbols = list(_symbols(cuda, (include / "cudaTypedefs.h").read_text(encoding="utf-8")))
-    (output / "cuda_rest.c").write_text(_stubs(cuda, "cu") + _table(symbols), encoding="utf-8")
+    typedefs = (include / "cudaTypedefs.h").read_text(encoding="utf-8")
+    symbols = list(_symbols(cuda | {_LATER}, typedefs + "PFN_cuMemAlloc_v14000)"))
+    (output / "cuda_rest.c").write_text(_stubs(cuda | {_LATER}, "cu") + _table(symbols), encoding="utf-8")
     (output / "nvml_rest.c").write_text(_stubs(nvml, "nvml"), encoding="utf-8")
 
 

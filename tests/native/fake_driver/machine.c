@@ -125,6 +125,8 @@ static void read_settings(void)
     settings.is_unified = (int)read_number(text, "unified", "0");
     settings.numa_node = settings.is_unified ? 0 : (int)read_number(text, "numa_node", "1");
     settings.context = read_number(text, "context_mib", "300") << 20;
+    settings.context_unseen = read_number(text, "context_unseen_kib", "0") << 10;
+    settings.module = read_number(text, "module_mib", "2") << 20;
     settings.kernel_ns = read_number(text, "kernel_us", "1000") * 1000;
     settings.block_ns = read_number(text, "block_us", "0") * 1000;
     settings.sm_count = read_number(text, "sm_count", "132");
@@ -152,6 +154,8 @@ static void read_settings(void)
     read_setting(text, "lacks", "", settings.lacks);
     read_setting(text, "stops_in", "", settings.stops_in);
     read_setting(text, "utilization", "", settings.utilization);
+    read_setting(text, "heap_at", "limit", pids);
+    settings.heap_waits = !strcmp(pids, "module");
     read_setting(text, "pids", "host", pids);
     settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;
 }
@@ -379,7 +383,8 @@ static uint64_t used_on(unsigned minor)
 {
     uint64_t used = 0;
     for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
-        used += entry->is_used ? entry->gpus[minor].memory : 0;
+        if (entry->is_used)
+            used += entry->gpus[minor].memory + entry->gpus[minor].contexts * config()->context_unseen;
     return used;
 }
 
@@ -463,7 +468,7 @@ int open_context(unsigned minor)
 {
     begin();
     process *entry = own_entry();
-    int is_open = entry && (entry->gpus[minor].contexts || take(minor, config()->context, 0));
+    int is_open = entry && take(minor, config()->context, 0);
     if (is_open)
         entry->gpus[minor].contexts++;
     end();
@@ -473,8 +478,10 @@ int open_context(unsigned minor)
 void close_context(unsigned minor)
 {
     begin();
-    if (own && own->gpus[minor].contexts && --own->gpus[minor].contexts == 0)
+    if (own && own->gpus[minor].contexts) {
+        own->gpus[minor].contexts--;
         own->gpus[minor].memory -= config()->context;
+    }
     end();
 }
 

@@ -11,7 +11,10 @@
  *   numa_node       1             the host's NUMA node that the memory of the first GPU is, and the next ones of the others', as with
  *                                 GH200 in NUMA mode; 0: none, as with a GPU on PCIe
  *   unified         0             1: the GPU has the host's memory, and NVML says nothing of it, as of GB10
- *   context_mib     300           what a process's context takes
+ *   context_mib     300           what a context takes
+ *   context_unseen_kib  0         what one takes of the GPU besides, which is in no process's count: 2867 on an H200
+ *   module_mib      2             what a module takes
+ *   heap_at         limit         when cuCtxSetLimit's heap is taken: at once, or with `module` when the next module is loaded
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
  *   slice_us        0             not 0: contexts of GPU 0 take turns of so long (slices.c); else all launches run one after the
@@ -58,11 +61,11 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
     unsigned gpus;
-    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, sample_every_ns, lag_ns, event_percent;
+    uint64_t memory, context, context_unseen, module, kernel_ns, block_ns, sm_count, sample_ns, sample_every_ns, lag_ns, event_percent;
     uint64_t slice_ns, switch_ns, launch_ns, wake_ns, event_ns, boost_percent;
     int shows_whole;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT], utilization[TEXT];
-    int cuda_version, logs, numa_node, is_unified;
+    int cuda_version, logs, numa_node, is_unified, heap_waits;
     pid_kind pids;
 } machine_config;
 
@@ -95,7 +98,7 @@ void sleep_until(uint64_t time_ns);
 
 /* With slice_us, in place of run_on_gpu: a launch returns once its stream has room for it. Width is in thousandths of the GPU; a kernel
    that is timed ends so long after its begin, though it has not had the GPU all the while. */
-typedef struct { uint32_t index, record; uint64_t done_at; } gpu_event;
+typedef struct { uint32_t index, record; uint64_t done_at; int ordinal; } gpu_event;
 void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width, int is_timed);
 void push_event(unsigned minor, unsigned lane, gpu_event *event);
 int is_event_done(unsigned minor, gpu_event *event); /* then it has its time */
