@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
+from typing import Any
 
 import pynvml
 
@@ -16,6 +18,17 @@ cuda = ctypes.CDLL("libcuda.so.1")
 Size, Address, Handle = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 taken = Address()
 free_last = "cuMemFree_v2"
+handles: defaultdict[str, ctypes.c_uint64] = defaultdict(ctypes.c_uint64)
+"""By the names that calls give them."""
+
+
+def call(name: str, *words: int | str) -> int:
+    """A function by its name: `&x` is where it writes a handle, `x` that handle, a number of any type itself."""
+    places = [handles[word.lstrip("&")] if isinstance(word, str) else Address(word) for word in words]
+    out = [isinstance(word, str) and word.startswith("&") for word in words]
+    return int(
+        getattr(cuda, name)(*(ctypes.byref(at) if is_out else at for at, is_out in zip(places, out, strict=True)))
+    )
 
 
 class Array(ctypes.Structure):
@@ -128,10 +141,14 @@ def gpus() -> list[str]:
     return [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
 
 
-def answer(name: str, *arguments: int) -> object:
+def answer(name: str, *arguments: Any) -> object:
     if name in ("alloc", "managed", "pitch", "async", "pool", "vmm", "array", "array3d", "mipmapped"):
         return take(name, arguments[0])
     others = {
+        "call": call,
+        "function": lambda name: int(
+            cuda.cuModuleGetFunction(ctypes.byref(handles["function"]), handles["module"], name.encode())
+        ),
         "context": context,
         "variant": variant,
         "pids": pids,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from tests.gpus.support_nvml import running_probe
 from tests.native.build import CannotBuildError, build_fake_driver
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.isolation, pytest.mark.smoke]  # it needs the headers 
 
 PROBE = Path(__file__).parent / "fake_driver_probe.py"
 CONTEXT = 300 << 20
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,113 @@ def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(driver: Path, sta
     assert probe.ask("used", 0) == CONTEXT
 
 
+def ready(probes: list[Probe], driver: Path, state: Path, **settings: object) -> Probe:
+    """With a primary context of GPU 0."""
+    probes.append(Probe(driver, state, **settings))
+    assert probes[-1].ask("context", 0) == 0
+    return probes[-1]
+
+
+def test_its_own_functions_are_not_bound_to_a_preloaded_library(driver: Path) -> None:
+    """As in NVIDIA's: neither its own calls nor its table for cuGetProcAddress."""
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        with (driver / name).open("rb") as file:
+            elf = ELFFile(file)
+            symbols = elf.get_section_by_name(".dynsym")
+            exported = {one.name for one in symbols.iter_symbols() if one["st_shndx"] != "SHN_UNDEF"}
+            found = [elf.get_section_by_name(section) for section in (".rela.dyn", ".rela.plt")]
+            bound = {
+                symbols.get_symbol(one["r_info_sym"]).name for part in found if part for one in part.iter_relocations()
+            }
+        assert len(exported) > 300 and not exported & bound
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "count", "pages"),
+    [(1, 1, 1), (MIB - 1, 2, 1), (MIB // 2, 4, 1), (MIB // 2, 5, 2), (700 << 10, 3, 2), (MIB, 2, 2), (MIB + 1, 3, 3),
+     (2 * MIB, 1, 1), (2 * MIB + 1, 2, 4)],
+)  # fmt: skip
+def test_memory_is_taken_in_pages(
+    driver: Path, state: Path, probes: list[Probe], bytes_: int, count: int, pages: int
+) -> None:
+    """Of 2 MiB; less than a MiB shares one with others of its context."""
+    probe = ready(probes, driver, state)
+    assert [probe.ask("call", "cuMemAlloc_v2", f"&{n}", bytes_) for n in range(count)] == [0] * count
+    assert probe.ask("used", 0) == CONTEXT + pages * 2 * MIB
+    assert [probe.ask("call", "cuMemFree_v2", f"{n}") for n in range(count)] == [0] * count
+    assert probe.ask("used", 0) == CONTEXT
+
+
+def test_an_asynchronous_allocation_is_of_its_stream_s_gpu(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """Whichever is current; and its pool grows by 32 MiB."""
+    probe = ready(probes, driver, state, gpus=2)
+    probe.ask("context", 1)
+    assert probe.ask("call", "cuStreamCreate", "&stream", 0) == 0
+    probe.ask("context", 0)
+    assert probe.ask("call", "cuMemAllocAsync", "&a", 33 * MIB, "stream") == 0
+    assert [probe.ask("used", gpu) for gpu in (0, 1)] == [CONTEXT, CONTEXT + 64 * MIB]
+    assert probe.ask("call", "cuMemAllocAsync", "&b", MIB, 0) == 0
+    assert [probe.ask("used", gpu) for gpu in (0, 1)] == [CONTEXT + 32 * MIB, CONTEXT + 64 * MIB]
+    assert [probe.ask("call", "cuMemFreeAsync", name, 0) for name in "ab"] == [0, 0]
+    assert probe.ask("wait") == 0
+    assert [probe.ask("used", gpu) for gpu in (0, 1)] == [CONTEXT, CONTEXT + 64 * MIB]
+    assert probe.ask("call", "cuStreamSynchronize", "stream") == 0
+    assert probe.ask("used", 1) == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "end", ["cuCtxDestroy_v2", "cuCtxDetach", "cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"]
+)
+def test_a_context_s_end_frees_what_is_its_own(driver: Path, state: Path, probes: list[Probe], end: str) -> None:
+    """Memory of pools and of handles is nobody's (cuda.h, cuCtxDestroy). The other context of the GPU stays as it is."""
+    probe = ready(probes, driver, state)
+    is_primary = "Primary" in end
+    assert probe.ask("alloc", 8 * MIB) == probe.ask("call", "cuCtxCreate_v2", "&made", 0, 0) == 0
+    if is_primary:
+        assert probe.ask("alloc", 8 * MIB) == probe.ask("context", 0) == 0
+        assert probe.ask("call", "cuDevicePrimaryCtxRelease_v2", 0) == 0, "retained twice"
+    taken = {"alloc": 16, "managed": 16, "array": 16, "async": 32, "vmm": 16}
+    assert [probe.ask(kind, mib * MIB) for kind, mib in taken.items()] == [0] * 5
+    assert probe.ask("used", 0) == 2 * CONTEXT + (8 + 8 * is_primary + sum(taken.values())) * MIB
+    assert probe.ask("call", end, 0 if is_primary else "made") == 0
+    assert probe.ask("used", 0) == CONTEXT + (8 + 32 + 16) * MIB
+    assert probe.ask("alloc", MIB) == (201 if is_primary else 0), "there is none, or the one that was current before"
+
+
+STACK, FIFO, HEAP = 0, 1, 2
+THREADS = 132 * 2048
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "taken"),
+    [(STACK, 2048, 1024 * THREADS), (STACK, 1024, 0), (HEAP, GIB, GIB - 8 * MIB), (FIFO, 65 * MIB, 64 * MIB)],
+)
+def test_limits_of_a_context_take_memory(
+    driver: Path, state: Path, probes: list[Probe], limit: int, value: int, taken: int
+) -> None:
+    """At once, for each thread that the GPU can have; and are given back with a lower one."""
+    probe = ready(probes, driver, state)
+    assert probe.ask("call", "cuCtxSetLimit", limit, value) == 0
+    assert probe.ask("used", 0) == CONTEXT + taken
+    assert probe.ask("call", "cuCtxSetLimit", STACK, 1 << 19) == 2, "CUDA_ERROR_OUT_OF_MEMORY"
+    assert probe.ask("used", 0) == CONTEXT + taken
+    assert probe.ask("call", "cuCtxSetLimit", limit, 1024) == 0
+    assert probe.ask("used", 0) == CONTEXT
+
+
+def test_modules_and_their_kernels_take_memory(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """A module 2 MiB; with heap_at also the heap; a kernel with a larger stack than before that stack, which stays."""
+    probe = ready(probes, driver, state, heap_at="module", kernel_us=1)
+    assert probe.ask("call", "cuCtxSetLimit", HEAP, 40 * MIB) == 0
+    assert probe.ask("used", 0) == CONTEXT
+    assert probe.ask("call", "cuModuleLoadData", "&module", 0) == 0
+    assert probe.ask("used", 0) == CONTEXT + (32 + 2) * MIB
+    assert probe.ask("function", "stack_2048") == 0
+    assert probe.ask("call", "cuLaunchKernel", "function", 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) == 0
+    assert probe.ask("call", "cuModuleUnload", "module") == 0
+    assert probe.ask("used", 0) == CONTEXT + 32 * MIB + 1024 * THREADS
+
+
 def test_a_kernel_takes_as_many_waves_as_its_grid_needs(driver: Path, state: Path, probes: list[Probe]) -> None:
     """With block_us; less than a wave takes as long as one."""
     probes.append(Probe(driver, state, sm_count=20, block_us=1000))
@@ -141,6 +249,15 @@ def test_versions_choose_the_variant_of_a_function(driver: Path, state: Path, pr
         "cuMemAlloc", "cuMemAlloc_v2", "cuCtxCreate_v3", "cuCtxCreate_v4",
         "cuGetProcAddress", "cuGetProcAddress_v2", None, None,
     ]  # fmt: skip
+
+
+def test_a_later_cuda_has_another_function_under_an_old_name(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """For a program that asks for it as of that version."""
+    probe = ready(probes, driver, state, cuda_version=14000)
+    assert [probe.ask("variant", "cuMemAlloc", version) for version in (13000, 14000)] == [
+        "cuMemAlloc_v2",
+        "cuMemAlloc_v3",
+    ]
 
 
 def test_settings_come_from_the_file_beside_the_state(driver: Path, state: Path, probes: list[Probe]) -> None:

@@ -96,8 +96,9 @@ def _compiler() -> str:
     return compiler
 
 
-def build_fake_driver(directory: Path) -> Path:
-    """libcuda.so.1 and libnvidia-ml.so.1 in `directory`, which is returned.
+def build_fake_driver(directory: Path, lacks: Sequence[str] = ()) -> Path:
+    """libcuda.so.1 and libnvidia-ml.so.1 in `directory`, which is returned. `lacks`: names that they do not export, as an
+    older driver does not.
 
     With a source of an isolation library at hand, the functions that it looks for are known too. Raises
     CannotBuildError.
@@ -114,10 +115,15 @@ def build_fake_driver(directory: Path) -> Path:
         # As NVIDIA's: its own table and its own calls are bound to its own functions, whatever is preloaded before it.
         flags += ["-Wl,-Bsymbolic"]
         # A program that links to both libraries must not mix their functions; and a stub's type is not its function's.
-        flags += [f"-Wl,--version-script={FAKE_DRIVER / 'exports.map'}", "-Wno-builtin-declaration-mismatch"]
+        exports = directory / "exports.map"
+        exports.write_text(
+            f"{{ global: cu*; nvml*; local: {' '.join(f'{name};' for name in lacks)} *; }};\n", encoding="utf-8"
+        )
+        flags += [f"-Wl,--version-script={exports}", "-Wno-builtin-declaration-mismatch"]
         library = directory / f"{stem}.so"
         run([compiler, *flags, f"-Wl,-soname,{stem}.so.1", "-o", str(library), *files])
         rest.unlink()
+        exports.unlink()
         link = directory / f"{stem}.so.1"
         link.unlink(missing_ok=True)
         link.symlink_to(library.name)

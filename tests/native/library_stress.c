@@ -11,9 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MOST_THREADS = 64, KINDS = 7, GRAPH = 6, PLACES = 6, LARGEST = 8 << 20 };
+enum { MOST_THREADS = 64, KINDS = 7, GRAPH = 6, PLACES = 6, LARGEST = 8 << 20, PAGE = 2 << 20 };
 static CUcontext context;
-static CUmemoryPool pool;
+static CUmemoryPool pool, own;
 static int rounds, failed, refused;
 
 /* Launched once; its memory is freed within it. */
@@ -46,7 +46,7 @@ static CUresult take(int kind, unsigned bytes, uint64_t *value)
     case 0: return cuMemAlloc_v2((CUdeviceptr *)value, bytes);
     case 1: return cuMemAllocAsync((CUdeviceptr *)value, bytes, NULL);
     case 2: return cuMemAllocFromPoolAsync((CUdeviceptr *)value, bytes, pool, NULL);
-    case 3: return cuMemCreate((CUmemGenericAllocationHandle *)value, bytes, &on_gpu, 0);
+    case 3: return cuMemCreate((CUmemGenericAllocationHandle *)value, (bytes + PAGE - 1) / PAGE * PAGE, &on_gpu, 0);
     case 4: return cuArrayCreate_v2((CUarray *)value, &flat);
     case GRAPH: return take_graph(bytes, value);
     default: return cuMemAllocPitch_v2((CUdeviceptr *)value, &pitch, 1000, bytes / 1000 + 1, 4);
@@ -113,7 +113,7 @@ int main(int count, char **words)
     size_t before = 0, after = 0, total;
     int wanted = count == 3 ? atoi(words[1]) : 0;
     if (wanted < 1 || wanted > MOST_THREADS || cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context) ||
-        cuMemPoolCreate(&pool, &properties) || cuMemGetInfo_v2(&before, &total))
+        cuMemPoolCreate(&pool, &properties) || cuDeviceGetDefaultMemPool(&own, 0) || cuMemGetInfo_v2(&before, &total))
         return 2;
     rounds = atoi(words[2]);
     for (int i = 0; i < wanted; i++)
@@ -121,6 +121,8 @@ int main(int count, char **words)
     for (int i = 0; i < wanted; i++)
         pthread_join(threads[i], NULL);
     cuDeviceGraphMemTrim(0);
+    cuMemPoolTrimTo(pool, 0);
+    cuMemPoolTrimTo(own, 0); /* a pool gives back what was freed at the next wait, or when it is trimmed */
     cuMemGetInfo_v2(&after, &total);
     printf("{\"before\": %zu, \"after\": %zu, \"refused\": %d, \"failed\": %d}\n", before, after, refused, failed);
     return 0;

@@ -656,7 +656,7 @@ static void leave_page(const allocation *freed)
 
 static int place(allocation *made)
 {
-    if (made->kind <= MANAGED && made->bytes < LEAST_OF_OWN_PAGES)
+    if (made->kind <= MANAGED && !made->taken)
         return place_in_page(made);
     if (made->of ? !reserve_in(made->of, made->bytes) : made->taken && !take_memory(minors[made->device], made->taken, made->kind == MANAGED))
         return 0;
@@ -686,7 +686,8 @@ static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice devic
     if (bytes == 0 || bytes > LARGEST)
         return bytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
     allocation made = {.bytes = whole(bytes, UNIT), .device = device, .kind = kind, .of = of, .references = 1};
-    made.taken = of || kind == OF_HOST ? 0 : whole(bytes, ALIGNMENT);
+    int is_small = kind <= MANAGED && bytes < LEAST_OF_OWN_PAGES;
+    made.taken = is_small || of || kind == OF_HOST ? 0 : whole(bytes, ALIGNMENT);
     made.in = kind <= MANAGED ? current_context() : NULL;
     pthread_mutex_lock(&memory.guard);
     int is_placed = place(&made);
