@@ -2,7 +2,7 @@
  *
  * Memory of a graph's nodes is mapped at its launch or upload, and stays with the GPU, for other graphs too, until it is trimmed; the
  * next launch maps it again (CUDA Programming Guide, "Graph Memory Nodes"). What is reserved and what is mapped the driver says for
- * the GPU as a whole; of one graph only what its nodes ask for is known.
+ * the GPU as a whole; of one graph only what its nodes ask for is known: of which GPU, each node says, wherever the graph is launched.
  */
 #define _GNU_SOURCE
 #include "library.h"
@@ -52,10 +52,12 @@ HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 
 struct range {
     CUdeviceptr begin, end;
+    unsigned device;
 };
 struct ranges {
     struct range *all;
     size_t count, room;
+    uint64_t devices; /* a bit for each */
 };
 
 static void add_range(struct ranges *to, struct range range)
@@ -65,8 +67,10 @@ static void add_range(struct ranges *to, struct range range)
         struct range *all = realloc(to->all, room * sizeof *all);
         if (!all)
             return;
-        *to = (struct ranges){.all = all, .count = to->count, .room = room};
+        to->all = all;
+        to->room = room;
     }
+    to->devices |= (uint64_t)1 << range.device;
     to->all[to->count++] = range;
 }
 
@@ -77,11 +81,13 @@ static void add_node(struct ranges *to, CUgraphNode node, unsigned depth)
     CUgraphNodeType type;
     CUDA_MEM_ALLOC_NODE_PARAMS memory;
     CUgraph child;
+    CUdevice device;
     if (REAL(cuGraphNodeGetType)(node, &type) != CUDA_SUCCESS)
         return;
     if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && REAL(cuGraphMemAllocNodeGetParams)(node, &memory) == CUDA_SUCCESS &&
-        device_at(memory.poolProps.location.type, memory.poolProps.location.id) >= 0)
-        add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize});
+        (device = device_at(memory.poolProps.location.type, memory.poolProps.location.id)) >= 0)
+        add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize,
+                                     device < MOST_GPU_ORDINALS ? (unsigned)device : MOST_GPU_ORDINALS - 1});
     if (type == CU_GRAPH_NODE_TYPE_GRAPH && REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
         add_graph(to, child, depth + 1);
 }
@@ -105,29 +111,49 @@ static int by_begin(const void *one, const void *other)
 }
 
 /* Allocations that follow each other may have the same addresses, and so the same memory: each address counts once. */
-static uint64_t bytes_of_graph(CUgraph graph)
+static uint64_t bytes_on(unsigned device, const struct ranges *sorted)
 {
-    struct ranges found = {0};
     uint64_t bytes = 0;
     CUdeviceptr end = 0;
-    add_graph(&found, graph, 0);
-    if (found.count)
-        qsort(found.all, found.count, sizeof *found.all, by_begin);
-    for (size_t i = 0; i < found.count; i++)
-        if (found.all[i].end > end) {
-            bytes += found.all[i].end - (found.all[i].begin > end ? found.all[i].begin : end);
-            end = found.all[i].end;
+    for (const struct range *one = sorted->all; one < sorted->all + sorted->count; one++)
+        if (one->device == device && one->end > end) {
+            bytes += one->end - (one->begin > end ? one->begin : end);
+            end = one->end;
         }
-    free(found.all);
     return bytes;
+}
+
+#define FOR_EACH_DEVICE(device, bits)                                       \
+    for (unsigned device = 0; device < MOST_GPU_ORDINALS; device++)         \
+        if ((bits) >> device & 1)
+
+/* What a graph's nodes take of one GPU. An address has fewer bits than a number here. */
+static uint64_t number_of_nodes(uint64_t executable, unsigned device) { return executable * MOST_GPU_ORDINALS + device; }
+static uint64_t bytes_of_nodes(uint64_t executable, unsigned device)
+{
+    struct allocation nodes;
+    return look_up(NODES, number_of_nodes(executable, device), &nodes) ? nodes.bytes : 0;
 }
 
 enum { NOT_LAUNCHED = -1 };
 static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph from)
 {
-    if (result == CUDA_SUCCESS)
-        remember(&(struct allocation){
-            .value = (uintptr_t)*made, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1, .bytes = bytes_of_graph(from)});
+    struct ranges found = {0};
+    uint64_t executable;
+    if (result != CUDA_SUCCESS)
+        return result;
+    executable = (uintptr_t)*made;
+    add_graph(&found, from, 0);
+    if (found.count)
+        qsort(found.all, found.count, sizeof *found.all, by_begin);
+    FOR_EACH_DEVICE(device, found.devices)
+        remember(&(struct allocation){.value = number_of_nodes(executable, device),
+                                      .class = NODES,
+                                      .references = 1,
+                                      .bytes = bytes_on(device, &found)});
+    remember(&(struct allocation){
+        .value = executable, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1, .devices = found.devices});
+    free(found.all);
     return result;
 }
 
@@ -164,6 +190,9 @@ HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
     if (is_known && result != CUDA_SUCCESS) {
         old.references = 1;
         remember(&old);
+    } else if (is_known) {
+        FOR_EACH_DEVICE(device, old.devices)
+            take_out(NODES, number_of_nodes(old.value, device), &(struct allocation){0});
     }
     return result;
 }
@@ -176,13 +205,9 @@ static uint64_t lacking_for(uint64_t bytes, CUdevice device)
     return wanted > reserved[device] ? wanted - reserved[device] : 0;
 }
 
-/* The guard is held over the launch, as over an allocation of a pool. */
-static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream,
-                                        uint64_t bytes, CUdevice device)
+static bool take_lacking(uint64_t bytes, CUdevice device)
 {
     int gpu = gpu_of_device(device);
-    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&reserves_guard);
     read_graph_memory(device, false);
     uint64_t lacking = lacking_for(bytes, device);
     bool is_taken = lacking == 0 || take_bytes(gpu, GRAPH, lacking);
@@ -190,34 +215,49 @@ static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream),
         lacking = lacking_for(bytes, device);
         is_taken = lacking == 0 || take_bytes(gpu, GRAPH, lacking);
     }
-    if (is_taken) {
+    if (is_taken)
         reserved[device] += lacking; /* counted now; read_graph_memory corrects it by what the driver says */
-        result = real(executable, stream);
-        read_graph_memory(device, false);
-    }
+    return is_taken;
+}
+
+/* The guard is held over the launch, as over an allocation of a pool. */
+static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream,
+                                        const struct allocation *graph)
+{
+    bool is_taken = true;
+    pthread_mutex_lock(&reserves_guard);
+    FOR_EACH_DEVICE(device, graph->devices)
+        is_taken = is_taken && take_lacking(bytes_of_nodes(graph->value, device), (CUdevice)device);
+    CUresult result = is_taken ? real(executable, stream) : CUDA_ERROR_OUT_OF_MEMORY;
+    FOR_EACH_DEVICE(device, graph->devices)
+        read_graph_memory((CUdevice)device, false);
     pthread_mutex_unlock(&reserves_guard);
     return result;
 }
 
 static CUresult launch_with_memory(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream,
-                                   const struct allocation *graph, CUdevice device)
+                                   const struct allocation *graph)
 {
-    bool is_first = graph->gpu == NOT_LAUNCHED;
+    bool is_first = graph->gpu == NOT_LAUNCHED, is_mapped = !is_first;
     CUresult result;
-    if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
+    if (!graph->devices)
         return real(executable, stream);
     /* A later launch takes nothing while as much as it needs is mapped: that is its own, or of graphs which do not run at the same
        time and share it, as the driver lets them. It may wait for a full queue, so it holds no guard. What it has got all the same,
        in another stream than before or after a trim by another thread meanwhile, is counted behind it. */
-    if (!is_first && ask_graphs(device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) >= graph->bytes) {
+    FOR_EACH_DEVICE(device, graph->devices)
+        is_mapped = is_mapped && ask_graphs((CUdevice)device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) >=
+                                     bytes_of_nodes(graph->value, device);
+    if (is_mapped) {
         result = real(executable, stream);
-        read_graph_memory(device, false);
+        FOR_EACH_DEVICE(device, graph->devices)
+            read_graph_memory((CUdevice)device, false);
         return result;
     }
-    result = launch_with_more_memory(real, executable, stream, graph->bytes, device);
+    result = launch_with_more_memory(real, executable, stream, graph);
     if (is_first && result == CUDA_SUCCESS) {
         struct allocation launched = *graph;
-        launched.gpu = gpu_of_device(device);
+        launched.gpu = 0;
         amend(&launched);
     }
     return result;
@@ -228,7 +268,6 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
 {
     struct allocation graph = {.value = (uintptr_t)executable};
     struct measurement measurement;
-    CUdevice device = current_device();
     /* One that is not known, of a function that is not hooked, has no memory of its own here; its time is measured as any other's. */
     look_up(EXECUTABLE, (uintptr_t)executable, &graph);
     struct launch launch = {.what = executable, .threads = graph.handle, .stream = stream, .is_per_thread = is_per_thread};
@@ -236,7 +275,7 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
         return real(executable, stream);
     if (computes)
         begin_launch(&launch, &measurement);
-    CUresult result = launch_with_memory(real, executable, stream, &graph, device);
+    CUresult result = launch_with_memory(real, executable, stream, &graph);
     if (computes)
         end_launch(&measurement, result == CUDA_SUCCESS);
     return result;

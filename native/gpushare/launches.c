@@ -56,13 +56,25 @@ HOOK(cuLaunchKernelEx_ptsz, (const CUlaunchConfig *how, CUfunction function, voi
     LAUNCH(function, blocks_of(how), threads_of(how), how->hStream, true, real(how, function, parameters, extra));
 }
 
-/* On several GPUs at once: each pays for its own, on the first one's account where that is the current one. */
+/* On several GPUs at once: each is paid on its own account. A thread measures one launch at a time, so they take turns in that. */
 HOOK(cuLaunchCooperativeKernelMultiDevice, (CUDA_LAUNCH_PARAMS *all, unsigned int count, unsigned int flags), (all, count, flags))
 {
-    if (!all || !count)
-        return real(all, count, flags);
-    LAUNCH(all->function, product(all->gridDimX, all->gridDimY, all->gridDimZ),
-           product(all->blockDimX, all->blockDimY, all->blockDimZ), all->hStream, false, real(all, count, flags));
+    static _Atomic unsigned turns;
+    struct measurement each[MOST_GPUS];
+    unsigned known = !all ? 0 : count < MOST_GPUS ? count : MOST_GPUS, measured = known ? turns++ % known : 0;
+    for (unsigned i = 0; i < known; i++) {
+        const CUDA_LAUNCH_PARAMS *one = &all[i];
+        struct launch launch = {.what = one->function,
+                                .blocks = product(one->gridDimX, one->gridDimY, one->gridDimZ),
+                                .threads = product(one->blockDimX, one->blockDimY, one->blockDimZ),
+                                .stream = one->hStream,
+                                .is_unmeasured = i != measured};
+        begin_launch(&launch, &each[i]);
+    }
+    CUresult result = real(all, count, flags);
+    for (unsigned i = 0; i < known; i++)
+        end_launch(&each[i], result == CUDA_SUCCESS);
+    return result;
 }
 
 /* Of CUDA 3: the block's size was set before. */
@@ -103,7 +115,8 @@ FILL(cuMemcpyDtoDAsync_v2_ptsz, (CUdeviceptr to, CUdeviceptr from, size_t bytes,
     closes;                       \
     uint64_t begun_at = now_ns(); \
     CUresult result = call;       \
-    end_wait(now_ns() - begun_at)
+    end_wait(now_ns() - begun_at);   \
+    read_freed()
 
 HOOK(cuStreamSynchronize, (CUstream stream), (stream))
 {

@@ -90,6 +90,11 @@ uint64_t now_ns(void);
 /* ---- start.c ---- */
 
 CUdevice current_device(void); /* of the current context; -1: there is none */
+bool has_several_devices(void);
+/* Each context has its own of these; a program cannot make one. */
+static inline bool is_of_context(CUstream stream)
+{ return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD; }
+CUdevice device_of_stream(CUstream stream); /* whichever context is current; -1: there is none for it */
 int gpu_of_device(CUdevice device); /* its index in both files; -1: the agent does not know it */
 void say_once(int *said, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void watch_forks(void);
@@ -99,15 +104,16 @@ void register_process(void); /* with the node's agent, once it has a slot */
 /* ---- memory.c ---- */
 
 /* What the driver has given to this process. Values of different classes may be the same number. */
-enum class { ADDRESS, HANDLE, MAPPING, OBJECT, EXECUTABLE };
+enum class { ADDRESS, HANDLE, MAPPING, OBJECT, EXECUTABLE, NODES };
 struct allocation {
     uint64_t value;
     enum class class;
     enum kind kind;
-    int gpu; /* of a graph: where it was launched, or -1 */
+    int gpu; /* of a graph: -1 until it is launched */
     unsigned references;
     uint64_t bytes;
     uint64_t handle;    /* of a mapping */
+    uint64_t devices;   /* of a graph: a bit for each of whose memory its nodes take */
     CUcontext context;  /* whose end is that of the memory, or NULL */
     struct allocation *next;
 };
@@ -126,6 +132,10 @@ bool is_capturing(CUstream stream, bool is_per_thread);
 /* While a stream is captured, a call that waits or allocates would spoil the capture, unless the thread says that it means it. */
 CUstreamCaptureMode relax_capture(void);
 void restore_capture(CUstreamCaptureMode mode);
+enum { EVERY_GPU = -2 };
+/* What pools have now: they give back when the driver likes. Without pools it costs nothing. */
+void read_pools(int gpu, bool trims);
+void read_freed(void); /* of every GPU, if something was freed: after the program has waited, when pools give back */
 extern pthread_mutex_t reserves_guard; /* of what pools and graphs have reserved */
 void forget_memory(void);
 
@@ -141,7 +151,7 @@ struct launch {
     const void *what;
     uint64_t blocks, threads;
     CUstream stream;
-    bool is_per_thread;
+    bool is_per_thread, is_unmeasured;
 };
 struct measurement {
     struct cost *cost;

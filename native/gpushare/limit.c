@@ -514,8 +514,7 @@ static CUresult record(CUevent event, CUstream stream, bool is_per_thread)
                                                               : REAL(cuEventRecord)(event, stream);
 }
 
-/* An event that is recorded there, or NULL. */
-static CUevent recorded(CUstream stream, bool is_per_thread)
+static CUevent record_new(CUstream stream, bool is_per_thread)
 {
     CUevent event = NULL;
     CUstreamCaptureMode mode = relax_capture(); /* another thread may capture: creating an event would then be an error there */
@@ -529,6 +528,19 @@ static CUevent recorded(CUstream stream, bool is_per_thread)
     return event;
 }
 
+/* An event that is recorded there, or NULL. It has to be of the stream's context, which need not be the current one. */
+static CUevent recorded(CUstream stream, bool is_per_thread, CUcontext *context)
+{
+    CUevent event = record_new(stream, is_per_thread);
+    CUcontext unused;
+    if (!event && !is_of_context(stream) && REAL(cuStreamGetCtx)(stream, context) == CUDA_SUCCESS &&
+        REAL(cuCtxPushCurrent_v2)(*context) == CUDA_SUCCESS) {
+        event = record_new(stream, is_per_thread);
+        REAL(cuCtxPopCurrent_v2)(&unused);
+    }
+    return event;
+}
+
 /* The span that is open in this stream, or NULL. One of a context that is no more is forgotten with its events. */
 static struct span *span_in(CUstream stream, bool is_per_thread)
 {
@@ -537,9 +549,7 @@ static struct span *span_in(CUstream stream, bool is_per_thread)
         open_span.before = open_span.early = NULL;
     if (!open_span.before || open_span.stream != stream || open_span.is_per_thread != is_per_thread)
         return NULL;
-    /* Each context has its own of these. */
-    bool is_of_context = !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
-    return !is_of_context || (REAL(cuCtxGetCurrent)(&current) == CUDA_SUCCESS && current == open_span.context) ? &open_span : NULL;
+    return !is_of_context(stream) || (REAL(cuCtxGetCurrent)(&current) == CUDA_SUCCESS && current == open_span.context) ? &open_span : NULL;
 }
 
 static void drop(struct span *span)
@@ -563,8 +573,8 @@ static void close_span(struct span *span, uint64_t now)
     one.host_ns += (waits - one.waits) * HOST_NS;
     one.is_dense = !one.was_idle && !is_done(one.before);
     one.cost = one.launches == 1 ? one.cost : NULL;
-    one.after = recorded(one.stream, one.is_per_thread);
-    one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread) : NULL;
+    one.after = recorded(one.stream, one.is_per_thread, &one.context);
+    one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread, &one.context) : NULL;
     pthread_mutex_lock(&guard);
     if (one.is_first)
         elsewhere += (one.is_dense - elsewhere) / (elsewhere_samples < 2 * WEIGHT ? ++elsewhere_samples : 2 * WEIGHT);
@@ -612,7 +622,7 @@ static struct span *begin_span(const struct launch *launch, const struct measure
                          .thread = &open_span,
                          .generation = SEE(generation)};
     REAL(cuCtxGetCurrent)(&one->context);
-    one->before = recorded(launch->stream, launch->is_per_thread);
+    one->before = recorded(launch->stream, launch->is_per_thread, &one->context);
     one->begun_at = now_ns();
     /* Whether the GPU has nothing to do and waits for the host: then the event is done within microseconds. */
     uint64_t known = SEE(measurement->cost->ns);
@@ -637,7 +647,7 @@ static bool is_drawn(void)
 void begin_launch(const struct launch *launch, struct measurement *measurement)
 {
     struct limits limits;
-    *measurement = (struct measurement){.gpu = gpu_of_device(current_device())};
+    *measurement = (struct measurement){.gpu = gpu_of_device(device_of_stream(launch->stream))};
     if (measurement->gpu < 0)
         return;
     (void)own_slot(); /* so the agent sees the process; one that finds no free slot computes within the share all the same */
@@ -677,7 +687,7 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
     }
     measurement->span = span;
     pay_and_wait(launch, measurement, &limits, now);
-    if (!span && (is_single || measurement->is_late || !alternates))
+    if (!span && !launch->is_unmeasured && (is_single || measurement->is_late || !alternates))
         measurement->span = begin_span(launch, measurement, is_single || measurement->is_late);
 }
 
@@ -702,7 +712,7 @@ void end_launch(const struct measurement *measurement, bool is_launched)
     span->paid += measurement->paid;
     span->is_contended = measurement->is_contended;
     if (span->launches == 1 && span->is_first && !span->is_single && !measurement->has_companions)
-        span->early = recorded(span->stream, span->is_per_thread);
+        span->early = recorded(span->stream, span->is_per_thread, &span->context);
     if (span->is_single || span->launches >= SPAN_LAUNCHES || span->paid >= SPAN_NS ||
         (span->paid >= BATCH_NS && LOAD(use->tokens) < 0))
         close_span(span, now_ns());

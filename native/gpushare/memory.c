@@ -27,6 +27,7 @@ static struct shard {
     [0 ... SHARDS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER},
 };
 static _Atomic bool has_allocations;
+static _Atomic bool is_freed; /* to a pool, which was not read since */
 
 /* Addresses are multiples of 512 and more: the product's upper bits differ all the same. */
 static uint64_t hash_of(enum class class, uint64_t value) { return ((value ^ (uint64_t)class << 60) * 0x9e3779b97f4a7c15u) >> 40; }
@@ -121,14 +122,12 @@ static CUcontext current_context(void)
 
 /* ---- taking and giving ---- */
 
-static void read_pools(CUdevice device, bool trims);
-
 bool free_unused(int gpu, CUdevice device)
 {
     if (gpu < 0 || !own_slot())
         return false;
     reclaim_dead();
-    read_pools(device, true);
+    read_pools(gpu, true);
     read_graph_memory(device, true);
     return true;
 }
@@ -206,6 +205,7 @@ CUdevice device_at(CUmemLocationType type, int id)
     CUdevice current;
     switch ((int)type) {
     case CU_MEM_LOCATION_TYPE_DEVICE: return id;
+    case CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN: return id & 0xff; /* the domain's number is in the next byte */
     case CU_MEM_LOCATION_TYPE_HOST:
     case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT: return -1; /* that of the thread's processor, and no GPU's node has one */
     case CU_MEM_LOCATION_TYPE_HOST_NUMA: return device_of_node(id);
@@ -291,8 +291,10 @@ HOOK(cuMemFree_v2, (CUdeviceptr address), (address))
     bool is_known = take_out(ADDRESS, address, &freed);
     CUresult result = real(address);
     settle_freed(is_known, &freed, result);
-    if (!is_known && result == CUDA_SUCCESS) /* cuMemFree takes what was allocated in a stream, too */
-        read_pools(current_device(), false);
+    if (!is_known && result == CUDA_SUCCESS) { /* cuMemFree takes what was allocated in a stream, too */
+        atomic_store(&is_freed, true);
+        read_freed();
+    }
     return result;
 }
 
@@ -310,11 +312,11 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
 enum { MOST_POOLS = 1024 };
 static struct known_pool {
     CUmemoryPool pool;
-    CUdevice device; /* where it was first used */
-    int gpu;         /* whose memory it has */
+    CUdevice device; /* whose memory it has, whichever uses it; -1: the host's */
+    int gpu;
     uint64_t reserved;
 } pools[MOST_POOLS];
-static unsigned pools_count;
+static _Atomic unsigned pools_count;
 /* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. Of pools and graphs
    together, because who is refused by one of them looks into both. */
 pthread_mutex_t reserves_guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
@@ -349,12 +351,14 @@ static void read_pool(struct known_pool *known)
                       ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
 }
 
-static void read_pools(CUdevice device, bool trims)
+void read_pools(int gpu, bool trims)
 {
+    if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0)
+        return;
     pthread_mutex_lock(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
-        if (known->device == device) {
+        if (known->gpu == gpu || gpu == EVERY_GPU) {
             if (trims)
                 REAL(cuMemPoolTrimTo)(known->pool, 0);
             read_pool(known);
@@ -363,24 +367,69 @@ static void read_pools(CUdevice device, bool trims)
     pthread_mutex_unlock(&reserves_guard);
 }
 
-/* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. Drivers before
-   CUDA 13 do not say where a pool is. */
-static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
+void read_freed(void)
 {
-    int type = CU_MEM_LOCATION_TYPE_DEVICE, id = device, allocation = CU_MEM_ALLOCATION_TYPE_PINNED;
+    if (!atomic_load_explicit(&is_freed, memory_order_relaxed) || pthread_mutex_trylock(&reserves_guard) != 0)
+        return; /* who waits for the GPU must not wait for another thread's allocation, too */
+    atomic_store(&is_freed, false);
+    read_pools(EVERY_GPU, false);
+    pthread_mutex_unlock(&reserves_guard);
+}
+
+static struct known_pool *find_pool(CUmemoryPool pool)
+{
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             return known;
-    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &type);
-    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_ID, &id);
+    return NULL;
+}
+
+/* NULL where it is one too many. */
+static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device)
+{
+    if (pools_count == MOST_POOLS)
+        return NULL;
+    pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(device)};
+    return &pools[pools_count++];
+}
+
+/* Drivers before CUDA 13 do not say where a pool is. What a program has made is known; so it is the one that a GPU has from the start. */
+static CUdevice owner_of(CUmemoryPool pool, CUdevice otherwise)
+{
+    CUmemoryPool own;
+    int count = 0;
+    REAL(cuDeviceGetCount)(&count);
+    for (CUdevice device = 0; device < count; device++)
+        if (REAL(cuDeviceGetDefaultMemPool)(&own, device) == CUDA_SUCCESS && own == pool)
+            return device;
+    return otherwise;
+}
+
+/* `device`: that uses it, to which managed memory moves that begins with the host. */
+static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
+{
+    int type = CU_MEM_LOCATION_TYPE_DEVICE, id, allocation = CU_MEM_ALLOCATION_TYPE_PINNED;
+    struct known_pool *known = find_pool(pool);
+    if (known)
+        return known;
+    if (REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &type) != CUDA_SUCCESS ||
+        REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_ID, &id) != CUDA_SUCCESS)
+        id = owner_of(pool, device);
     REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_ALLOCATION_TYPE, &allocation);
     CUdevice from = device_at((CUmemLocationType)type, id);
-    if (from < 0 && allocation == CU_MEM_ALLOCATION_TYPE_MANAGED)
-        from = device; /* it begins with the host, and moves to the GPU that uses it */
-    if (from < 0 || pools_count == MOST_POOLS)
-        return NULL;
-    pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(from)};
-    return &pools[pools_count++];
+    return add_pool(pool, from < 0 && allocation == CU_MEM_ALLOCATION_TYPE_MANAGED ? device : from);
+}
+
+HOOK(cuMemPoolCreate, (CUmemoryPool * pool, const CUmemPoolProps *properties), (pool, properties))
+{
+    CUresult result = real(pool, properties);
+    CUdevice device = result ? -1 : device_at(properties->location.type, properties->location.id);
+    if (result != CUDA_SUCCESS || (device < 0 && properties->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED))
+        return result;
+    pthread_mutex_lock(&reserves_guard);
+    add_pool(*pool, device);
+    pthread_mutex_unlock(&reserves_guard);
+    return result;
 }
 
 struct pool_use {
@@ -402,13 +451,12 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
-        if (pools_count == MOST_POOLS)
-            say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
-        if (pools_count < MOST_POOLS)
-            return true;
+        say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
         pthread_mutex_unlock(&reserves_guard);
         return false;
     }
+    if (use->pool->device < 0)
+        return true;
     read_pool(use->pool);
     use->lacking = lacking_in(use->pool, bytes);
     bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
@@ -425,14 +473,13 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
 
 static void end_pool(const struct pool_use *use)
 {
-    if (use->pool)
-        read_pool(use->pool);
+    read_pool(use->pool);
     pthread_mutex_unlock(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
     struct pool_use use;                                                             \
-    CUdevice device = current_device();                                              \
+    CUdevice device = device_of_stream(stream);                                      \
     /* Captured, it is a node of a graph, which is counted when that is launched. */ \
     if (device < 0 || is_capturing(stream, per_thread))                              \
         return call;                                                                 \
@@ -461,12 +508,12 @@ HOOK(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUmemory
      (address, bytes, from, stream))
 { ALLOCATE_ASYNC(true, from, real(address, bytes, from, stream)); }
 
-/* It may free what cuMemAlloc gave, too. What a pool gives back it does when the stream has come so far; that is read later. */
+/* It may free what cuMemAlloc gave, too. What a pool gives back it does when the program next waits; that is read then. */
 static CUresult settle_async(CUresult result, bool is_known, const struct allocation *freed)
 {
     settle_freed(is_known, freed, result);
     if (!is_known && result == CUDA_SUCCESS)
-        read_pools(current_device(), false);
+        atomic_store(&is_freed, true);
     return result;
 }
 
@@ -482,9 +529,9 @@ HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
     pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
-    for (struct known_pool *known = pools; known < pools + pools_count; known++)
-        if (known->pool == pool)
-            read_pool(known);
+    struct known_pool *known = find_pool(pool);
+    if (known)
+        read_pool(known);
     pthread_mutex_unlock(&reserves_guard);
     return result;
 }
@@ -495,12 +542,11 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     pthread_mutex_lock(&reserves_guard);
     uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
     CUresult result = real(pool);
-    for (struct known_pool *known = pools; known < pools + pools_count && result == CUDA_SUCCESS; known++)
-        if (known->pool == pool) {
-            charge_difference(known->gpu, POOL, known->reserved, &known->reserved, used);
-            *known = pools[--pools_count];
-            break;
-        }
+    struct known_pool *known = result ? NULL : find_pool(pool);
+    if (known) {
+        charge_difference(known->gpu, POOL, known->reserved, &known->reserved, used);
+        *known = pools[--pools_count];
+    }
     pthread_mutex_unlock(&reserves_guard);
     return result;
 }
@@ -790,7 +836,7 @@ static CUresult settle_primary(CUresult result, CUdevice device)
     if (result == CUDA_SUCCESS && device >= 0 && device < MOST_CONTEXTS && primary[device] && !is_primary_active(device)) {
         drop_context(primary[device]);
         primary[device] = NULL;
-        read_pools(device, false);
+        read_pools(gpu_of_device(device), false);
     }
     return result;
 }

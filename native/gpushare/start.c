@@ -79,6 +79,32 @@ CUdevice current_device(void)
     return REAL(cuCtxGetDevice)(&device) == CUDA_SUCCESS ? device : -1;
 }
 
+static _Atomic int devices; /* that the process sees; 0: not known yet */
+
+/* In most programs one: then no call of the driver is added to a launch. */
+bool has_several_devices(void)
+{
+    int count = atomic_load_explicit(&devices, memory_order_relaxed);
+    if (count == 0 && REAL(cuDeviceGetCount)(&count) == CUDA_SUCCESS)
+        atomic_store_explicit(&devices, count, memory_order_relaxed);
+    return count > 1;
+}
+
+CUdevice device_of_stream(CUstream stream)
+{
+    CUdevice device = current_device(), found;
+    CUcontext context;
+    if (is_of_context(stream) || (device >= 0 && !has_several_devices()))
+        return device;
+    if (REAL(cuStreamGetDevice)(stream, &found) == CUDA_SUCCESS) /* since CUDA 12.8 */
+        return found;
+    if (REAL(cuStreamGetCtx)(stream, &context) != CUDA_SUCCESS || REAL(cuCtxPushCurrent_v2)(context) != CUDA_SUCCESS)
+        return device;
+    found = current_device();
+    REAL(cuCtxPopCurrent_v2)(&context);
+    return found;
+}
+
 HOOK(cuInit, (unsigned int flags), (flags))
 {
     CUresult result = real(flags);
@@ -116,6 +142,7 @@ void notice_fork(void)
         return;
     if (atomic_compare_exchange_strong(mark, &found, IS_FORGETTING)) {
         memset((void *)gpus, 0, sizeof gpus); /* CUDA_VISIBLE_DEVICES may be another one */
+        atomic_store(&devices, 0);
         forget_region();
         forget_memory();
         forget_graphs();

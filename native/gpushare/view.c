@@ -18,6 +18,7 @@ static bool read_share(int gpu, uint64_t *total, uint64_t *used)
     if (!limits.limits_memory)
         return false;
     *total = limits.memory;
+    read_pools(gpu, false);
     reclaim_dead(); /* a process that has ended does not say so */
     *used = held_bytes(gpu, &limits);
     *used = *used < *total ? *used : *total; /* after it was made smaller; a program subtracts one from the other */
