@@ -2,13 +2,15 @@
 
     python native/gpushare/generate.py INCLUDE OUTPUT [--compiler COMMAND...]
 
-INCLUDE has cuda.h, cudaTypedefs.h and nvml.h. Fails on a name whose sound says that it takes memory or time of the GPU and
-that hooks.in does not have, and on one of hooks.in that no header declares. Standard library alone.
+INCLUDE has cuda.h, cudaTypedefs.h and nvml.h. Fails on a name of theirs that hooks.in does not have, because a function that takes
+or gives back the GPU's memory must not be called without the library knowing; and on one of hooks.in that no header
+declares. Standard library alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import re
 import subprocess
 import sys
@@ -19,12 +21,11 @@ from pathlib import Path
 HOOKS = Path(__file__).with_name("hooks.in")
 _SPELLINGS = ((), ("-D__CUDA_API_VERSION_INTERNAL",), ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM",))
 """cuda.h declares other names under each."""
-_TAKES = re.compile(
-    r"cu(?!.*Get).*(Alloc|Create|Launch|Import|Instantiate|Upload|MapRes|MapFlags|MapArray|MemMap|MemUnmap|MemPool|Retain"
-    r"|CtxReset|GraphMemTrim|GraphMemAttribute|Reserve|(Module|Library|Func)(Unl|L)oad|GraphAdd|IpcOpen|Export)"
-    r"|nvmlDeviceGet(MemoryInfo|ComputeRunningProcesses)"
+_BY_NAME_ALONE = re.compile(
+    r"cu.*(Alloc|Creat|Free|Destroy|Retain|Releas|Reserv|Trim|Pool|Map|Bind|Attach|Detach|Import|Export|Open|Clos|Launch|Upload"
+    r"|Instantiat|Load|Reset|Restor|(Set|Add|Copy|New|Make|Acquire)(?![a-z]))|nvml.*(Memory|Process)"
 )
-_DOES_NOT_TAKE = re.compile(r"cu(EventCreate|StreamBegin|MemAllocationProp)")
+"""No pattern of hooks.in has such a name, because it takes, gives, or tells of memory."""
 
 
 class HooksError(Exception):
@@ -32,15 +33,15 @@ class HooksError(Exception):
 
 
 def read_hooks(text: str) -> dict[str, str]:
-    """The kind of each name."""
+    """The kind of each name, and of each pattern."""
     kinds: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in re.sub(r"\n +", " ", text).splitlines():
         if not line or line.startswith("#"):
             continue
         heading, _, names = line.partition(":")
         kind = heading.split()[0]
         for name in names.split():
-            if kind not in ("hook", "call", "pass") or name in kinds:
+            if kind not in ("hook", "call", "pass", "read") or name in kinds or (kind == "read") != ("*" in name):
                 raise HooksError(f"hooks.in: {name} twice, or of the unknown kind {kind}")
             kinds[name] = kind
     return kinds
@@ -59,10 +60,16 @@ def declared(include: Path, compiler: Sequence[str]) -> set[str]:
 
 def check(kinds: Mapping[str, str], names: set[str]) -> None:
     """Raises HooksError."""
-    if missing := sorted(set(kinds) - names):
+    patterns = {name for name, kind in kinds.items() if kind == "read"}
+    if missing := sorted(set(kinds) - patterns - names):
         raise HooksError(f"hooks.in: no header declares {', '.join(missing)}")
-    unknown = sorted(name for name in names - set(kinds) if _TAKES.match(name) and not _DOES_NOT_TAKE.match(name))
-    if unknown:
+
+    def is_known(name: str) -> bool:
+        name = re.sub("_pt[sd][zs]$", "", name)
+        only_tells = not _BY_NAME_ALONE.match(name) and any(fnmatch.fnmatchcase(name, one) for one in patterns)
+        return only_tells or kinds.get(name) == "pass"
+
+    if unknown := sorted(name for name in names - set(kinds) if not is_known(name)):
         raise HooksError(f"hooks.in says nothing of {', '.join(unknown)}")
 
 
@@ -73,7 +80,7 @@ def versions(kinds: Mapping[str, str], typedefs: str) -> dict[str, tuple[str, in
     for base, version, suffix in re.findall(r"\bPFN_(cu\w+?)_v(\d{4,5})((?:_ptsz|_ptds)?)\)", typedefs):
         since[base, bool(suffix)].add(int(version))
     variants: defaultdict[tuple[str, bool], list[tuple[int, str]]] = defaultdict(list)
-    for name in kinds:
+    for name in (name for name, kind in kinds.items() if kind != "read"):
         [(base, number, suffix)] = re.findall(r"^(\w+?)(?:_v(\d))?(_ptsz|_ptds)?$", name)
         variants[base, bool(suffix)].append((int(number or 1), name))
     known: dict[str, tuple[str, int, bool]] = {}
@@ -88,7 +95,7 @@ def generate(include: Path, output: Path, compiler: Sequence[str] = ("cc",)) -> 
     """Writes the three files. Raises HooksError."""
     kinds = read_hooks(HOOKS.read_text(encoding="utf-8"))
     check(kinds, declared(include, compiler))
-    used = sorted(name for name, kind in kinds.items() if kind != "pass")
+    used = sorted(name for name, kind in kinds.items() if kind in ("hook", "call"))
     known = versions(kinds, (include / "cudaTypedefs.h").read_text(encoding="utf-8"))
     hooked = [name for name in used if kinds[name] == "hook"]
     slots = ",\n".join(f"    SLOT_{name}" for name in used)

@@ -104,7 +104,7 @@ void register_process(void); /* with the node's agent, once it has a slot */
 /* ---- memory.c ---- */
 
 /* What the driver has given to this process. Values of different classes may be the same number. */
-enum class { ADDRESS, HANDLE, MAPPING, OBJECT, EXECUTABLE, NODES };
+enum class { ADDRESS, HANDLE, MAPPING, OBJECT, EXECUTABLE, NODES, BOUND, USE, LIMIT };
 struct allocation {
     uint64_t value;
     enum class class;
@@ -112,7 +112,7 @@ struct allocation {
     int gpu; /* of a graph: -1 until it is launched */
     unsigned references;
     uint64_t bytes;
-    uint64_t handle;    /* of a mapping */
+    uint64_t handle;    /* of a mapping and of what is bound; of a limit: how high it was at first */
     uint64_t devices;   /* of a graph: a bit for each of whose memory its nodes take */
     CUcontext context;  /* whose end is that of the memory, or NULL */
     struct allocation *next;

@@ -567,12 +567,16 @@ HOOK(cuMemCreate,
     return keep(result, HANDLE, result ? 0 : *handle, gpu, VIRTUAL, bytes);
 }
 
+static void unbind(uint64_t object, int gpu, uint64_t offset);
+
 /* Another process's memory is not in the table, so nothing happens to it here. */
 static void drop_handle(uint64_t handle)
 {
     struct allocation freed;
-    if (take_out(HANDLE, handle, &freed))
+    if (take_out(HANDLE, handle, &freed)) {
         give_bytes(freed.gpu, freed.kind, freed.bytes);
+        unbind(handle, EVERY_GPU, 0);
+    }
 }
 
 static void hold_handle(CUresult result, const CUmemGenericAllocationHandle *handle)
@@ -590,6 +594,8 @@ HOOK(cuMemRelease, (CUmemGenericAllocationHandle handle), (handle))
     if (result != CUDA_SUCCESS && is_known && !is_last)
         refer(HANDLE, handle, 1, &freed);
     settle_freed(is_last, &freed, result);
+    if (is_last && result == CUDA_SUCCESS)
+        unbind(handle, EVERY_GPU, 0);
     return result;
 }
 
@@ -631,6 +637,103 @@ HOOK(cuMemUnmap, (CUdeviceptr address, size_t bytes), (address, bytes))
     }
     return result;
 }
+
+/* ---- what is bound to an object of several GPUs stays, too, until it is unbound or the object ends ---- */
+
+#define ENDPOINT(id) ((uint64_t)1 << 63 | (id)) /* no handle has such a number */
+
+static void unbind(uint64_t object, int gpu, uint64_t offset)
+{
+    uint64_t hash = hash_of(BOUND, object);
+    struct shard *shard = shard_of(hash);
+    struct allocation *ended = NULL, *one;
+    pthread_mutex_lock(&shard->guard);
+    for (struct allocation **at = &shard->bucket[hash / SHARDS % BUCKETS]; (one = *at) != NULL;)
+        if (one->class == BOUND && one->value == object && (gpu == EVERY_GPU || (one->gpu == gpu && one->bytes == offset))) {
+            *at = one->next;
+            one->next = ended;
+            ended = one;
+        } else {
+            at = &one->next;
+        }
+    pthread_mutex_unlock(&shard->guard);
+    while ((one = ended) != NULL) {
+        ended = one->next;
+        drop_handle(one->handle);
+        free(one);
+    }
+}
+
+static CUresult bind(CUresult result, uint64_t object, uint64_t offset, uint64_t handle)
+{
+    struct allocation memory;
+    if (result == CUDA_SUCCESS && refer(HANDLE, handle, 1, &memory))
+        remember(&(struct allocation){
+            .value = object, .class = BOUND, .gpu = memory.gpu, .references = 1, .bytes = offset, .handle = handle});
+    return result;
+}
+
+/* Of memory that cuMemCreate gave; 0 else. */
+static CUmemGenericAllocationHandle handle_at(CUdeviceptr address)
+{
+    CUmemGenericAllocationHandle handle;
+    if (REAL(cuMemRetainAllocationHandle)(&handle, (void *)(uintptr_t)address) != CUDA_SUCCESS)
+        return 0;
+    REAL(cuMemRelease)(handle);
+    return handle;
+}
+
+static CUresult end_binding(CUresult result, uint64_t object, int gpu, uint64_t offset)
+{
+    if (result == CUDA_SUCCESS)
+        unbind(object, gpu, offset);
+    return result;
+}
+
+HOOK(cuMulticastCreate, (CUmemGenericAllocationHandle *object, const CUmulticastObjectProp *properties), (object, properties))
+{
+    CUresult result = real(object, properties);
+    if (result == CUDA_SUCCESS) /* so its end is noticed; it has no memory */
+        remember(&(struct allocation){.value = *object, .class = HANDLE, .gpu = -1, .references = 1});
+    return result;
+}
+
+HOOK(cuMulticastBindMem,
+     (CUmemGenericAllocationHandle object, size_t offset, CUmemGenericAllocationHandle memory, size_t from, size_t size,
+      unsigned long long flags),
+     (object, offset, memory, from, size, flags))
+{ return bind(real(object, offset, memory, from, size, flags), object, offset, memory); }
+HOOK(cuMulticastBindMem_v2,
+     (CUmemGenericAllocationHandle object, CUdevice device, size_t offset, CUmemGenericAllocationHandle memory, size_t from,
+      size_t size, unsigned long long flags),
+     (object, device, offset, memory, from, size, flags))
+{ return bind(real(object, device, offset, memory, from, size, flags), object, offset, memory); }
+HOOK(cuMulticastBindAddr,
+     (CUmemGenericAllocationHandle object, size_t offset, CUdeviceptr address, size_t size, unsigned long long flags),
+     (object, offset, address, size, flags))
+{ return bind(real(object, offset, address, size, flags), object, offset, handle_at(address)); }
+HOOK(cuMulticastBindAddr_v2,
+     (CUmemGenericAllocationHandle object, CUdevice device, size_t offset, CUdeviceptr address, size_t size,
+      unsigned long long flags),
+     (object, device, offset, address, size, flags))
+{ return bind(real(object, device, offset, address, size, flags), object, offset, handle_at(address)); }
+HOOK(cuMulticastUnbind, (CUmemGenericAllocationHandle object, CUdevice device, size_t offset, size_t size),
+     (object, device, offset, size))
+{ return end_binding(real(object, device, offset, size), object, gpu_of_device(device), offset); }
+
+HOOK(cuLogicalEndpointBindMem,
+     (CUlogicalEndpointId id, CUdevice device, cuuint64_t offset, CUmemGenericAllocationHandle memory, cuuint64_t from,
+      cuuint64_t size, unsigned long long flags),
+     (id, device, offset, memory, from, size, flags))
+{ return bind(real(id, device, offset, memory, from, size, flags), ENDPOINT(id), offset, memory); }
+HOOK(cuLogicalEndpointBindAddr,
+     (CUlogicalEndpointId id, CUdevice device, cuuint64_t offset, void *address, cuuint64_t size, unsigned long long flags),
+     (id, device, offset, address, size, flags))
+{ return bind(real(id, device, offset, address, size, flags), ENDPOINT(id), offset, handle_at((uintptr_t)address)); }
+HOOK(cuLogicalEndpointUnbind, (CUlogicalEndpointId id, CUdevice device, cuuint64_t offset, cuuint64_t size),
+     (id, device, offset, size))
+{ return end_binding(real(id, device, offset, size), ENDPOINT(id), gpu_of_device(device), offset); }
+HOOK(cuLogicalEndpointDestroy, (CUlogicalEndpointId id), (id)) { return end_binding(real(id), ENDPOINT(id), EVERY_GPU, 0); }
 
 /* ---- arrays: nobody says what one takes, so it is computed; rounding is in what the agent observes ---- */
 
@@ -843,8 +946,38 @@ static CUresult settle_primary(CUresult result, CUdevice device)
 
 HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
 HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
-HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
+/* Who has retained it still has it, but nothing is in it any more. */
+HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device))
+{
+    CUresult result = real(device);
+    if (result == CUDA_SUCCESS && is_primary_known(device) && device >= 0 && device < MOST_CONTEXTS) {
+        forget_launches_of(primary[device]);
+        give_all_of(primary[device]);
+        read_pools(gpu_of_device(device), false);
+    }
+    return settle_primary(result, device);
+}
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
+
+/* It retains the primary context. */
+HOOK(cuGreenCtxCreate, (CUgreenCtx * green, CUdevResourceDesc resources, CUdevice device, unsigned int flags),
+     (green, resources, device, flags))
+{
+    CUcontext context;
+    CUresult result = body_cuDevicePrimaryCtxRetain(REAL(cuDevicePrimaryCtxRetain), &context, device);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = real(green, resources, device, flags);
+    settle_primary(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
+    return result;
+}
+HOOK(cuGreenCtxDestroy, (CUgreenCtx green), (green))
+{
+    CUresult result = real(green);
+    for (CUdevice device = 0; device < MOST_CONTEXTS; device++) /* nobody says of which it was */
+        settle_primary(result, device);
+    return result;
+}
 
 #define CREATE_CONTEXT(call)                                                    \
     uint64_t used_before = used_on_whole_gpu(device);                           \
@@ -872,6 +1005,105 @@ HOOK(cuCtxDestroy_v2, (CUcontext context), (context))
     return result;
 }
 HOOK_ALSO(cuCtxDestroy, cuCtxDestroy_v2, (CUcontext context), (context));
+
+/* The old way counts who uses a context, and the last one's cuCtxDetach ends it. */
+HOOK(cuCtxAttach, (CUcontext * context, unsigned int flags), (context, flags))
+{
+    struct allocation use;
+    CUresult result = real(context, flags);
+    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)*context, 1, &use))
+        remember(&(struct allocation){.value = (uintptr_t)*context, .class = USE, .gpu = -1, .references = 1, .context = *context});
+    return result;
+}
+
+HOOK(cuCtxDetach, (CUcontext context), (context))
+{
+    struct allocation use;
+    CUresult result = real(context);
+    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)context, -1, &use)) /* nobody but who has created it */
+        drop_context(context);
+    return result;
+}
+
+/* ---- what a context's limits reserve ---- */
+
+static uint64_t attribute_of(CUdevice device, CUdevice_attribute attribute)
+{
+    int value = 0;
+    return REAL(cuDeviceGetAttribute)(&value, attribute, device) == CUDA_SUCCESS && value > 0 ? (uint64_t)value : 1;
+}
+
+/* What one more of that limit takes; 0: nothing. Stacks are there for all threads that the GPU can have at once. */
+static uint64_t bytes_for_each(CUlimit limit, CUdevice device)
+{
+    uint64_t processors = attribute_of(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    switch ((int)limit) {
+    case CU_LIMIT_STACK_SIZE: return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR);
+    case CU_LIMIT_PER_BLOCK_MEMORY_SIZE: return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR);
+    case CU_LIMIT_PRINTF_FIFO_SIZE:
+    case CU_LIMIT_MALLOC_HEAP_SIZE: return 1;
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: return 150 * MIB; /* as much as that, by NVIDIA's guide */
+    case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: return 4096; /* of a launch's parameters */
+    default: return 0;
+    }
+}
+
+/* Of what was so at first, which is in what the context was found to take. */
+static uint64_t bytes_above(uint64_t first, uint64_t value, uint64_t each)
+{
+    uint64_t bytes;
+    return value <= first ? 0 : __builtin_mul_overflow(value - first, each, &bytes) ? UINT64_MAX / 2 : bytes;
+}
+
+HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
+{
+    CUdevice device = current_device();
+    int gpu = gpu_of_device(device);
+    CUcontext context = current_context();
+    struct allocation had, now = {.value = (uintptr_t)context * CU_LIMIT_MAX + limit,
+                                  .class = LIMIT,
+                                  .kind = CONTEXT,
+                                  .gpu = gpu,
+                                  .references = 1,
+                                  .context = context};
+    uint64_t each = device < 0 ? 0 : bytes_for_each(limit, device), reserved = 0;
+    size_t before;
+    if (!each || REAL(cuCtxGetLimit)(&before, limit) != CUDA_SUCCESS)
+        return real(limit, value);
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&reserves_guard);
+    bool is_known = look_up(LIMIT, now.value, &had);
+    now.bytes = is_known ? had.bytes : 0;
+    now.handle = is_known ? had.handle : before;
+    uint64_t wanted = bytes_above(now.handle, value, each);
+    if (wanted > now.bytes)
+        reserved = wanted - now.bytes;
+    if (!reserved || reserve_bytes(gpu, device, CONTEXT, reserved)) {
+        result = real(limit, value);
+        /* The driver may have rounded it. Where it refuses, it stays as it was. */
+        uint64_t found = REAL(cuCtxGetLimit)(&before, limit) == CUDA_SUCCESS ? bytes_above(now.handle, before, each) : now.bytes;
+        charge_difference(gpu, CONTEXT, now.bytes + reserved, &now.bytes, found);
+        if (is_known)
+            amend(&now);
+        else
+            remember(&now);
+    }
+    pthread_mutex_unlock(&reserves_guard);
+    return result;
+}
+
+/* What a process had stays counted while it is away, because who restores it need not be in the container, and it must fit then. On
+   another GPU it would be counted where it was. */
+HOOK(cuCheckpointProcessRestore, (int pid, CUcheckpointRestoreArgs *how), (pid, how))
+{
+    static int said;
+    for (unsigned i = 0; how && how->gpuPairs && i < how->gpuPairsCount; i++)
+        if (memcmp(&how->gpuPairs[i].oldUuid, &how->gpuPairs[i].newUuid, sizeof(CUuuid)) != 0) {
+            say_once(&said, "a checkpointed process can be restored onto the GPU of its share alone");
+            return CUDA_ERROR_NOT_SUPPORTED;
+        }
+    return real(pid, how);
+}
 
 /* ---- fork ---- */
 
