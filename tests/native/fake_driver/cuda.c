@@ -382,6 +382,24 @@ CUresult CUDAAPI cuCtxAttach(CUcontext *found, unsigned int flags)
     return *found = (CUcontext)attached, CUDA_SUCCESS;
 }
 
+/* A part of the primary context, which it retains. */
+typedef struct { CUdevice device; } green;
+CUresult CUDAAPI cuGreenCtxCreate(CUgreenCtx *made, CUdevResourceDesc resources, CUdevice device, unsigned int flags)
+{
+    CUcontext primary;
+    (void)resources, (void)flags;
+    CUresult result = cuDevicePrimaryCtxRetain(&primary, device);
+    green *fresh = result ? NULL : malloc(sizeof *fresh);
+    if (fresh)
+        *fresh = (green){device};
+    return *made = (CUgreenCtx)fresh, result;
+}
+CUresult CUDAAPI cuGreenCtxDestroy(CUgreenCtx of)
+{
+    CUresult result = cuDevicePrimaryCtxRelease_v2(((green *)of)->device);
+    return free(of), result;
+}
+
 CUresult CUDAAPI cuCtxSetCurrent(CUcontext of)
 {
     stack.depth -= stack.depth != 0;
@@ -527,6 +545,8 @@ PER_THREAD(cuStreamGetCtx);
 CUresult CUDAAPI cuStreamGetDevice(CUstream of, CUdevice *device)
 {
     log_call("cuStreamGetDevice");
+    if (config()->cuda_version < 12080) /* as if the driver had no such function */
+        return CUDA_ERROR_NOT_SUPPORTED;
     *device = gpu_of_stream(of);
     return *device < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
@@ -725,7 +745,7 @@ static CUdevice device_at(const CUmemLocation *at)
             if (at->id == config()->numa_node + (int)minors[device])
                 return device;
     return at->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? at->id
-           : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? current_gpu()
+           : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? at->localized.deviceId
                                                                      : -1;
 }
 
@@ -1098,10 +1118,15 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
     return allocate(handle, bytes, device < 0 ? 0 : device, device < 0 ? OF_HOST : OF_HANDLE);
 }
 
+static CUresult unbind(CUdeviceptr object, CUdevice device, uint64_t offset);
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     log_call("cuMemRelease");
-    return handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, -1);
+    allocation of;
+    CUresult result = handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, -1);
+    if (!find_allocation(handle, &of))
+        unbind(handle, -1, 0);
+    return result;
 }
 
 /* Memory stays while it is mapped, though its handle is released. */
@@ -1145,6 +1170,86 @@ CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handl
     *handle = handle_mapped_at((uintptr_t)address, 0);
     return *handle ? change_references(*handle, 1) : CUDA_ERROR_INVALID_VALUE;
 }
+
+/* What is bound to an object of several GPUs stays, as what is mapped, until it is unbound or the object ends. */
+#define ENDPOINT(id) (1ull << 63 | (id))
+static struct { CUdeviceptr object, handle; CUdevice device; uint64_t offset; } bound[256];
+
+static CUresult bind(CUdeviceptr object, uint64_t offset, CUmemGenericAllocationHandle handle)
+{
+    allocation of;
+    unsigned place = 0;
+    while (place < 255 && bound[place].object)
+        place++;
+    if (!find_allocation(handle, &of) || change_references(of.address, 1) != CUDA_SUCCESS)
+        return CUDA_ERROR_INVALID_VALUE;
+    bound[place] = (__typeof__(bound[0])){object, of.address, of.device, offset};
+    return CUDA_SUCCESS;
+}
+
+static CUresult unbind(CUdeviceptr object, CUdevice device, uint64_t offset)
+{
+    for (unsigned i = 0; i < 256; i++)
+        if (bound[i].object == object && (device < 0 || (bound[i].device == device && bound[i].offset == offset))) {
+            bound[i].object = 0;
+            change_references(bound[i].handle, -1);
+        }
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMulticastCreate(CUmemGenericAllocationHandle *object, const CUmulticastObjectProp *properties)
+{
+    (void)properties;
+    return allocate(object, ALIGNMENT, 0, OF_HOST);
+}
+CUresult CUDAAPI cuMulticastBindMem(CUmemGenericAllocationHandle object, size_t offset, CUmemGenericAllocationHandle memory_bound,
+                                    size_t from, size_t size, unsigned long long flags)
+{
+    (void)from, (void)size, (void)flags;
+    return bind(object, offset, memory_bound);
+}
+CUresult CUDAAPI cuMulticastBindMem_v2(CUmemGenericAllocationHandle object, CUdevice device, size_t offset,
+                                       CUmemGenericAllocationHandle memory_bound, size_t from, size_t size, unsigned long long flags)
+{
+    (void)device, (void)from, (void)size, (void)flags;
+    return bind(object, offset, memory_bound);
+}
+CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle object, size_t offset, CUdeviceptr address, size_t size,
+                                     unsigned long long flags)
+{
+    (void)size, (void)flags;
+    return bind(object, offset, address);
+}
+CUresult CUDAAPI cuMulticastBindAddr_v2(CUmemGenericAllocationHandle object, CUdevice device, size_t offset, CUdeviceptr address,
+                                        size_t size, unsigned long long flags)
+{
+    (void)device, (void)size, (void)flags;
+    return bind(object, offset, address);
+}
+CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle object, CUdevice device, size_t offset, size_t size)
+{
+    (void)size;
+    return unbind(object, device, offset);
+}
+CUresult CUDAAPI cuLogicalEndpointBindMem(CUlogicalEndpointId id, CUdevice device, cuuint64_t offset,
+                                          CUmemGenericAllocationHandle memory_bound, cuuint64_t from, cuuint64_t size,
+                                          unsigned long long flags)
+{
+    (void)device, (void)from, (void)size, (void)flags;
+    return bind(ENDPOINT(id), offset, memory_bound);
+}
+CUresult CUDAAPI cuLogicalEndpointBindAddr(CUlogicalEndpointId id, CUdevice device, cuuint64_t offset, void *address, cuuint64_t size,
+                                           unsigned long long flags)
+{
+    (void)device, (void)size, (void)flags;
+    return bind(ENDPOINT(id), offset, (uintptr_t)address);
+}
+CUresult CUDAAPI cuLogicalEndpointUnbind(CUlogicalEndpointId id, CUdevice device, cuuint64_t offset, cuuint64_t size)
+{
+    (void)size;
+    return unbind(ENDPOINT(id), device, offset);
+}
+CUresult CUDAAPI cuLogicalEndpointDestroy(CUlogicalEndpointId id) { return unbind(ENDPOINT(id), -1, 0); }
 
 /* Between processes: whatever is opened is another process's memory. */
 CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
@@ -1406,6 +1511,16 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
 }
 PER_THREAD(cuLaunchCooperativeKernel);
 
+CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *all, unsigned int count, unsigned int flags)
+{
+    CUresult result = CUDA_SUCCESS;
+    (void)flags;
+    for (const CUDA_LAUNCH_PARAMS *one = all; one < all + count && result == CUDA_SUCCESS; one++)
+        result = run_kernel(one->function, one->gridDimX, one->gridDimY, one->gridDimZ,
+                            one->blockDimX * one->blockDimY * one->blockDimZ, one->hStream, one->kernelParams);
+    return result;
+}
+
 /* What pools keep above their thresholds goes back with the wait. */
 static CUresult wait_for(CUdevice device, int lane)
 {
@@ -1431,7 +1546,11 @@ CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     log_call("cuEventCreate");
     (void)flags;
-    return (*event = calloc(1, sizeof(gpu_event))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    gpu_event *made = calloc(1, sizeof *made);
+    made->in = current_context();
+    return *event = (CUevent)made, CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(event), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
@@ -1443,6 +1562,8 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (recorded->in != context_of(stream))
+        return CUDA_ERROR_INVALID_HANDLE;
     if (captured) /* the real driver makes it a node of the graph */
         return CUDA_SUCCESS;
     recorded->ordinal = device;

@@ -23,7 +23,7 @@ _LATER = "cuMemAlloc_v3"
 _DOES_NOTHING = re.compile(
     r"cu(Memcpy|MemsetD|Event(Record|Synchronize|Query|Destroy)|Stream(Query|WaitEvent)|Profiler|MemAdvise|MemPrefetch"
     r"|MemPool(Destroy|TrimTo|Set)|MemHost(Unr|R)egister|Mem(Map|Unmap|SetAccess|AddressFree)|CtxSet(CacheConfig|SharedMem)"
-    r"|DevicePrimaryCtxSetFlags|Func(Set|Load)|DeviceSetMemPool|CtxResetPersisting)"
+    r"|DevicePrimaryCtxSetFlags|Func(Set|Load)|DeviceSetMemPool|CtxResetPersisting|CheckpointProcess)"
 )
 """Copies and the like: nothing is behind a pointer, so there is nothing to do, and they succeed."""
 
