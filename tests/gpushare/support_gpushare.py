@@ -53,7 +53,8 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     build_program(programs / "gpu_program", source, ["-ldl"])
     linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
     build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
-    build_program(programs / "hard_program", NATIVE / "hard_program.c", linked)
+    for name in ("hard_program", "other_gpu"):
+        build_program(programs / name, NATIVE / f"{name}.c", linked)
     build_program(programs / "tenant", NATIVE / "tenant.c", linked)
     build_program(programs / "meter", NATIVE / "fake_driver" / "meter.c")
     build_gpushare(cuda_include(), library, directory=".")
@@ -96,15 +97,16 @@ class Machine:
         return Container(self, directory)
 
     def env(self, preload: Sequence[Path] = ()) -> dict[str, str]:
-        env = {f"FAKE_GPU_{name.upper()}": str(value) for name, value in self.settings.items()}
+        env = {"FAKE_GPU_GPUS": "1"} | {f"FAKE_GPU_{name.upper()}": str(value) for name, value in self.settings.items()}
         env |= {"LD_LIBRARY_PATH": str(self.built.driver), "FAKE_GPU_STATE": str(self.directory / "state")}
-        env |= {"FAKE_GPU_DEVICES": "all", "FAKE_GPU_GPUS": "1", "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        env |= {"FAKE_GPU_DEVICES": "all", "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
         env |= {"QEMU_LD_PREFIX": os.environ["QEMU_LD_PREFIX"]} if IS_EMULATED else {}
         return env | ({"LD_PRELOAD": ":".join(map(str, preload))} if preload else {})
 
     def run_virtual(
         self,
         *programs: tuple[Container, Sequence[str]],
+        way: str = "dlsym",
         observed: bool = True,
         period_s: float = 0.1,
         observed_s: float = float("inf"),
@@ -128,7 +130,7 @@ class Machine:
                 )
                 stack.callback(agent.kill)
             preload = [self.built.virtual_time, self.built.library]
-            started = [container.start(*words, preload=preload, env=virtual) for container, words in programs]
+            started = [container.start(*words, way=way, preload=preload, env=virtual) for container, words in programs]
             for one in started:
                 stack.callback(one.kill)
             return [finish(one) for one in started]
@@ -148,8 +150,10 @@ class Container:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        program = self.machine.built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
-        return self.start_command([*prefix, str(program), way, str(version), *actions], preload=preload, env=env)
+        program = {"link": "gpu_program_linked", "other_gpu": way}.get(way, "gpu_program")
+        words = actions if way == "other_gpu" else [way, str(version), *actions]
+        command = [*prefix, str(self.machine.built.programs / program), *words]
+        return self.start_command(command, preload=preload, env=env)
 
     def start_command(
         self,

@@ -48,14 +48,8 @@ def test_every_way_to_a_function_ends_at_the_limit(share: Container, way: str, v
     assert (info["device_total_mib"], ended.error) == (SHARE_MIB, "")
 
 
-STALE = "what a pool gives back behind a wait is not read until there is too little"
-POOLS_STALE = pytest.mark.xfail(strict=True, reason=STALE)
-
-
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=POOLS_STALE if kind in ("async", "pool") else ()) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: str) -> None:
     """A pool gives it back when the program waits for the GPU; memory of a graph's nodes stays until there is too little."""
     ended = share.run(f"alloc:{kind}:{BLOCK_MIB}:20", "info", "free", "sync", "info", TAKE)

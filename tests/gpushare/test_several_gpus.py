@@ -16,7 +16,7 @@ from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, unit_id
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, POD, Container, Machine
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, POD, Container, Machine
 from tests.support_core import NAMES, allocation, container, inventory, pod
 
 pytestmark = pytest.mark.isolation
@@ -85,6 +85,75 @@ def test_a_pool_counts_on_the_gpu_whose_memory_it_has(machine_with: MachineWith,
     _, share = prepared(machine_with(memory_mib=GPU_MIB), limits)
     pool = f"alloc:pool:{BLOCK_MIB}:50"
     assert taken(share, 2, place, pool, TAKE, "free", pool, TAKE) == [10, 8, 10, 8]
+
+
+SHARES_MIB = (1024, 2560, None)
+"""Of three GPUs; the third has no limit, and of the fourth the agent knows nothing."""
+OTHER_GPU_MIB, OTHER_BLOCK_MIB = 5120, 128
+
+
+def share_of_several(machine: Machine, cores: Sequence[int] = (10000, 10000, 10000)) -> Container:
+    limits = [
+        GpuLimits(uuid=uuid, memory_bytes=mib and mib << 20, cores=cores[n])
+        for n, (uuid, mib) in enumerate(zip(gpus(3), SHARES_MIB, strict=True))
+    ]
+    return prepared(machine, limits)[1]
+
+
+OWN_KINDS = ("alloc", "managed", "pitch", "array", "mipmapped", "stack", "heap", "fifo")
+"""Of the current context's GPU, whichever the thread has had current before."""
+KINDS = ("async", "chosen", "pool", "own", "managedpool", "vmm", "mapped", "domain", "bound", "endpoint")
+GRAPHS = ("node", "captured", "uploaded")
+
+
+@pytest.mark.parametrize("cuda_version", [13000, 12020])
+@pytest.mark.parametrize("kind", [*OWN_KINDS, *KINDS, *GRAPHS])
+def test_memory_counts_on_its_own_gpu_whichever_is_current(
+    machine_with: MachineWith, kind: str, cuda_version: int
+) -> None:
+    """By NVML, as a process sees it that nothing limits. Drivers before CUDA 12.8 and 13 say less of streams and pools. In one
+    program for each GPU and each that may be current, or none."""
+    machine = machine_with(memory_mib=OTHER_GPU_MIB, gpus=4, cuda_version=cuda_version)
+    share = share_of_several(machine)
+    for target, current in [(0, 0), (0, 1), (0, -1), (1, 0), (1, -1), (2, 0), (3, 0), (3, -1)]:
+        ended = share.run(kind, str(target), str(current), way="other_gpu")
+        most = (*SHARES_MIB[:2], OTHER_GPU_MIB, CONTEXT_MIB)[target]
+        block = OTHER_BLOCK_MIB + 4 if kind == "stack" else OTHER_BLOCK_MIB
+        blocks = (most - CONTEXT_MIB) // block
+        idle = [CONTEXT_MIB] * 4
+        full = [mib + blocks * block * (gpu == target) for gpu, mib in enumerate(idle)]
+        free = ((SHARES_MIB[target] if target < 2 else None) or OTHER_GPU_MIB) - CONTEXT_MIB
+        steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
+        assert steps == 2 * [("take", blocks, 2, full), ("give", free, 0, idle)], (target, current, ended.error)
+
+
+@pytest.mark.parametrize("way", ["destroy", "detach", "attached", "reset", "release", "green"])
+def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith, way: str) -> None:
+    """Its memory, itself, and what its limits reserved: a heap of a block."""
+    share = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB, gpus=2))
+    ended = share.run(way, "0", "0", way="other_gpu")
+    steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
+    blocks = (SHARES_MIB[0] - CONTEXT_MIB) // OTHER_BLOCK_MIB
+    full = [CONTEXT_MIB + blocks * OTHER_BLOCK_MIB, 0]
+    assert steps == 3 * [("take", blocks - 1, 2, full), ("give", blocks - 1, 0, [0, 0])], (ended.code, ended.error)
+
+
+@pytest.mark.parametrize("current", ["0", "-1"])
+@pytest.mark.parametrize(
+    ("kind", "target", "rate"),
+    [("kernel", "1", 300), ("graph", "1", 300), ("sync", "1", 300), ("multi", "1", 300), ("kernel", "2", 1000)],
+)
+@pytest.mark.parametrize("cuda_version", [13000, 12020])
+def test_a_launch_is_paid_on_the_gpu_of_its_stream(
+    machine_with: MachineWith, kind: str, target: str, rate: int, current: str, cuda_version: int
+) -> None:
+    """The others have no limit. Of 1,000 kernels a second on the second one 300 are the share; a cooperative launch on both waits
+    for it."""
+    machine = machine_with(sm_count=132, block_us=1000, gpus=3, cuda_version=cuda_version)
+    share = share_of_several(machine, cores=(10000, 3000, 10000))
+    [ended] = machine.run_virtual((share, (kind, target, current, "3")), way="other_gpu", observed=False)
+    assert (ended.code, ended.error) == (0, "")
+    assert ended.rates()[0] == pytest.approx(rate, rel=0.15)
 
 
 def test_gpu_mem_is_limited_in_memory_and_in_compute_in_proportion(machine_with: MachineWith) -> None:

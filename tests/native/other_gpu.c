@@ -10,8 +10,10 @@
  *   vmm, mapped, domain, bound, endpoint   cuMemCreate; held, mapped alone, of a locality domain, bound to an object alone
  *   node, captured, uploaded   memory of a graph's node on TARGET, that is launched or uploaded in a stream of CURRENT
  *   stack, heap, fifo   limits of TARGET's context, which is current for the call
+ * or what it takes in a context that ends by destroy, detach, attached (a second user detaches first), reset, release or green (of a green
+ * one), three times, with a heap of a block more;
  * or, for so many SECONDS: kernel, graph, sync (waited for each time), multi (cooperative on all GPUs).
- * Then it gives all back, waits for TARGET, and takes again. Each step is a line of JSON; "mib": what NVML says of every GPU to a process
+ * Else it gives all back, waits for TARGET, and takes again. Each step is a line of JSON; "mib": what NVML says of every GPU to a process
  * that is not limited.
  */
 #define _GNU_SOURCE
@@ -187,6 +189,36 @@ static int say_nvml(char **words)
     return 0;
 }
 
+static int end_contexts(const char *program, const char *way)
+{
+    CUcontext context, same;
+    CUgreenCtx green = NULL;
+    CUresult result = CUDA_SUCCESS;
+    for (int round = 0; round < 3; round++) {
+        size_t heap;
+        if (is(way, "green") && cuGreenCtxCreate(&green, NULL, target, 0))
+            return 3;
+        if (is(way, "destroy detach attached") ? cuCtxCreate_v2(&context, 0, target) : cuDevicePrimaryCtxRetain(&context, target))
+            return 4;
+        cuCtxSetCurrent(context);
+        if (cuCtxGetLimit(&heap, CU_LIMIT_MALLOC_HEAP_SIZE) || cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap + BLOCK))
+            return 5;
+        for (count = 0; count < MOST && (result = cuMemAlloc_v2(&taken[count], BLOCK)) == CUDA_SUCCESS; count++)
+            ;
+        say(program, "take", result);
+        if (is(way, "attached") && (cuCtxAttach(&same, 0) || cuCtxDetach(same) || cuMemAlloc_v2(&taken[0], BLOCK) != CUDA_ERROR_OUT_OF_MEMORY))
+            return 6;
+        result = is(way, "destroy")             ? cuCtxDestroy_v2(context)
+                 : is(way, "detach attached") ? cuCtxDetach(context)
+                 : is(way, "reset")           ? cuDevicePrimaryCtxReset_v2(target)
+                                              : cuDevicePrimaryCtxRelease_v2(target);
+        if (result == CUDA_SUCCESS && is(way, "green"))
+            result = cuGreenCtxDestroy(green);
+        say(program, "give", result);
+    }
+    return 0;
+}
+
 static int launch(const char *kind, double seconds)
 {
     struct timespec now;
@@ -236,6 +268,8 @@ int main(int words, char **word)
         return 2;
     target = atoi(word[2]);
     current = atoi(word[3]);
+    if (is(word[1], "destroy detach attached reset release green"))
+        return end_contexts(word[0], word[1]);
     for (int i = 0; i < GPUS && cuDevicePrimaryCtxRetain(&contexts[i], i) == CUDA_SUCCESS; i++) {
         cuCtxSetCurrent(contexts[i]);
         cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING);
