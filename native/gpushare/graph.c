@@ -123,8 +123,8 @@ static uint64_t bytes_on(unsigned device, const struct ranges *sorted)
     return bytes;
 }
 
-#define FOR_EACH_DEVICE(device, bits)                                       \
-    for (unsigned device = 0; device < MOST_GPU_ORDINALS; device++)         \
+#define FOR_EACH_DEVICE(device, bits)                               \
+    for (unsigned device = 0; device < MOST_GPU_ORDINALS; device++) \
         if ((bits) >> device & 1)
 
 /* What a graph's nodes take of one GPU. An address has fewer bits than a number here. */
@@ -147,10 +147,8 @@ static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph
     if (found.count)
         qsort(found.all, found.count, sizeof *found.all, by_begin);
     FOR_EACH_DEVICE(device, found.devices)
-        remember(&(struct allocation){.value = number_of_nodes(executable, device),
-                                      .class = NODES,
-                                      .references = 1,
-                                      .bytes = bytes_on(device, &found)});
+    remember(&(struct allocation){
+        .value = number_of_nodes(executable, device), .class = NODES, .references = 1, .bytes = bytes_on(device, &found)});
     remember(&(struct allocation){
         .value = executable, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1, .devices = found.devices});
     free(found.all);
@@ -192,7 +190,7 @@ HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
         remember(&old);
     } else if (is_known) {
         FOR_EACH_DEVICE(device, old.devices)
-            take_out(NODES, number_of_nodes(old.value, device), &(struct allocation){0});
+        take_out(NODES, number_of_nodes(old.value, device), &(struct allocation){0});
     }
     return result;
 }
@@ -227,10 +225,10 @@ static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream),
     bool is_taken = true;
     pthread_mutex_lock(&reserves_guard);
     FOR_EACH_DEVICE(device, graph->devices)
-        is_taken = is_taken && take_lacking(bytes_of_nodes(graph->value, device), (CUdevice)device);
+    is_taken = is_taken && take_lacking(bytes_of_nodes(graph->value, device), (CUdevice)device);
     CUresult result = is_taken ? real(executable, stream) : CUDA_ERROR_OUT_OF_MEMORY;
     FOR_EACH_DEVICE(device, graph->devices)
-        read_graph_memory((CUdevice)device, false);
+    read_graph_memory((CUdevice)device, false);
     pthread_mutex_unlock(&reserves_guard);
     return result;
 }
@@ -246,12 +244,12 @@ static CUresult launch_with_memory(CUresult (*real)(CUgraphExec, CUstream), CUgr
        time and share it, as the driver lets them. It may wait for a full queue, so it holds no guard. What it has got all the same,
        in another stream than before or after a trim by another thread meanwhile, is counted behind it. */
     FOR_EACH_DEVICE(device, graph->devices)
-        is_mapped = is_mapped && ask_graphs((CUdevice)device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) >=
-                                     bytes_of_nodes(graph->value, device);
+    is_mapped =
+        is_mapped && ask_graphs((CUdevice)device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) >= bytes_of_nodes(graph->value, device);
     if (is_mapped) {
         result = real(executable, stream);
         FOR_EACH_DEVICE(device, graph->devices)
-            read_graph_memory((CUdevice)device, false);
+        read_graph_memory((CUdevice)device, false);
         return result;
     }
     result = launch_with_more_memory(real, executable, stream, graph);

@@ -111,11 +111,11 @@ FILL(cuMemcpyDtoDAsync_v2_ptsz, (CUdeviceptr to, CUdeviceptr from, size_t bytes,
 
 /* ---- waiting for the GPU ---- */
 
-#define WAIT(closes, call)        \
-    closes;                       \
-    uint64_t begun_at = now_ns(); \
-    CUresult result = call;       \
-    end_wait(now_ns() - begun_at);   \
+#define WAIT(closes, call)         \
+    closes;                        \
+    uint64_t begun_at = now_ns();  \
+    CUresult result = call;        \
+    end_wait(now_ns() - begun_at); \
     read_freed()
 
 HOOK(cuStreamSynchronize, (CUstream stream), (stream))

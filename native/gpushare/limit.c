@@ -549,7 +549,8 @@ static struct span *span_in(CUstream stream, bool is_per_thread)
         open_span.before = open_span.early = NULL;
     if (!open_span.before || open_span.stream != stream || open_span.is_per_thread != is_per_thread)
         return NULL;
-    return !is_of_context(stream) || (REAL(cuCtxGetCurrent)(&current) == CUDA_SUCCESS && current == open_span.context) ? &open_span : NULL;
+    return !is_of_context(stream) || (REAL(cuCtxGetCurrent)(&current) == CUDA_SUCCESS && current == open_span.context) ? &open_span
+                                                                                                                       : NULL;
 }
 
 static void drop(struct span *span)
@@ -574,7 +575,8 @@ static void close_span(struct span *span, uint64_t now)
     one.is_dense = !one.was_idle && !is_done(one.before);
     one.cost = one.launches == 1 ? one.cost : NULL;
     one.after = recorded(one.stream, one.is_per_thread, &one.context);
-    one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread, &one.context) : NULL;
+    one.behind =
+        one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread, &one.context) : NULL;
     pthread_mutex_lock(&guard);
     if (one.is_first)
         elsewhere += (one.is_dense - elsewhere) / (elsewhere_samples < 2 * WEIGHT ? ++elsewhere_samples : 2 * WEIGHT);

@@ -1007,7 +1007,7 @@ HOOK(cuCtxDestroy_v2, (CUcontext context), (context))
 HOOK_ALSO(cuCtxDestroy, cuCtxDestroy_v2, (CUcontext context), (context));
 
 /* The old way counts who uses a context, and the last one's cuCtxDetach ends it. */
-HOOK(cuCtxAttach, (CUcontext * context, unsigned int flags), (context, flags))
+HOOK(cuCtxAttach, (CUcontext *context, unsigned int flags), (context, flags))
 {
     struct allocation use;
     CUresult result = real(context, flags);
@@ -1039,7 +1039,8 @@ static uint64_t bytes_for_each(CUlimit limit, CUdevice device)
     uint64_t processors = attribute_of(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     switch ((int)limit) {
     case CU_LIMIT_STACK_SIZE: return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR);
-    case CU_LIMIT_PER_BLOCK_MEMORY_SIZE: return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR);
+    case CU_LIMIT_PER_BLOCK_MEMORY_SIZE:
+        return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR);
     case CU_LIMIT_PRINTF_FIFO_SIZE:
     case CU_LIMIT_MALLOC_HEAP_SIZE: return 1;
     case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: return 150 * MIB; /* as much as that, by NVIDIA's guide */

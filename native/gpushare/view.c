@@ -153,37 +153,26 @@ static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t siz
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-static nvmlReturn_t list_none(int gpu, unsigned *count, void *entries, size_t size)
-{
-    (void)gpu, (void)entries, (void)size;
-    *count = 0;
-    return NVML_SUCCESS;
-}
+#define LIST_OWN                                                                                   \
+    int gpu = count ? gpu_of_handle(device) : -1;                                                  \
+    return gpu < 0 ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
 
-#define HOOK_LIST(name, entry, list)                                                                            \
-    HOOK_NVML(name, (nvmlDevice_t device, unsigned int *count, entry *entries), (device, count, entries))       \
-    {                                                                                                           \
-        int gpu = count ? gpu_of_handle(device) : -1;                                                           \
-        return gpu < 0 ? real(device, count, entries) : list(gpu, count, entries, sizeof *entries);             \
-    }
-/* Each is listed once. What draws is not limited, and not the container's; nor has it a control daemon of MPS. */
-HOOK_LIST(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t, list_own)
-HOOK_LIST(nvmlDeviceGetComputeRunningProcesses_v2, nvmlProcessInfo_v2_t, list_own)
-HOOK_LIST(nvmlDeviceGetComputeRunningProcesses_v3, nvmlProcessInfo_t, list_own)
-HOOK_LIST(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t, list_none)
-HOOK_LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t, list_none)
-HOOK_LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t, list_none)
-HOOK_LIST(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t, list_none)
-HOOK_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t, list_none)
-HOOK_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t, list_none)
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries),
+          (device, count, entries))
+{ LIST_OWN; }
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v2, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v2_t *entries),
+          (device, count, entries))
+{ LIST_OWN; }
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v3, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *entries),
+          (device, count, entries))
+{ LIST_OWN; }
 
 HOOK_NVML(nvmlDeviceGetRunningProcessDetailList, (nvmlDevice_t device, nvmlProcessDetailList_t *list), (device, list))
 {
-    int gpu = list && list->version == nvmlProcessDetailList_v1 ? gpu_of_handle(device) : -1;
-    if (gpu < 0)
-        return real(device, list);
-    bool is_own = list->mode == NVML_PROCESS_MODE_COMPUTE || list->mode == NVML_PROCESS_MODE_ALL;
-    return (is_own ? list_own : list_none)(gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
+    bool has_own = list && list->version == nvmlProcessDetailList_v1 &&
+                   (list->mode == NVML_PROCESS_MODE_COMPUTE || list->mode == NVML_PROCESS_MODE_ALL);
+    int gpu = has_own ? gpu_of_handle(device) : -1;
+    return gpu < 0 ? real(device, list) : list_own(gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
 }
 
 /* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in

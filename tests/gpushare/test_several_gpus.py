@@ -102,17 +102,18 @@ def share_of_several(machine: Machine, cores: Sequence[int] = (10000, 10000, 100
 
 OWN_KINDS = ("alloc", "managed", "pitch", "array", "mipmapped", "stack", "heap", "fifo")
 """Of the current context's GPU, whichever the thread has had current before."""
-KINDS = ("async", "chosen", "pool", "own", "managedpool", "vmm", "mapped", "domain", "bound", "endpoint")
+KINDS = ("async", "chosen", "pool", "own", "managedpool", "vmm", "mapped", "domain")
+BOUND = ("bound", "bound2", "address", "address2", "endpoint", "place")
 GRAPHS = ("node", "captured", "uploaded")
 
 
 @pytest.mark.parametrize("cuda_version", [13000, 12020])
-@pytest.mark.parametrize("kind", [*OWN_KINDS, *KINDS, *GRAPHS])
+@pytest.mark.parametrize("kind", [*OWN_KINDS, *KINDS, *BOUND, *GRAPHS])
 def test_memory_counts_on_its_own_gpu_whichever_is_current(
     machine_with: MachineWith, kind: str, cuda_version: int
 ) -> None:
-    """By NVML, as a process sees it that nothing limits. Drivers before CUDA 12.8 and 13 say less of streams and pools. In one
-    program for each GPU and each that may be current, or none."""
+    """By NVML, as a process sees it that nothing limits. Drivers before CUDA 12.8 and 13 say less of streams and
+    pools."""
     machine = machine_with(memory_mib=OTHER_GPU_MIB, gpus=4, cuda_version=cuda_version)
     share = share_of_several(machine)
     for target, current in [(0, 0), (0, 1), (0, -1), (1, 0), (1, -1), (2, 0), (3, 0), (3, -1)]:
@@ -147,8 +148,8 @@ def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith
 def test_a_launch_is_paid_on_the_gpu_of_its_stream(
     machine_with: MachineWith, kind: str, target: str, rate: int, current: str, cuda_version: int
 ) -> None:
-    """The others have no limit. Of 1,000 kernels a second on the second one 300 are the share; a cooperative launch on both waits
-    for it."""
+    """The others have no limit. Of 1,000 kernels a second on the second one 300 are the share; a cooperative launch on both
+    waits for it."""
     machine = machine_with(sm_count=132, block_us=1000, gpus=3, cuda_version=cuda_version)
     share = share_of_several(machine, cores=(10000, 3000, 10000))
     [ended] = machine.run_virtual((share, (kind, target, current, "3")), way="other_gpu", observed=False)

@@ -1,20 +1,27 @@
-/* A program of several GPUs that takes memory of one, or launches on it, while another one is current.
+/* A program of several GPUs that takes memory of one, or launches on it, while
+ * another one is current.
  *
  *   other_gpu KIND TARGET CURRENT [SECONDS]
  *
- * CURRENT: a GPU's ordinal, or -1: the thread has no context. KIND, of blocks of 128 MiB until one is refused:
- *   alloc, managed, pitch, array, mipmapped   in TARGET's context, whatever CURRENT is
- *   async, chosen       cuMemAllocAsync in a stream of TARGET; its own pool, or one that was set as its current one
- *   pool, own           cuMemAllocFromPoolAsync in a stream of CURRENT, of a pool that was made there, or of TARGET's own
- *   managedpool         of a managed pool that prefers TARGET
- *   vmm, mapped, domain, bound, endpoint   cuMemCreate; held, mapped alone, of a locality domain, bound to an object alone
- *   node, captured, uploaded   memory of a graph's node on TARGET, that is launched or uploaded in a stream of CURRENT
- *   stack, heap, fifo   limits of TARGET's context, which is current for the call
- * or what it takes in a context that ends by destroy, detach, attached (a second user detaches first), reset, release or green (of a green
- * one), three times, with a heap of a block more;
- * or, for so many SECONDS: kernel, graph, sync (waited for each time), multi (cooperative on all GPUs).
- * Else it gives all back, waits for TARGET, and takes again. Each step is a line of JSON; "mib": what NVML says of every GPU to a process
- * that is not limited.
+ * CURRENT: a GPU's ordinal, or -1: the thread has no context. KIND, of blocks
+ * of 128 MiB until one is refused: alloc, managed, pitch, array, mipmapped   in
+ * TARGET's context, whatever CURRENT is async, chosen       cuMemAllocAsync in
+ * a stream of TARGET; its own pool, or one that was set as its current one
+ *   pool, own           cuMemAllocFromPoolAsync in a stream of CURRENT, of a
+ * pool that was made there, or of TARGET's own managedpool         of a managed
+ * pool that prefers TARGET vmm, mapped, domain   cuMemCreate; held, mapped
+ * alone, of a locality domain bound, bound2, address, address2, endpoint, place
+ * bound alone, to an object or an endpoint: as memory or by its address. It
+ * goes back when it is unbound, or with the object (bound2) or the endpoint
+ * (place) node, captured, uploaded   memory of a graph's node on TARGET, that
+ * is launched or uploaded in a stream of CURRENT stack, heap, fifo   limits of
+ * TARGET's context, which is current for the call or what it takes in a context
+ * that ends by destroy, detach, attached (a second user detaches first), reset,
+ * release or green (of a green one), three times, with a heap of a block more;
+ * or, for so many SECONDS: kernel, graph, sync (waited for each time), multi
+ * (cooperative on all GPUs). Else it gives all back, waits for TARGET, and
+ * takes again. Each step is a line of JSON; "mib": what NVML says of every GPU
+ * to a process that is not limited.
  */
 #define _GNU_SOURCE
 #define __CUDA_API_VERSION_INTERNAL
@@ -34,11 +41,21 @@ static CUdeviceptr taken[MOST];
 static CUgraphExec graphs[MOST];
 static CUmemoryPool pool;
 static CUmemGenericAllocationHandle object;
+static CUmulticastObjectProp multicast = {.numDevices = 1, .size = MOST * BLOCK};
 static int target, current, count;
 static size_t limit_at_first;
 
 static void make_current(int device) { cuCtxSetCurrent(device < 0 ? NULL : contexts[device]); }
 static CUstream stream_of(int device) { return device < 0 ? streams[target] : streams[device]; }
+
+static int is(const char *kind, const char *names)
+{
+    size_t length = strlen(kind);
+    for (const char *at = names; (at = strstr(at, kind)) != NULL; at += length)
+        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length]))
+            return 1;
+    return 0;
+}
 
 static CUresult take_node(CUdeviceptr *address, CUgraphExec *graph, const char *kind)
 {
@@ -49,8 +66,8 @@ static CUresult take_node(CUdeviceptr *address, CUgraphExec *graph, const char *
     memory.poolProps.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
     memory.poolProps.location = (CUmemLocation){.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target};
     if (strcmp(kind, "captured") == 0)
-        (void)(cuStreamBeginCapture_v2(streams[target], CU_STREAM_CAPTURE_MODE_RELAXED) || cuMemAllocAsync(address, BLOCK, streams[target]) ||
-               cuStreamEndCapture(streams[target], &from));
+        (void)(cuStreamBeginCapture_v2(streams[target], CU_STREAM_CAPTURE_MODE_RELAXED) ||
+               cuMemAllocAsync(address, BLOCK, streams[target]) || cuStreamEndCapture(streams[target], &from));
     else if (cuGraphCreate(&from, 0) || cuGraphAddMemAllocNode(&node, from, NULL, 0, &memory))
         return CUDA_ERROR_UNKNOWN;
     else
@@ -63,33 +80,34 @@ static CUresult take_node(CUdeviceptr *address, CUgraphExec *graph, const char *
 
 static CUresult take_mapped(CUdeviceptr *address, CUmemGenericAllocationHandle handle, const char *kind)
 {
-    CUresult result;
-    if (strcmp(kind, "mapped") == 0)
-        result = cuMemAddressReserve(address, BLOCK, 0, 0, 0) || cuMemMap(*address, BLOCK, 0, handle, 0);
-    else if (strcmp(kind, "bound") == 0)
-        result = cuMulticastBindMem(object, count * BLOCK, handle, 0, BLOCK, 0);
-    else
-        result = cuLogicalEndpointBindMem(1, target, count * BLOCK, handle, 0, BLOCK, 0);
+    CUresult result = CUDA_SUCCESS;
+    size_t at = count * BLOCK;
+    int is_mapped = is(kind, "mapped address address2 place");
+    if (is_mapped && (cuMemAddressReserve(address, BLOCK, 0, 0, 0) || cuMemMap(*address, BLOCK, 0, handle, 0)))
+        return CUDA_ERROR_UNKNOWN;
+    if (is(kind, "bound bound2"))
+        result = is(kind, "bound") ? cuMulticastBindMem(object, at, handle, 0, BLOCK, 0)
+                                   : cuMulticastBindMem_v2(object, target, at, handle, 0, BLOCK, 0);
+    if (is(kind, "address address2"))
+        result = is(kind, "address") ? cuMulticastBindAddr(object, at, *address, BLOCK, 0)
+                                     : cuMulticastBindAddr_v2(object, target, at, *address, BLOCK, 0);
+    if (is(kind, "endpoint place"))
+        result = is(kind, "endpoint") ? cuLogicalEndpointBindMem(1, target, at, handle, 0, BLOCK, 0)
+                                      : cuLogicalEndpointBindAddr(1, target, at, (void *)(uintptr_t)*address, BLOCK, 0);
     cuMemRelease(handle);
+    if (is_mapped && !is(kind, "mapped"))
+        cuMemUnmap(*address, BLOCK);
     return result;
-}
-
-static int is(const char *kind, const char *names)
-{
-    size_t length = strlen(kind);
-    for (const char *at = names; (at = strstr(at, kind)) != NULL; at += length)
-        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length]))
-            return 1;
-    return 0;
 }
 
 static CUlimit limit_of(const char *kind)
 {
-    return strcmp(kind, "stack") == 0 ? CU_LIMIT_STACK_SIZE
+    return strcmp(kind, "stack") == 0  ? CU_LIMIT_STACK_SIZE
            : strcmp(kind, "heap") == 0 ? CU_LIMIT_MALLOC_HEAP_SIZE
                                        : CU_LIMIT_PRINTF_FIFO_SIZE;
 }
-/* A stack of 512 bytes more is a block: 132 processors have 2,048 threads each. */
+/* A stack of 512 bytes more is a block: 132 processors have 2,048 threads each.
+ */
 static size_t step_of(const char *kind) { return strcmp(kind, "stack") == 0 ? 512 : BLOCK; }
 
 static CUresult take(const char *kind)
@@ -97,7 +115,8 @@ static CUresult take(const char *kind)
     enum { WIDTH = 1 << 16, ROWS = BLOCK / WIDTH / 4 };
     CUdeviceptr *address = &taken[count];
     size_t pitch;
-    CUmemAllocationProp of = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
+    CUmemAllocationProp of = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                              .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
     CUDA_ARRAY_DESCRIPTOR flat = {.Width = WIDTH, .Height = ROWS, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
     CUDA_ARRAY3D_DESCRIPTOR mips = {.Width = WIDTH, .Height = ROWS, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
     CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = of.location};
@@ -118,12 +137,12 @@ static CUresult take(const char *kind)
     if (is(kind, "pool own managedpool")) {
         if (strcmp(kind, "managedpool") == 0)
             properties.allocType = CU_MEM_ALLOCATION_TYPE_MANAGED;
-        CUresult result = pool                        ? CUDA_SUCCESS
+        CUresult result = pool                       ? CUDA_SUCCESS
                           : strcmp(kind, "own") == 0 ? cuDeviceGetDefaultMemPool(&pool, target)
-                                                      : cuMemPoolCreate(&pool, &properties);
+                                                     : cuMemPoolCreate(&pool, &properties);
         return result ? result : cuMemAllocFromPoolAsync(address, BLOCK, pool, stream_of(current));
     }
-    if (is(kind, "vmm mapped domain bound endpoint")) {
+    if (is(kind, "vmm mapped domain bound bound2 address address2 endpoint place")) {
         CUmemGenericAllocationHandle handle;
         if (strcmp(kind, "domain") == 0) {
             of.location.type = CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN;
@@ -151,8 +170,15 @@ static void give(const char *kind, int i)
         cuMemUnmap(taken[i], BLOCK);
     else if (is(kind, "endpoint"))
         cuLogicalEndpointUnbind(1, target, i * BLOCK, BLOCK);
-    else if (is(kind, "bound"))
+    else if (is(kind, "bound address address2"))
         cuMulticastUnbind(object, target, i * BLOCK, BLOCK);
+    else if (i == 0 && is(kind, "place"))
+        cuLogicalEndpointDestroy(1);
+    else if (i == 0 && is(kind, "bound2")) {
+        cuMemRelease(object);
+        cuMulticastCreate(&object, &multicast);
+    } else if (is(kind, "place bound2"))
+        ;
     else if (is(kind, "stack heap fifo")) {
         make_current(target);
         cuCtxSetLimit(limit_of(kind), limit_at_first);
@@ -176,7 +202,9 @@ static void say(const char *program, const char *step, CUresult result)
 
 static int say_nvml(char **words)
 {
-    struct { unsigned long long total, free, used; } memory;
+    struct {
+        unsigned long long total, free, used;
+    } memory;
     void *nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW), *device;
     int (*init)(void) = (int (*)(void))dlsym(nvml, "nvmlInit_v2");
     int (*find)(unsigned, void **) = (int (*)(unsigned, void **))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2");
@@ -206,9 +234,10 @@ static int end_contexts(const char *program, const char *way)
         for (count = 0; count < MOST && (result = cuMemAlloc_v2(&taken[count], BLOCK)) == CUDA_SUCCESS; count++)
             ;
         say(program, "take", result);
-        if (is(way, "attached") && (cuCtxAttach(&same, 0) || cuCtxDetach(same) || cuMemAlloc_v2(&taken[0], BLOCK) != CUDA_ERROR_OUT_OF_MEMORY))
+        if (is(way, "attached") &&
+            (cuCtxAttach(&same, 0) || cuCtxDetach(same) || cuMemAlloc_v2(&taken[0], BLOCK) != CUDA_ERROR_OUT_OF_MEMORY))
             return 6;
-        result = is(way, "destroy")             ? cuCtxDestroy_v2(context)
+        result = is(way, "destroy")           ? cuCtxDestroy_v2(context)
                  : is(way, "detach attached") ? cuCtxDetach(context)
                  : is(way, "reset")           ? cuDevicePrimaryCtxReset_v2(target)
                                               : cuDevicePrimaryCtxRelease_v2(target);
@@ -237,7 +266,8 @@ static int launch(const char *kind, double seconds)
         .func = function, .gridDimX = 1056, .gridDimY = 1, .gridDimZ = 1, .blockDimX = 256, .blockDimY = 1, .blockDimZ = 1};
     for (int i = 0; i < GPUS; i++)
         all[i] = (CUDA_LAUNCH_PARAMS){function, 1056, 1, 1, 256, 1, 1, 0, streams[i], NULL};
-    if (cuGraphCreate(&from, 0) || cuGraphAddKernelNode_v2(&node, from, NULL, 0, &kernel) || cuGraphInstantiateWithFlags(&graph, from, 0))
+    if (cuGraphCreate(&from, 0) || cuGraphAddKernelNode_v2(&node, from, NULL, 0, &kernel) ||
+        cuGraphInstantiateWithFlags(&graph, from, 0))
         return 3;
     make_current(current);
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -261,7 +291,6 @@ static int launch(const char *kind, double seconds)
 int main(int words, char **word)
 {
     CUresult result;
-    CUmulticastObjectProp multicast = {.numDevices = 1, .size = MOST * BLOCK};
     if (words > 4 && strcmp(word[1], "nvml") == 0)
         return say_nvml(word);
     if (words < 4 || cuInit(0))
@@ -277,11 +306,12 @@ int main(int words, char **word)
     if (words > 4)
         return launch(word[1], atof(word[4]));
     if (strcmp(word[1], "chosen") == 0) {
-        CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
+        CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                     .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
         if (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool))
             return 3;
     }
-    if (strcmp(word[1], "bound") == 0 && cuMulticastCreate(&object, &multicast))
+    if (is(word[1], "bound bound2 address address2") && cuMulticastCreate(&object, &multicast))
         return 3;
     make_current(target);
     if (is(word[1], "stack heap fifo"))

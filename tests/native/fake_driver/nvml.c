@@ -351,6 +351,11 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsign
     return list(device, count, entries, sizeof *entries);
 }
 
+nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device, nvmlProcessDetailList_t *of)
+{
+    return list(device, &of->numProcArrayEntries, of->procArray, sizeof *of->procArray);
+}
+
 #define EMPTY_LIST(function, type)                                                                                              \
     nvmlReturn_t function(nvmlDevice_t device, unsigned int *count, type *entries)                                              \
     {                                                                                                                           \
