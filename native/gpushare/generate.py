@@ -2,8 +2,8 @@
 
     python native/gpushare/generate.py INCLUDE OUTPUT [--compiler COMMAND...]
 
-INCLUDE has cuda.h, cudaTypedefs.h and nvml.h. Fails on a name of theirs that hooks.in does not have, because nothing may take
-or give back the GPU's memory unnoticed, and on one of hooks.in that no header declares. Standard library alone.
+INCLUDE has cuda.h, cudaTypedefs.h and nvml.h. Fails on a name of theirs that hooks.in does not have, as nothing may take or
+give back the GPU's memory unnoticed, and on one of hooks.in that no header declares. Standard library alone.
 """
 
 from __future__ import annotations

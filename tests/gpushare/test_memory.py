@@ -5,7 +5,6 @@ A share of 2,560 MiB; a context takes 300 MiB, so 8 blocks of 256 MiB fit.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -62,15 +61,14 @@ def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: 
 
 
 def test_what_was_freed_is_given_back_when_the_program_has_waited(share: Container) -> None:
-    """Also to another process of the container, which cannot ask the first one's driver; and NVML says so."""
+    """To another process of the container, which cannot ask the first one's driver."""
     program = str(share.machine.built.programs / "gpu_program")
-    command = [program, "dlsym", "0", f"alloc:async:{BLOCK_MIB}:20", "free", "sync", "nvml", "wait"]
+    command = [program, "dlsym", "0", f"alloc:async:{BLOCK_MIB}:20", "free", "sync", "wait"]
     with share.start_command(command, stdin=subprocess.PIPE) as first:
         assert first.stdout is not None
-        nvml = json.loads(next(line for line in first.stdout if '"nvml"' in line))
+        assert any('"sync"' in line for line in first.stdout)
         second = share.run(TAKE)
         first.communicate()
-    assert nvml["used_mib"] == CONTEXT_MIB
     assert second.step("alloc")["blocks"] == (SHARE_MIB - 2 * CONTEXT_MIB) // BLOCK_MIB, second.error
 
 
