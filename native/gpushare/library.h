@@ -135,7 +135,7 @@ void restore_capture(CUstreamCaptureMode mode);
 enum { EVERY_GPU = -2 };
 /* What pools have now: they give back when the driver likes. Without pools it costs nothing. */
 void read_pools(int gpu, bool trims);
-void read_freed(void); /* of every GPU, if something was freed: after the program has waited, when pools give back */
+void read_freed(void); /* of every GPU: after the program has waited, which is when pools give back */
 extern pthread_mutex_t reserves_guard; /* of what pools and graphs have reserved */
 void forget_memory(void);
 

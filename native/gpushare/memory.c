@@ -27,7 +27,6 @@ static struct shard {
     [0 ... SHARDS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER},
 };
 static _Atomic bool has_allocations;
-static _Atomic bool is_freed; /* to a pool, which was not read since */
 
 /* Addresses are multiples of 512 and more: the product's upper bits differ all the same. */
 static uint64_t hash_of(enum class class, uint64_t value) { return ((value ^ (uint64_t)class << 60) * 0x9e3779b97f4a7c15u) >> 40; }
@@ -291,10 +290,8 @@ HOOK(cuMemFree_v2, (CUdeviceptr address), (address))
     bool is_known = take_out(ADDRESS, address, &freed);
     CUresult result = real(address);
     settle_freed(is_known, &freed, result);
-    if (!is_known && result == CUDA_SUCCESS) { /* cuMemFree takes what was allocated in a stream, too */
-        atomic_store(&is_freed, true);
+    if (!is_known && result == CUDA_SUCCESS) /* cuMemFree takes what was allocated in a stream, too */
         read_freed();
-    }
     return result;
 }
 
@@ -312,7 +309,7 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
 enum { MOST_POOLS = 1024 };
 static struct known_pool {
     CUmemoryPool pool;
-    CUdevice device; /* whose memory it has, whichever uses it; -1: the host's */
+    CUdevice device; /* whose memory it has, whichever uses it; -1: the host's, or another process's */
     int gpu;
     uint64_t reserved;
 } pools[MOST_POOLS];
@@ -358,7 +355,7 @@ void read_pools(int gpu, bool trims)
     pthread_mutex_lock(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
-        if (known->gpu == gpu || gpu == EVERY_GPU) {
+        if ((known->gpu == gpu || gpu == EVERY_GPU) && known->reserved) { /* it gets more by allocations, which read it */
             if (trims)
                 REAL(cuMemPoolTrimTo)(known->pool, 0);
             read_pool(known);
@@ -369,9 +366,8 @@ void read_pools(int gpu, bool trims)
 
 void read_freed(void)
 {
-    if (!atomic_load_explicit(&is_freed, memory_order_relaxed) || pthread_mutex_trylock(&reserves_guard) != 0)
+    if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0 || pthread_mutex_trylock(&reserves_guard) != 0)
         return; /* who waits for the GPU must not wait for another thread's allocation, too */
-    atomic_store(&is_freed, false);
     read_pools(EVERY_GPU, false);
     pthread_mutex_unlock(&reserves_guard);
 }
@@ -391,6 +387,13 @@ static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device)
         return NULL;
     pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(device)};
     return &pools[pools_count++];
+}
+
+static void remember_pool(CUmemoryPool pool, CUdevice device)
+{
+    pthread_mutex_lock(&reserves_guard);
+    add_pool(pool, device);
+    pthread_mutex_unlock(&reserves_guard);
 }
 
 /* Drivers before CUDA 13 do not say where a pool is. What a program has made is known; so it is the one that a GPU has from the start. */
@@ -426,9 +429,17 @@ HOOK(cuMemPoolCreate, (CUmemoryPool * pool, const CUmemPoolProps *properties), (
     CUdevice device = result ? -1 : device_at(properties->location.type, properties->location.id);
     if (result != CUDA_SUCCESS || (device < 0 && properties->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED))
         return result;
-    pthread_mutex_lock(&reserves_guard);
-    add_pool(*pool, device);
-    pthread_mutex_unlock(&reserves_guard);
+    remember_pool(*pool, device);
+    return result;
+}
+
+/* It is the exporter's, here it has nothing of its own. */
+HOOK(cuMemPoolImportFromShareableHandle,
+     (CUmemoryPool * pool, void *shared, CUmemAllocationHandleType type, unsigned long long flags), (pool, shared, type, flags))
+{
+    CUresult result = real(pool, shared, type, flags);
+    if (result == CUDA_SUCCESS)
+        remember_pool(*pool, -1);
     return result;
 }
 
@@ -509,19 +520,13 @@ HOOK(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUmemory
 { ALLOCATE_ASYNC(true, from, real(address, bytes, from, stream)); }
 
 /* It may free what cuMemAlloc gave, too. What a pool gives back it does when the program next waits; that is read then. */
-static CUresult settle_async(CUresult result, bool is_known, const struct allocation *freed)
-{
-    settle_freed(is_known, freed, result);
-    if (!is_known && result == CUDA_SUCCESS)
-        atomic_store(&is_freed, true);
-    return result;
-}
-
 HOOK(cuMemFreeAsync, (CUdeviceptr address, CUstream stream), (address, stream))
 {
     struct allocation freed;
     bool is_known = take_out(ADDRESS, address, &freed);
-    return settle_async(real(address, stream), is_known, &freed);
+    CUresult result = real(address, stream);
+    settle_freed(is_known, &freed, result);
+    return result;
 }
 HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream stream), (address, stream));
 
@@ -940,6 +945,7 @@ static CUresult settle_primary(CUresult result, CUdevice device)
         drop_context(primary[device]);
         primary[device] = NULL;
         read_pools(gpu_of_device(device), false);
+        read_graph_memory(device, true);
     }
     return result;
 }
@@ -953,7 +959,6 @@ HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device))
     if (result == CUDA_SUCCESS && is_primary_known(device) && device >= 0 && device < MOST_CONTEXTS) {
         forget_launches_of(primary[device]);
         give_all_of(primary[device]);
-        read_pools(gpu_of_device(device), false);
     }
     return settle_primary(result, device);
 }
