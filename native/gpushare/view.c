@@ -172,7 +172,12 @@ HOOK_NVML(nvmlDeviceGetRunningProcessDetailList, (nvmlDevice_t device, nvmlProce
     bool has_own = list && list->version == nvmlProcessDetailList_v1 &&
                    (list->mode == NVML_PROCESS_MODE_COMPUTE || list->mode == NVML_PROCESS_MODE_ALL);
     int gpu = has_own ? gpu_of_handle(device) : -1;
-    return gpu < 0 ? real(device, list) : list_own(gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
+    if (gpu < 0)
+        return real(device, list);
+    nvmlReturn_t result = list_own(gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
+    for (unsigned i = 0; result == NVML_SUCCESS && i < list->numProcArrayEntries && list->procArray; i++)
+        list->procArray[i].usedGpuCcProtectedMemory = 0;
+    return result;
 }
 
 /* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in

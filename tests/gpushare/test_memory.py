@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish, needs_own_programs
 
 pytestmark = pytest.mark.isolation
 
@@ -70,6 +71,41 @@ def test_what_was_freed_is_given_back_when_the_program_has_waited(share: Contain
         second = share.run(TAKE)
         first.communicate()
     assert second.step("alloc")["blocks"] == (SHARE_MIB - 2 * CONTEXT_MIB) // BLOCK_MIB, second.error
+
+
+ASKING = r"""
+import ctypes, json, pynvml
+cuda, made, free, at = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint64()
+class Pairs(ctypes.Structure):
+    _fields_ = (("pairs", ctypes.c_char_p), ("count", ctypes.c_uint), ("rest", ctypes.c_char * 52))
+cuda.cuInit(0), cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0), cuda.cuCtxSetCurrent(made)
+pool = ctypes.c_void_p()
+imported = cuda.cuMemPoolImportFromShareableHandle(ctypes.byref(pool), None, 1, ctypes.c_uint64(0))
+refused = cuda.cuMemAllocFromPoolAsync(ctypes.byref(at), ctypes.c_size_t(1 << 20), pool, None)
+cuda.cuMemGetInfo_v2(ctypes.byref(free), None)
+restored = [cuda.cuCheckpointProcessRestore(1, ctypes.byref(Pairs(b"a" * 16 + to * 16, 1))) for to in (b"a", b"b")]
+pynvml.nvmlInit()
+gpu, version = pynvml.nvmlDeviceGetHandleByIndex(0), pynvml.nvmlProcessDetailList_v1
+listed = [pynvml.nvmlDeviceGetRunningProcessDetailList(gpu, version, mode) for mode in (0, 3)]
+mib = [[one.usedGpuMemory >> 20 for one in each] for each in listed]
+print(json.dumps({"action": "asked", "pool": [imported, refused, free.value >> 20], "restored": restored, "mib": mib}))
+"""
+
+
+@needs_own_programs
+def test_what_is_another_process_s_is_neither_counted_nor_shown(share: Container) -> None:
+    """A pool that was imported, its neighbour's row in NVML's list; and no process is restored onto another GPU."""
+    neighbour = share.machine.container("neighbour", memory_mib=SHARE_MIB)
+    command = [str(share.machine.built.programs / "gpu_program"), "dlsym", "0", f"alloc:alloc:{BLOCK_MIB}:1", "wait"]
+    with neighbour.start_command(command, stdin=subprocess.PIPE) as other:
+        assert other.stdout is not None and any('"alloc"' in line for line in other.stdout)
+        asked = finish(share.start_command([sys.executable, "-c", ASKING]))
+        other.communicate()
+    step = asked.step("asked")
+    assert step, asked.error
+    assert step["pool"] == [0, 1, SHARE_MIB - CONTEXT_MIB], asked.error
+    assert step["restored"] == [0, 801] and "onto the GPU of its share alone" in asked.error
+    assert step["mib"] == [[CONTEXT_MIB], [CONTEXT_MIB]]
 
 
 OF_GPU, OF_HOST = 8, 20

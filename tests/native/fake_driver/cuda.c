@@ -562,7 +562,7 @@ typedef struct pool {
     CUdevice device;
     uint64_t used, reserved, used_high, reserved_high, threshold;
     CUmemLocation at;
-    int is_managed, is_of_host, is_destroyed;
+    int is_managed, is_of_host, is_destroyed, is_imported;
     struct pool *next;
 } pool;
 /* Memory of less than a MiB shares a page with others of its context; other memory has pages of its own. */
@@ -1062,10 +1062,22 @@ static CUresult capture_memory(CUdeviceptr *address, size_t bytes, const pool *f
     return *address = parameters.dptr, result;
 }
 
+/* Another process's, which has a GiB. */
+CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *made, void *shared, CUmemAllocationHandleType type,
+                                                    unsigned long long flags)
+{
+    (void)shared, (void)type, (void)flags;
+    pool *fresh = calloc(1, sizeof *fresh);
+    *fresh = (pool){.at.type = CU_MEM_LOCATION_TYPE_DEVICE, .reserved = 1u << 30, .used = 1u << 30, .is_imported = 1};
+    return *made = (CUmemoryPool)fresh, CUDA_SUCCESS;
+}
+
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream)
 {
     log_call("cuMemAllocFromPoolAsync");
     (void)stream;
+    if (((pool *)from)->is_imported)
+        return CUDA_ERROR_INVALID_VALUE;
     if (captured)
         return capture_memory(address, bytes, (pool *)from);
     return allocate_from(address, bytes, ((pool *)from)->device, OF_POOL, (pool *)from);
