@@ -408,8 +408,11 @@ static CUdevice owner_of(CUmemoryPool pool, CUdevice otherwise)
     return otherwise;
 }
 
-/* `device`: that uses it, to which managed memory moves that begins with the host. */
-static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
+/* Managed memory without a GPU of its own begins with the host, and moves to the GPU that uses it first. */
+static bool is_of_user(int allocation, int type, CUdevice from)
+{ return allocation == CU_MEM_ALLOCATION_TYPE_MANAGED && (from < 0 || type == CU_MEM_LOCATION_TYPE_INVALID); }
+
+static struct known_pool *known_pool(CUmemoryPool pool, CUdevice user)
 {
     int type = CU_MEM_LOCATION_TYPE_DEVICE, id, allocation = CU_MEM_ALLOCATION_TYPE_PINNED;
     struct known_pool *known = find_pool(pool);
@@ -417,19 +420,18 @@ static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
         return known;
     if (REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &type) != CUDA_SUCCESS ||
         REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_ID, &id) != CUDA_SUCCESS)
-        id = owner_of(pool, device);
+        id = owner_of(pool, user);
     REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_ALLOCATION_TYPE, &allocation);
     CUdevice from = device_at((CUmemLocationType)type, id);
-    return add_pool(pool, from < 0 && allocation == CU_MEM_ALLOCATION_TYPE_MANAGED ? device : from);
+    return add_pool(pool, is_of_user(allocation, type, from) ? user : from);
 }
 
 HOOK(cuMemPoolCreate, (CUmemoryPool * pool, const CUmemPoolProps *properties), (pool, properties))
 {
     CUresult result = real(pool, properties);
     CUdevice device = result ? -1 : device_at(properties->location.type, properties->location.id);
-    if (result != CUDA_SUCCESS || (device < 0 && properties->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED))
-        return result;
-    remember_pool(*pool, device);
+    if (result == CUDA_SUCCESS && !is_of_user(properties->allocType, properties->location.type, device))
+        remember_pool(*pool, device);
     return result;
 }
 

@@ -1,27 +1,27 @@
-/* A program of several GPUs that takes memory of one, or launches on it, while
- * another one is current.
+/* A program of several GPUs that takes memory of one, or launches on it, while another one is current.
  *
  *   other_gpu KIND TARGET CURRENT [SECONDS]
  *
- * CURRENT: a GPU's ordinal, or -1: the thread has no context. KIND, of blocks
- * of 128 MiB until one is refused: alloc, managed, pitch, array, mipmapped   in
- * TARGET's context, whatever CURRENT is async, chosen       cuMemAllocAsync in
- * a stream of TARGET; its own pool, or one that was set as its current one
- *   pool, own           cuMemAllocFromPoolAsync in a stream of CURRENT, of a
- * pool that was made there, or of TARGET's own managedpool         of a managed
- * pool that prefers TARGET vmm, mapped, domain   cuMemCreate; held, mapped
- * alone, of a locality domain bound, bound2, address, address2, endpoint, place
- * bound alone, to an object or an endpoint: as memory or by its address. It
- * goes back when it is unbound, or with the object (bound2) or the endpoint
- * (place) node, captured, uploaded   memory of a graph's node on TARGET, that
- * is launched or uploaded in a stream of CURRENT stack, heap, fifo   limits of
- * TARGET's context, which is current for the call or what it takes in a context
- * that ends by destroy, detach, attached (a second user detaches first), reset,
- * release or green (of a green one), three times, with a heap of a block more;
- * or, for so many SECONDS: kernel, graph, sync (waited for each time), multi
- * (cooperative on all GPUs). Else it gives all back, waits for TARGET, and
- * takes again. Each step is a line of JSON; "mib": what NVML says of every GPU
- * to a process that is not limited.
+ * CURRENT: a GPU's ordinal, or -1: the thread has no context. KIND, of blocks of 128 MiB until one is refused:
+ *
+ *   alloc, managed, pitch, array, mipmapped    in TARGET's context, whatever CURRENT is
+ *   async, chosen          cuMemAllocAsync in a stream of TARGET; its own pool, or one that was set as its current one
+ *   pool, own              cuMemAllocFromPoolAsync in a stream of CURRENT, of a pool that was made there, or of TARGET's own
+ *   managedpool, anywhere  of a managed pool that prefers TARGET; or no GPU, in a stream of TARGET
+ *   vmm, mapped, domain    cuMemCreate; held, mapped alone, of a locality domain
+ *   bound, bound2, address, address2, endpoint, place    bound alone, to an object or an endpoint: as memory or by its address. It
+ *                          goes back when it is unbound, or with the object (bound2) or the endpoint (place)
+ *   node, captured, uploaded    memory of a graph's node on TARGET, launched or uploaded in a stream of CURRENT
+ *   stack, heap, fifo      limits of TARGET's context, which is current for the call
+ *
+ * It gives all back, waits for TARGET, and takes again. Other kinds:
+ *
+ *   destroy, detach, attached, reset, release, green    three times what fits in a context with a heap of a block more, which then ends
+ *                          so; attached: a second user detaches first; green: a green context has it, too
+ *   parts                  three times what fits next to a green context alone, by cuMemCreate
+ *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
+ *
+ * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
  */
 #define _GNU_SOURCE
 #define __CUDA_API_VERSION_INTERNAL
@@ -134,13 +134,16 @@ static CUresult take(const char *kind)
     }
     if (is(kind, "async chosen"))
         return cuMemAllocAsync(address, BLOCK, streams[target]);
-    if (is(kind, "pool own managedpool")) {
-        if (strcmp(kind, "managedpool") == 0)
+    if (is(kind, "pool own managedpool anywhere")) {
+        CUstream stream = is(kind, "anywhere") ? streams[target] : stream_of(current);
+        if (is(kind, "managedpool anywhere"))
             properties.allocType = CU_MEM_ALLOCATION_TYPE_MANAGED;
+        if (is(kind, "anywhere"))
+            properties.location.type = CU_MEM_LOCATION_TYPE_NONE;
         CUresult result = pool                       ? CUDA_SUCCESS
                           : strcmp(kind, "own") == 0 ? cuDeviceGetDefaultMemPool(&pool, target)
                                                      : cuMemPoolCreate(&pool, &properties);
-        return result ? result : cuMemAllocFromPoolAsync(address, BLOCK, pool, stream_of(current));
+        return result ? result : cuMemAllocFromPoolAsync(address, BLOCK, pool, stream);
     }
     if (is(kind, "vmm mapped domain bound bound2 address address2 endpoint place")) {
         CUmemGenericAllocationHandle handle;
@@ -158,7 +161,7 @@ static CUresult take(const char *kind)
 
 static void give(const char *kind, int i)
 {
-    if (is(kind, "async chosen managedpool"))
+    if (is(kind, "async chosen managedpool anywhere"))
         cuMemFreeAsync(taken[i], stream_of(current));
     else if (is(kind, "array"))
         cuArrayDestroy((CUarray)taken[i]);
@@ -248,6 +251,21 @@ static int end_contexts(const char *program, const char *way)
     return 0;
 }
 
+static int make_green_contexts(const char *program)
+{
+    for (int round = 0; round < 3; round++) {
+        CUgreenCtx green = NULL;
+        CUresult result = cuGreenCtxCreate(&green, NULL, target, 0);
+        for (count = 0; result == CUDA_SUCCESS && (result = take("vmm")) == CUDA_SUCCESS; count++)
+            ;
+        say(program, "take", result);
+        for (int i = 0; i < count; i++)
+            give("vmm", i);
+        say(program, "give", cuGreenCtxDestroy(green));
+    }
+    return 0;
+}
+
 static int launch(const char *kind, double seconds)
 {
     struct timespec now;
@@ -299,6 +317,8 @@ int main(int words, char **word)
     current = atoi(word[3]);
     if (is(word[1], "destroy detach attached reset release green"))
         return end_contexts(word[0], word[1]);
+    if (is(word[1], "parts"))
+        return make_green_contexts(word[0]);
     for (int i = 0; i < GPUS && cuDevicePrimaryCtxRetain(&contexts[i], i) == CUDA_SUCCESS; i++) {
         cuCtxSetCurrent(contexts[i]);
         cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING);

@@ -562,7 +562,7 @@ typedef struct pool {
     CUdevice device;
     uint64_t used, reserved, used_high, reserved_high, threshold;
     CUmemLocation at;
-    int is_managed, is_of_host, is_destroyed, is_imported;
+    int is_managed, is_of_host, is_destroyed, is_imported, is_anywhere;
     struct pool *next;
 } pool;
 /* Memory of less than a MiB shares a page with others of its context; other memory has pages of its own. */
@@ -993,6 +993,7 @@ CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *made, const CUmemPoolProps *prope
     pool *fresh = calloc(1, sizeof *fresh);
     *fresh = (pool){.at = properties->location, .is_managed = is_managed, .is_of_host = device < 0 && !is_managed};
     fresh->device = device < 0 ? 0 : device; /* managed memory of the host moves to the GPU that uses it */
+    fresh->is_anywhere = properties->location.type == CU_MEM_LOCATION_TYPE_NONE;
     if (!is_gpu(fresh->device))
         return free(fresh), CUDA_ERROR_INVALID_DEVICE;
     pthread_mutex_lock(&memory.guard);
@@ -1075,11 +1076,12 @@ CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *made, void *sh
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream)
 {
     log_call("cuMemAllocFromPoolAsync");
-    (void)stream;
     if (((pool *)from)->is_imported)
         return CUDA_ERROR_INVALID_VALUE;
     if (captured)
         return capture_memory(address, bytes, (pool *)from);
+    if (((pool *)from)->is_anywhere && !((pool *)from)->reserved)
+        ((pool *)from)->device = gpu_of_stream(stream);
     return allocate_from(address, bytes, ((pool *)from)->device, OF_POOL, (pool *)from);
 }
 PER_THREAD(cuMemAllocFromPoolAsync);
