@@ -17,7 +17,6 @@ from bench.gpu.verdicts import (
     COMPUTED,
     GRANULE_MIB,
     LINES,
-    POOL_MIB,
     as_text,
     is_same,
     of_process,
@@ -117,11 +116,11 @@ def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_
         for name, view in views
         if view is not None
     ]
-    rows = [(kind, *(_memory_cell(kind, _found(steps, name, f"memory {kind}")) for name in names)) for kind in kinds]
+    rows = [(kind, *(_memory_cell(_found(steps, name, f"memory {kind}")) for name in names)) for kind in kinds]
     text = (
         f"## Memory: a share of {share_mib} MiB\n\nAllocated until refused; in brackets what NVML has of the process, the "
-        f"context included. Exact is a bracket of at most a granule ({GRANULE_MIB} MiB) above the share; a pool takes up to "
-        f"{POOL_MIB} MiB more than it was asked for. Managed memory is not in NVML's number.\n\n"
+        f"context included. Exact is a bracket of at most a granule ({GRANULE_MIB} MiB) above the share. Managed memory, "
+        "which NVML counts for no process, is added as it was asked for.\n\n"
     )
     warned = [f"{name}: {text}" for name, view in views if view is not None for text in view["agent_warned"]]
     below = [("Shown to the program", shown), ("The agent warned", list(dict.fromkeys(warned)))]
@@ -129,14 +128,14 @@ def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_
     return "\n\n".join([text + _table(("allocation", *names), rows), *lines])
 
 
-def _memory_cell(kind: str, found: Found | None) -> str:
+def _memory_cell(found: Found | None) -> str:
     if found is None:
         return ""
     process_mib = of_process(found)
     used = "" if process_mib is None else f" ({process_mib:g})"
     if not found["code"]:
         return f"**{found['got_mib']}{used}, no limit met**"
-    over = over_mib(kind, found)
+    over = over_mib(found)
     return f"{found['got_mib']}{used}{f', **{over:g} over**' if over else ''}, {found['error']}"
 
 

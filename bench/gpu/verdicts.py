@@ -18,8 +18,8 @@ COMPUTED: Mapping[str, Mapping[str, int]] = {
     "compute 20+30+50": {"c": 20, "d": 30, "e": 50},
 }  # fmt: skip
 """The cores of the pods that compute in a step."""
-GRANULE_MIB, POOL_MIB = 2, 14
-"""To which the driver's count is exact; and what a pool takes beyond what it was asked for (measured, H200)."""
+GRANULE_MIB = 2
+"""The driver's pages: a share is exact to one of them."""
 LEAST_RATE = 0.95
 """Of the bare machine's, of a program that does not use its share up."""
 MOST_LAUNCH_US, MOST_ALLOCATION_US = 0.5, 2.0
@@ -38,7 +38,6 @@ Verdict = tuple[bool | None, str]
 NOT_MEASURED: Verdict = (None, "not measured")
 
 _MEMORY_KINDS = ("plain", "pitch", "managed", "async", "pool", "vmm", "array", "array3d", "mipmap")
-_POOLS = ("async", "pool")
 _LAUNCH_KINDS = ("ex", "graph", "cooperative")
 
 
@@ -49,20 +48,22 @@ def _proof(find: Find, _: Find) -> Verdict:
 
 def _memory(find: Find, _: Find) -> Verdict:
     found = {kind: one for kind in _MEMORY_KINDS if (one := find(f"memory {kind}")) is not None}
-    over = [kind for kind, one in found.items() if not one["code"] or over_mib(kind, one)]
+    over = [kind for kind, one in found.items() if not one["code"] or over_mib(one)]
     text = f"{len(found) - len(over)} of {len(found)}" + (f", not {', '.join(over)}" if over else "")
     return (not over, text) if found else NOT_MEASURED
 
 
 def of_process(found: Mapping[str, Any]) -> float | None:
-    """What NVML has of the process that allocated, the largest; under MPS there is a server too."""
-    return max((mib for mib in found["processes_mib"].values() if mib is not None), default=None)
+    """What NVML has of the process that allocated, the largest; under MPS there is a server too. Managed memory, which NVML
+    counts for no process, as it was asked for."""
+    known = max((mib for mib in found["processes_mib"].values() if mib is not None), default=None)
+    return known + found["got_mib"] if known is not None and found["kind"] == "managed" else known
 
 
-def over_mib(kind: str, found: Mapping[str, Any]) -> float:
-    """By how much NVML's number of the process is above the share, where that is more than it is exact to."""
+def over_mib(found: Mapping[str, Any]) -> float:
+    """By how much NVML's number of the process is above the share, where that is more than a granule."""
     over = (of_process(found) or 0.0) - float(found["share_mib"])
-    return over if over > GRANULE_MIB + (POOL_MIB if kind in _POOLS else 0) else 0.0
+    return over if over > GRANULE_MIB else 0.0
 
 
 def _off(cores: float, share: Mapping[str, Any] | None, key: str = "of_bare") -> float | None:

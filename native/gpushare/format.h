@@ -45,14 +45,16 @@ struct config {
     char pod_uid[48];
     char container[64];
     uint16_t between_us[MOST_GPUS]; /* of each GPU, under its sequence: how long the companions compute between two turns */
-    uint8_t reserved_too[240];
+    uint32_t context_kib[MOST_GPUS]; /* of each GPU, under its sequence: what a context takes there; 0: not known */
+    uint8_t reserved_too[176];
     struct config_gpu gpu[MOST_GPUS];
     uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];
 };
 
 static_assert(sizeof(struct config_gpu) == 128, "a GPU's entry");
 static_assert(offsetof(struct config_gpu, observed_at) == 72, "aligned");
-static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config, gpu) == 512,
+static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config, context_kib) == 272 &&
+                  offsetof(struct config, gpu) == 512,
               "the fixed part of gpushare.config ends before the GPUs");
 static_assert(sizeof(struct config) == CONFIG_BYTES, "one page");
 
@@ -70,13 +72,14 @@ enum { USAGE_LAYOUT = 1, USAGE_BYTES = 131072, MOST_SLOTS = 256 };
 /* Process i of the container holds a write lock (F_OFD_SETLK) on this byte of the file, behind its end: the kernel releases it with
    the process, however that ends, and it shows between PID namespaces. */
 enum { FIRST_LOCKED_BYTE = 1 << 20 };
+enum { WINDOW_BITS = 16, WINDOW_UNIT_BITS = 12, UNSEEN_BYTES = 1 << 16 };
 
 enum kind { LINEAR, MANAGED, VIRTUAL, ARRAY, POOL, GRAPH, CONTEXT, KINDS };
 
 struct usage_gpu {
     /* Memory */
     uint64_t changed_at;  /* when a process last took or gave memory */
-    int64_t unattributed; /* what the driver has of the container's processes and no slot: modules, rounding; may be negative */
+    int64_t unattributed; /* what the driver has of the container's processes and no slot: modules, fragments; may be negative */
     uint64_t refused;     /* allocations */
     /* Compute: nanoseconds of GPU: what launches were expected to take, put right when events say what they took */
     int64_t tokens;  /* what may still be launched; negative: a debt, of launches that wait, too */
@@ -91,7 +94,12 @@ struct usage_gpu {
     double cost_sum, late_sum, delayed; /* nanoseconds paid while alone, forgetting; the same LATEST_S later; what is between */
     double busy_sum;                    /* nanoseconds the GPU was busy meanwhile */
     double scale;                       /* paid nanoseconds for each real one; 0: not known */
-    uint8_t reserved[40];
+    /* Memory again (region.c, "what the agent observes"). The lower WINDOW_BITS of the first two are the window's number. */
+    uint64_t window;     /* the most that was held since it began, in units of 1 << WINDOW_UNIT_BITS bytes */
+    uint64_t window_at;  /* when it had begun; of another number than `window`: it has not */
+    uint64_t ended_at;   /* when memory of a process that had ended was last taken back */
+    uint64_t has_unseen; /* 1: a slot's `unseen` is or was not 0 */
+    uint8_t reserved[8];
     uint64_t launched_long; /* of `launched`, what was for launches of several turns */
     uint64_t turns;         /* that all launches have had */
     uint64_t present_long;  /* how long those of several turns were on the GPU, with the others' turns */
@@ -100,13 +108,14 @@ struct usage_gpu {
 
 struct usage_slot {
     int32_t pid; /* in the process's PID namespace; 0: free */
-    uint32_t reserved;
+    uint32_t raises; /* of `started_at` the lower half: its library raises `window`, as older ones do not */
     uint64_t started_at; /* CLOCK_MONOTONIC, ns */
     uint64_t held[MOST_GPUS];    /* bytes */
     uint64_t pending[MOST_GPUS]; /* asked for, not yet taken */
     uint64_t of_kind[KINDS];     /* of all GPUs, for display */
     uint64_t unhooked;           /* functions that the program asked for by a pointer that the library does not know */
-    uint8_t rest[112];
+    uint32_t unseen[MOST_GPUS]; /* of `held`, in UNSEEN_BYTES: managed memory, which NVML counts for no process (H200, measured) */
+    uint8_t rest[48];
 };
 
 struct usage {

@@ -66,7 +66,7 @@ bool enter_nvml_hook(void);
 /* A GPU's limits as they are now. */
 struct limits {
     bool limits_memory, limits_cores, has_ceiling;
-    uint64_t memory;
+    uint64_t memory, context; /* what a context takes; 0: not known */
     double cores, ceiling, between_ns;
     struct config_gpu seen;
 };
@@ -169,9 +169,5 @@ void begin_wait(CUstream stream, bool is_per_thread);
 void end_wait(uint64_t ns);
 void forget_launches(void);
 void forget_launches_of(CUcontext context); /* which has ended */
-
-/* ---- view.c ---- */
-
-uint64_t used_on_whole_gpu(CUdevice device); /* by NVML; 0: not known */
 
 #endif

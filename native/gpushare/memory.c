@@ -94,6 +94,8 @@ void amend(const struct allocation *changed)
     pthread_mutex_unlock(&shard->guard);
 }
 
+static void give_size(int gpu, enum kind kind, uint64_t bytes);
+
 static void give_all_of(CUcontext context)
 {
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
@@ -104,7 +106,7 @@ static void give_all_of(CUcontext context)
                     at = &one->next;
                     continue;
                 }
-                give_bytes(one->gpu, one->kind, one->bytes);
+                give_size(one->gpu, one->kind, one->bytes);
                 *at = one->next;
                 free(one);
             }
@@ -134,6 +136,67 @@ bool free_unused(int gpu, CUdevice device)
 bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
 { return take_bytes(gpu, kind, bytes) || (free_unused(gpu, device) && take_bytes(gpu, kind, bytes)); }
 
+/* What the driver takes for a size: pages of 2 MiB, each for one allocation of at least half of it, or shared by smaller ones. These
+   count together as many pages as they need at least, however they are packed; what is free in the driver's pages beyond that is in
+   what the agent observes. Of pools and graphs the driver says what they have, and virtual memory is asked for in whole pages. */
+enum { UNIT_BYTES = 512, PAGE_UNITS = 4096, PAGE_BYTES = PAGE_UNITS * UNIT_BYTES, MOST_PARTS = 16 };
+
+/* Of those that share pages. They need as many pages as they have units for; and, for each k, a k-th of a page for each (k + 1)-th of a
+   page that one is larger than: no k + 1 of these fit into a page (a dual feasible function, Fekete and Schepers 2001). */
+static struct shared_pages {
+    pthread_mutex_t guard;
+    uint64_t units, parts[MOST_PARTS + 1];
+} shared_pages[2][MOST_GPUS] = {
+    [0 ... 1] = {[0 ... MOST_GPUS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER}}}; /* managed ones have others */
+
+static uint64_t round_up(uint64_t bytes, uint64_t to) { return bytes > UINT64_MAX / 2 ? bytes : (bytes + to - 1) / to * to; }
+
+static uint64_t bytes_of_pages(const struct shared_pages *of)
+{
+    uint64_t most = round_up(of->units, PAGE_UNITS) / PAGE_UNITS;
+    for (unsigned k = 2; k <= MOST_PARTS; k++) {
+        uint64_t pages = (of->parts[k] + k - 1) / k;
+        most = pages > most ? pages : most;
+    }
+    return most * PAGE_BYTES;
+}
+
+/* By how much what is to be counted becomes more, or less, and of which kind. What shares pages is noted here. */
+static uint64_t change_pages(int gpu, enum kind *kind, uint64_t bytes, bool is_less)
+{
+    if (*kind != LINEAR && *kind != MANAGED && *kind != ARRAY)
+        return bytes;
+    if (gpu < 0 || bytes >= PAGE_BYTES / 2 || bytes == 0)
+        return round_up(bytes, PAGE_BYTES);
+    struct shared_pages *of = &shared_pages[*kind == MANAGED][gpu];
+    uint64_t units = round_up(bytes, UNIT_BYTES) / UNIT_BYTES, by = is_less ? UINT64_MAX : 1;
+    *kind = *kind == MANAGED ? MANAGED : LINEAR;
+    pthread_mutex_lock(&of->guard);
+    uint64_t before = bytes_of_pages(of);
+    of->units += by * units;
+    for (unsigned k = 2; k <= MOST_PARTS; k++)
+        of->parts[k] += by * (((k + 1) * units - 1) / PAGE_UNITS);
+    uint64_t after = bytes_of_pages(of);
+    pthread_mutex_unlock(&of->guard);
+    return is_less ? before - after : after - before;
+}
+
+static void give_size(int gpu, enum kind kind, uint64_t bytes)
+{
+    uint64_t less = change_pages(gpu, &kind, bytes, true);
+    give_bytes(gpu, kind, less);
+}
+
+static bool reserve_size(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
+{
+    uint64_t lacking = change_pages(gpu, &kind, bytes, false);
+    if ((lacking == 0 && gpu >= 0) || reserve_bytes(gpu, device, kind, lacking))
+        return true;
+    /* What other threads have put into a shared page meanwhile stays there, and the page is counted. */
+    charge_bytes(gpu, kind, lacking - change_pages(gpu, &kind, bytes, true));
+    return false;
+}
+
 /* What was reserved is kept or given back, as the driver answered. Where there is no place in the table the memory stays counted. */
 static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu, enum kind kind, uint64_t bytes)
 {
@@ -142,7 +205,7 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
         say_once(&said, "the GPU has no %llu bytes left, though the container's share has", (unsigned long long)bytes);
     if (result != CUDA_SUCCESS) {
-        give_bytes(gpu, kind, bytes);
+        give_size(gpu, kind, bytes);
         return result;
     }
     /* The end of a context frees what was allocated in it, without a call for each. */
@@ -154,7 +217,7 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
 static void settle_freed(bool is_taken_out, const struct allocation *freed, CUresult result)
 {
     if (is_taken_out && result == CUDA_SUCCESS)
-        give_bytes(freed->gpu, freed->kind, freed->bytes);
+        give_size(freed->gpu, freed->kind, freed->bytes);
     else if (is_taken_out)
         remember(&(struct allocation){.value = freed->value,
                                       .class = freed->class,
@@ -215,11 +278,11 @@ CUdevice device_at(CUmemLocationType type, int id)
 /* ---- linear memory ---- */
 
 /* Without a context the driver has the right error. */
-#define RESERVE_OR_RETURN(kind, bytes)                             \
-    CUdevice device = current_device();                            \
-    int gpu = gpu_of_device(device);                               \
-    if (device >= 0 && !reserve_bytes(gpu, device, kind, bytes)) { \
-        return CUDA_ERROR_OUT_OF_MEMORY;                           \
+#define RESERVE_OR_RETURN(kind, bytes)                            \
+    CUdevice device = current_device();                           \
+    int gpu = gpu_of_device(device);                              \
+    if (device >= 0 && !reserve_size(gpu, device, kind, bytes)) { \
+        return CUDA_ERROR_OUT_OF_MEMORY;                          \
     }
 
 HOOK(cuMemAlloc_v2, (CUdeviceptr *address, size_t bytes), (address, bytes))
@@ -257,6 +320,16 @@ static void charge_difference(int gpu, enum kind kind, uint64_t reserved, uint64
     *bytes = found;
 }
 
+static uint64_t change_size(int gpu, uint64_t before, uint64_t bytes)
+{
+    if (before != bytes) {
+        enum kind kind = LINEAR;
+        charge_bytes(gpu, kind, change_pages(gpu, &kind, bytes, false));
+        give_size(gpu, LINEAR, before);
+    }
+    return bytes;
+}
+
 HOOK(cuMemAllocPitch_v2, (CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element),
      (address, pitch, width, height, element))
 {
@@ -266,7 +339,7 @@ HOOK(cuMemAllocPitch_v2, (CUdeviceptr *address, size_t *pitch, size_t width, siz
     if (device < 0)
         return result;
     if (result == CUDA_SUCCESS)
-        charge_difference(gpu, LINEAR, bytes, &bytes, (uint64_t)*pitch * height);
+        bytes = change_size(gpu, bytes, (uint64_t)*pitch * height);
     return keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
 }
 
@@ -279,7 +352,7 @@ HOOK(cuMemAllocPitch, (CUdeviceptr_v1 *address, unsigned int *pitch, unsigned in
     if (device < 0)
         return result;
     if (result == CUDA_SUCCESS)
-        charge_difference(gpu, LINEAR, bytes, &bytes, (uint64_t)*pitch * height);
+        bytes = change_size(gpu, bytes, (uint64_t)*pitch * height);
     return keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
 }
 
@@ -311,6 +384,7 @@ static struct known_pool {
     CUmemoryPool pool;
     CUdevice device; /* whose memory it has, whichever uses it; -1: the host's, or another process's */
     int gpu;
+    enum kind kind;
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -344,7 +418,7 @@ static uint64_t ask_pool(CUmemoryPool pool, CUmemPool_attribute attribute)
 
 static void read_pool(struct known_pool *known)
 {
-    charge_difference(known->gpu, POOL, known->reserved, &known->reserved,
+    charge_difference(known->gpu, known->kind, known->reserved, &known->reserved,
                       ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
 }
 
@@ -381,18 +455,19 @@ static struct known_pool *find_pool(CUmemoryPool pool)
 }
 
 /* NULL where it is one too many. */
-static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device)
+static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device, int allocation)
 {
     if (pools_count == MOST_POOLS)
         return NULL;
-    pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(device)};
+    enum kind kind = allocation == CU_MEM_ALLOCATION_TYPE_MANAGED ? MANAGED : POOL;
+    pools[pools_count] = (struct known_pool){.pool = pool, .device = device, .gpu = gpu_of_device(device), .kind = kind};
     return &pools[pools_count++];
 }
 
-static void remember_pool(CUmemoryPool pool, CUdevice device)
+static void remember_pool(CUmemoryPool pool, CUdevice device, int allocation)
 {
     pthread_mutex_lock(&reserves_guard);
-    add_pool(pool, device);
+    add_pool(pool, device, allocation);
     pthread_mutex_unlock(&reserves_guard);
 }
 
@@ -423,7 +498,7 @@ static struct known_pool *known_pool(CUmemoryPool pool, CUdevice user)
         id = owner_of(pool, user);
     REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_ALLOCATION_TYPE, &allocation);
     CUdevice from = device_at((CUmemLocationType)type, id);
-    return add_pool(pool, is_of_user(allocation, type, from) ? user : from);
+    return add_pool(pool, is_of_user(allocation, type, from) ? user : from, allocation);
 }
 
 HOOK(cuMemPoolCreate, (CUmemoryPool * pool, const CUmemPoolProps *properties), (pool, properties))
@@ -431,7 +506,7 @@ HOOK(cuMemPoolCreate, (CUmemoryPool * pool, const CUmemPoolProps *properties), (
     CUresult result = real(pool, properties);
     CUdevice device = result ? -1 : device_at(properties->location.type, properties->location.id);
     if (result == CUDA_SUCCESS && !is_of_user(properties->allocType, properties->location.type, device))
-        remember_pool(*pool, device);
+        remember_pool(*pool, device, properties->allocType);
     return result;
 }
 
@@ -441,7 +516,7 @@ HOOK(cuMemPoolImportFromShareableHandle,
 {
     CUresult result = real(pool, shared, type, flags);
     if (result == CUDA_SUCCESS)
-        remember_pool(*pool, -1);
+        remember_pool(*pool, -1, CU_MEM_ALLOCATION_TYPE_PINNED);
     return result;
 }
 
@@ -450,10 +525,13 @@ struct pool_use {
     uint64_t lacking;
 };
 
+/* A pool grows by whole chunks of 32 MiB (H200, measured), but where what it has is no multiple of that. */
+enum { CHUNK_BYTES = 32 << 20 };
 static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
 {
-    uint64_t wanted = ask_pool(known->pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT) + bytes;
-    return wanted > known->reserved ? wanted - known->reserved : 0;
+    uint64_t wanted = ask_pool(known->pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT) + bytes, chunk = known->reserved & -known->reserved;
+    chunk = chunk && chunk < CHUNK_BYTES ? chunk : CHUNK_BYTES;
+    return wanted > known->reserved ? round_up(wanted - known->reserved, chunk) : 0;
 }
 
 /* Holds the guard until end_pool, unless it refuses. */
@@ -472,10 +550,10 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         return true;
     read_pool(use->pool);
     use->lacking = lacking_in(use->pool, bytes);
-    bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
+    bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
     if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
         use->lacking = lacking_in(use->pool, bytes);
-        is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
+        is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
     }
     if (!is_taken)
         pthread_mutex_unlock(&reserves_guard);
@@ -551,7 +629,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     CUresult result = real(pool);
     struct known_pool *known = result ? NULL : find_pool(pool);
     if (known) {
-        charge_difference(known->gpu, POOL, known->reserved, &known->reserved, used);
+        charge_difference(known->gpu, known->kind, known->reserved, &known->reserved, used);
         *known = pools[--pools_count];
     }
     pthread_mutex_unlock(&reserves_guard);
@@ -568,7 +646,7 @@ HOOK(cuMemCreate,
     if (device < 0)
         return real(handle, bytes, properties, flags);
     int gpu = gpu_of_device(device);
-    if (!reserve_bytes(gpu, device, VIRTUAL, bytes))
+    if (!reserve_size(gpu, device, VIRTUAL, bytes))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(handle, bytes, properties, flags);
     return keep(result, HANDLE, result ? 0 : *handle, gpu, VIRTUAL, bytes);
@@ -581,7 +659,7 @@ static void drop_handle(uint64_t handle)
 {
     struct allocation freed;
     if (take_out(HANDLE, handle, &freed)) {
-        give_bytes(freed.gpu, freed.kind, freed.bytes);
+        give_size(freed.gpu, freed.kind, freed.bytes);
         unbind(handle, EVERY_GPU, 0);
     }
 }
@@ -855,10 +933,9 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
     return result;
 }
 
-/* ---- contexts: what one takes is what the GPU has less afterwards ---- */
+/* ---- contexts: what one takes the agent has measured; until it has, and where it is wrong, what is observed says it ---- */
 
-#define MIB (1024u * 1024u)
-enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 1024 };
+enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
 static struct known_context {
     CUcontext context;
     CUdevice device;
@@ -867,32 +944,38 @@ static struct known_context {
 static unsigned contexts_count;
 static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
 
-/* What others take or give at the same time is in the difference, until the agent has observed this process. More than any context
-   has is a neighbour's gigabytes, which must not keep this program from its share. */
-static uint64_t cost_of_context(CUdevice device, uint64_t used_before)
+/* Before the driver makes it, which takes it a third of a second: the agent must not see what is not counted yet. false: the container
+   has no room for it. Without limits' files a program may still compute, so it gets its context. */
+static bool reserve_context(CUdevice device, struct known_context *made)
 {
-    uint64_t used = used_on_whole_gpu(device);
-    bool is_known = used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB;
-    return is_known ? used - used_before : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
+    struct limits limits;
+    int gpu = gpu_of_device(device);
+    *made = (struct known_context){.device = device};
+    if (gpu < 0 || !own_slot())
+        return true;
+    read_limits(gpu, &limits);
+    made->bytes = limits.context ? limits.context : DEFAULT_CONTEXT_BYTES;
+    return reserve_bytes(gpu, device, CONTEXT, made->bytes);
 }
 
-/* false: the container has no room for it. Without limits' files a program may still compute, so it gets its context. */
-static bool count_context(CUcontext context, CUdevice device, uint64_t used_before)
+/* One that is known already costs nothing. */
+static CUresult keep_context(CUresult result, struct known_context *made, const CUcontext *found)
 {
-    int gpu = gpu_of_device(device);
-    bool is_kept = true;
+    CUcontext context = result ? NULL : *found;
+    bool is_kept = false;
     pthread_mutex_lock(&contexts_guard);
     unsigned known = 0;
     while (known < contexts_count && contexts[known].context != context)
         known++;
-    if (known == contexts_count && known < MOST_CONTEXTS && gpu >= 0 && own_slot()) {
-        uint64_t bytes = cost_of_context(device, used_before);
-        is_kept = reserve_bytes(gpu, device, CONTEXT, bytes);
-        if (is_kept)
-            contexts[contexts_count++] = (struct known_context){.context = context, .device = device, .bytes = bytes};
+    if (result == CUDA_SUCCESS && made->bytes && known == contexts_count && known < MOST_CONTEXTS) {
+        made->context = context;
+        contexts[contexts_count++] = *made;
+        is_kept = true;
     }
     pthread_mutex_unlock(&contexts_guard);
-    return is_kept;
+    if (!is_kept)
+        give_bytes(gpu_of_device(made->device), CONTEXT, made->bytes);
+    return result;
 }
 
 /* With it goes what was allocated in it. */
@@ -920,6 +1003,7 @@ static bool is_primary_active(CUdevice device)
 }
 
 static CUcontext primary[MOST_CONTEXTS]; /* by ordinal */
+static pthread_mutex_t primary_guard = PTHREAD_MUTEX_INITIALIZER;
 
 /* Not by what the driver says is active: after fork that may be the parent's. */
 static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
@@ -927,17 +1011,19 @@ static bool is_primary_known(CUdevice device) { return device < 0 || device >= M
 /* The runtime's way: one context of a GPU for the whole process, counted by the driver. It is created at the first of these calls. */
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
-    bool is_new = !is_primary_known(device);
-    uint64_t used_before = is_new ? used_on_whole_gpu(device) : 0;
-    CUresult result = real(context, device);
-    if (result != CUDA_SUCCESS || !is_new)
-        return result;
-    if (!count_context(*context, device, used_before)) {
-        if (has_real(SLOT_cuDevicePrimaryCtxRelease_v2))
-            REAL(cuDevicePrimaryCtxRelease_v2)(device);
-        return CUDA_ERROR_OUT_OF_MEMORY;
+    struct known_context made;
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (is_primary_known(device))
+        return real(context, device);
+    pthread_mutex_lock(&primary_guard); /* of threads that begin at once each would else ask for a context */
+    if (is_primary_known(device)) {
+        result = real(context, device);
+    } else if (reserve_context(device, &made)) {
+        result = keep_context(real(context, device), &made, context);
+        if (result == CUDA_SUCCESS && made.bytes)
+            primary[device] = *context;
     }
-    primary[device] = *context;
+    pthread_mutex_unlock(&primary_guard);
     return result;
 }
 
@@ -986,13 +1072,12 @@ HOOK(cuGreenCtxDestroy, (CUgreenCtx green), (green))
     return result;
 }
 
-#define CREATE_CONTEXT(call)                                                    \
-    uint64_t used_before = used_on_whole_gpu(device);                           \
-    CUresult result = call;                                                     \
-    if (result != CUDA_SUCCESS || count_context(*context, device, used_before)) \
-        return result;                                                          \
-    REAL(cuCtxDestroy_v2)(*context);                                            \
-    return CUDA_ERROR_OUT_OF_MEMORY
+#define CREATE_CONTEXT(call)                    \
+    struct known_context made;                  \
+    if (!reserve_context(device, &made))        \
+        return CUDA_ERROR_OUT_OF_MEMORY;        \
+    CUresult result = call;                     \
+    return keep_context(result, &made, context)
 
 HOOK(cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), (context, flags, device))
 { CREATE_CONTEXT(real(context, flags, device)); }
@@ -1050,7 +1135,7 @@ static uint64_t bytes_for_each(CUlimit limit, CUdevice device)
         return processors * attribute_of(device, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR);
     case CU_LIMIT_PRINTF_FIFO_SIZE:
     case CU_LIMIT_MALLOC_HEAP_SIZE: return 1;
-    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: return 150 * MIB; /* as much as that, by NVIDIA's guide */
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: return 150 << 20; /* as much as that, by NVIDIA's guide */
     case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: return 4096; /* of a launch's parameters */
     default: return 0;
     }
@@ -1121,7 +1206,9 @@ void forget_memory(void)
     for (struct shard *shard = shards; shard < shards + SHARDS && has_any; shard++)
         *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    contexts_guard = primary_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pools_count = contexts_count = 0;
     memset(primary, 0, sizeof primary);
+    for (int i = 0; i < 2 * MOST_GPUS; i++)
+        shared_pages[i % 2][i / 2] = (struct shared_pages){.guard = PTHREAD_MUTEX_INITIALIZER};
 }

@@ -29,7 +29,7 @@
 #ifndef LONGEST_WRITE_NS
 #define LONGEST_WRITE_NS 20000000u /* of the agent, which may be interrupted meanwhile */
 #endif
-enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000, RETRY_NS = 100000000 };
+enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000, RETRY_NS = 100000000, LONGEST_FORK_NS = 1000000000 };
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of opening, and of taking a slot */
 static const struct config *config;
@@ -42,6 +42,14 @@ static _Atomic bool is_opened;
 #define STORE(field, value) atomic_store_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
 /* Sequentially consistent: two processes that ask at once must not both read the state before the other's question. */
 #define ADD(field, value) atomic_fetch_add((_Atomic __typeof__(field) *)&(field), value)
+
+/* Not a store: who was interrupted before it would put an older time over a newer one. */
+static void raise_to(uint64_t *place, uint64_t value)
+{
+    uint64_t found = LOAD(*place);
+    while (found < value && !atomic_compare_exchange_weak((_Atomic uint64_t *)place, &found, value))
+        ;
+}
 
 uint64_t now_ns(void)
 {
@@ -134,6 +142,33 @@ bool open_region(void)
     return is_open;
 }
 
+/* A child that is made while a slot is being taken has the descriptor, and a map that is not yet kept from it: it would hold its
+   parent's slot. So fork waits for that. It does not wait for ever: a handler of a signal may fork over the thread that it has
+   interrupted. A child of clone or _Fork, which run no handlers, may hold a slot in that way until it ends or calls exec. */
+static __thread bool is_forking __attribute__((tls_model("initial-exec")));
+
+static void hold_region(void)
+{
+    uint64_t until = now_ns() + LONGEST_FORK_NS;
+    while (!(is_forking = pthread_mutex_trylock(&guard) == 0) && now_ns() < until)
+        sched_yield();
+}
+
+static void release_region(void)
+{
+    if (is_forking)
+        pthread_mutex_unlock(&guard);
+    is_forking = false;
+}
+
+static void renew_guard(void)
+{
+    guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    is_forking = false;
+}
+
+void watch_region(void) { pthread_atfork(hold_region, release_region, renew_guard); }
+
 /* Its limits stay the parent's, as both are of one container; the slot does not. */
 void forget_region(void)
 {
@@ -193,13 +228,16 @@ void read_limits(int gpu, struct limits *limits)
         to->companions = LOAD(*(uint16_t *)(uintptr_t)&from->companions);
         to->full = LOAD(*(uint16_t *)(uintptr_t)&from->full);
         limits->between_ns = LOAD(*(uint16_t *)(uintptr_t)&config->between_us[gpu]) * 1000.0;
+        limits->context = LOAD(*(uint32_t *)(uintptr_t)&config->context_kib[gpu]) * (uint64_t)1024;
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;
         if (!waits_for_agent(gpu, sequence, tries, &until))
             break;
     }
-    /* A file that somebody on the host has cut or emptied reads as zeros, and that is not "no limit". */
+    /* A file in which somebody on the host has written, or of which he has left a part, reads as zeros, and that is not "no limit".
+       To read one that he has emptied is a signal (SIGBUS), which ends the program. The agent only writes numbers in it, or puts
+       another file in its place. */
     if (LOAD(*(uint32_t *)(uintptr_t)&config->layout) != CONFIG_LAYOUT || LOAD(*(char *)(uintptr_t)&from->uuid[0]) == 0) {
         static int said;
         say_once(&said, "%s is empty: no memory of a GPU can be allocated. Start the container again", CONFIG_PATH);
@@ -239,32 +277,55 @@ static void note_used_slot(uint32_t index)
         ;
 }
 
-/* Of a process that has ended, on a GPU where it had memory. What the agent has observed until now has that in it, and would be taken
-   for what no slot explains: the next program would be refused as much. So it counts no more, nor does what was concluded from it,
-   unless others may have it. */
-static void note_end(int gpu)
+static bool begin_window(int gpu, uint64_t found);
+
+static bool is_empty(void)
+{
+    bool is = true;
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
+        is = is && LOAD(one->pid) == 0;
+    return is;
+}
+
+/* Of a process that has ended. What the agent has observed until now has its memory in it, and would be taken for what no slot
+   explains: the next program would be refused as much. So it counts no more, nor does what was concluded from it, unless others may
+   have it. */
+static void note_end(int gpu, bool had_memory)
 {
     struct usage_gpu *use = &usage->gpu[gpu];
-    bool is_last = true;
-    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
-        is_last = is_last && LOAD(one->pid) == 0;
-    if (is_last || LOAD(use->unattributed) < 0)
+    if (is_empty() || LOAD(use->unattributed) < 0)
         STORE(use->unattributed, 0);
-    STORE(use->changed_at, now_ns());
+    if (had_memory) {
+        raise_to(&use->ended_at, now_ns());
+        raise_to(&use->changed_at, now_ns());
+    }
 }
 
 static void clear_slot(struct usage_slot *of)
 {
     STORE(of->pid, 0);
     for (int gpu = 0; gpu < MOST_GPUS; gpu++) {
-        if (LOAD(of->held[gpu]) != 0)
-            note_end(gpu);
+        if (LOAD(of->held[gpu]) != 0 || LOAD(usage->gpu[gpu].unattributed) != 0)
+            note_end(gpu, LOAD(of->held[gpu]) != 0);
         STORE(of->held[gpu], 0);
         STORE(of->pending[gpu], 0);
+        STORE(of->unseen[gpu], 0);
     }
     for (int kind = 0; kind < KINDS; kind++)
         STORE(of->of_kind[kind], 0);
     STORE(of->unhooked, 0);
+}
+
+/* A lock keeps a new process out meanwhile. */
+static void clear_dead(int file)
+{
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++) {
+        unsigned i = (unsigned)(one - usage->slot);
+        if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || lock_slot(file, i, F_WRLCK) != 0)
+            continue;
+        clear_slot(one);
+        lock_slot(file, i, F_UNLCK);
+    }
 }
 
 /* The first slot that no process holds; NULL with an errno. */
@@ -284,6 +345,10 @@ static struct usage_slot *take_slot(int *failed)
             if (lock_of_slot != MAP_FAILED)
                 munmap(lock_of_slot, 1);
         }
+    }
+    if (taken) {
+        clear_slot(taken); /* whose process has died may be in it still: the lock says that it is nobody's */
+        clear_dead(file);  /* what was theirs alone must not be taken for this one's */
     }
     if (file >= 0)
         close(file); /* the map keeps the lock */
@@ -318,10 +383,16 @@ struct usage_slot *own_slot(void)
     pthread_mutex_lock(&guard);
     own = atomic_load(&slot);
     if (!own && is_time_for(&next, now_ns()) && (own = take_slot(&failed)) != NULL) {
-        clear_slot(own); /* whose process has died may be in it still: the lock says that it is nobody's */
+        bool is_first = is_empty();
         note_used_slot((uint32_t)(own - usage->slot));
         STORE(own->started_at, now_ns());
+        STORE(own->raises, (uint32_t)own->started_at);
         STORE(own->pid, getpid());
+        for (int gpu = 0; gpu < (int)config->gpus && gpu < MOST_GPUS; gpu++) {
+            raise_to(&usage->gpu[gpu].changed_at, now_ns()); /* what was observed before says nothing of it */
+            if (is_first)
+                begin_window(gpu, LOAD(usage->gpu[gpu].window));
+        }
         next = 0;
         is_new = true;
         atomic_store_explicit(&slot, own, memory_order_release);
@@ -334,22 +405,16 @@ struct usage_slot *own_slot(void)
     return own;
 }
 
-/* What processes had that are dead. The lock that is taken for it keeps a new process out meanwhile. */
 void reclaim_dead(void)
 {
     if (!open_region())
         return;
     pthread_mutex_lock(&guard);
     int file = open_file(USAGE_PATH, O_RDWR); /* none after chroot, or where the user may no more: then others do it */
-    for (struct usage_slot *one = usage->slot; file >= 0 && one < end_of_slots(); one++) {
-        unsigned i = (unsigned)(one - usage->slot);
-        if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || lock_slot(file, i, F_WRLCK) != 0)
-            continue;
-        clear_slot(one);
-        lock_slot(file, i, F_UNLCK);
-    }
-    if (file >= 0)
+    if (file >= 0) {
+        clear_dead(file);
         close(file);
+    }
     pthread_mutex_unlock(&guard);
 }
 
@@ -363,18 +428,30 @@ unsigned list_slots(int gpu, struct slot_use *uses, unsigned room)
     return count;
 }
 
-/* ---- memory ---- */
+/* ---- memory: what the slots say ---- */
 
-static void sum_slots(int gpu, uint64_t *held, uint64_t *pending)
+struct sums {
+    uint64_t held, pending, unseen;
+};
+
+static struct sums sum_slots(int gpu)
 {
-    *held = *pending = 0;
+    bool has_unseen = LOAD(usage->gpu[gpu].has_unseen);
+    struct sums all = {0};
     for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++) {
+        uint32_t unseen = 0, again = 0;
         if (LOAD(one->pid) == 0)
             continue;
+        if (has_unseen)
+            unseen = atomic_load((_Atomic uint32_t *)&one->unseen[gpu]);
         /* Pending first: what goes from there to held meanwhile is counted twice, and never not at all. */
-        *pending += atomic_load((_Atomic uint64_t *)&one->pending[gpu]);
-        *held += atomic_load((_Atomic uint64_t *)&one->held[gpu]);
+        all.pending += atomic_load((_Atomic uint64_t *)&one->pending[gpu]);
+        all.held += atomic_load((_Atomic uint64_t *)&one->held[gpu]);
+        if (has_unseen) /* the lower one is in what was held, whichever changed meanwhile */
+            again = atomic_load((_Atomic uint32_t *)&one->unseen[gpu]);
+        all.unseen += (uint64_t)(unseen < again ? unseen : again) * UNSEEN_BYTES;
     }
+    return all;
 }
 
 static uint64_t with_unattributed(int gpu, uint64_t held)
@@ -383,52 +460,134 @@ static uint64_t with_unattributed(int gpu, uint64_t held)
     return more < 0 && held < -(uint64_t)more ? 0 : held + (uint64_t)more; /* unsigned: it may be any number */
 }
 
-/* The difference of what the driver has of the container and what the slots say, if nothing has changed since: of contexts that were
-   estimated, modules, rounding. What is less than the slots say can only be in what they estimate, so only by that much. */
+/* ---- memory: what the agent observes ----
+ *
+ * The driver has more of a container than its slots say: modules, pages that are partly free, contexts that were estimated. It never
+ * has more than held and that, because memory is counted before it is taken and until it is given back (what the driver says only
+ * afterwards is late by microseconds). So what an observation has more than the most that was held since before it is unattributed for
+ * sure, however much the program takes and gives meanwhile. That is corrected at once. What it has less may be memory that is about to
+ * be taken: that is believed once nothing has changed for SETTLED_NS.
+ *
+ * The most that was held is kept in a window, which a new observation ends. Whoever takes memory raises it before he holds that, by
+ * what all hold and have asked for: of those that ask at once the last one sees the others' questions. Who begins a window sums after
+ * he has emptied it, and says only then that it has begun: what was held in between, and raised the window before, is either in the
+ * sum or was given back before the window began. He may die at every instruction: a window that has not begun is no evidence.
+ */
 #define SETTLED_NS 300000000u
-static void attribute(int gpu, const struct config_gpu *seen, uint64_t held)
+#define LINGERS_NS 500000000u /* for which the driver may have memory of a process that was killed: 86 ms (H200, measured) */
+#define WINDOW_NUMBER ((1u << WINDOW_BITS) - 1)
+
+static uint64_t seen_of(const struct sums *all)
+{
+    uint64_t asked = all->held + all->pending;
+    return asked > all->unseen ? asked - all->unseen : 0;
+}
+
+static void raise_window(int gpu, const struct sums *all)
+{
+    uint64_t *window = &usage->gpu[gpu].window, found = LOAD(*window);
+    uint64_t most = (seen_of(all) >> WINDOW_UNIT_BITS) + 1; /* units are rounded up */
+    while (found >> WINDOW_BITS < most &&
+           !atomic_compare_exchange_weak((_Atomic uint64_t *)window, &found, most << WINDOW_BITS | (found & WINDOW_NUMBER)))
+        ;
+}
+
+/* Unless another process has changed it since: then that one, or the next question, does it. */
+static bool begin_window(int gpu, uint64_t found)
 {
     struct usage_gpu *use = &usage->gpu[gpu];
-    if (!seen->observed_at || seen->observed_at < LOAD(use->changed_at) + SETTLED_NS)
+    uint64_t number = (found & WINDOW_NUMBER) % WINDOW_NUMBER + 1; /* never 0, which a new file has */
+    if (!atomic_compare_exchange_strong((_Atomic uint64_t *)&use->window, &found, number))
+        return false;
+    struct sums all = sum_slots(gpu);
+    raise_window(gpu, &all);
+    STORE(use->window_at, ((now_ns() | WINDOW_NUMBER) + 1) | number);
+    return true;
+}
+
+static bool is_raised_by_all(void)
+{
+    bool is = true;
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
+        is = is && (LOAD(one->pid) == 0 || LOAD(one->raises) == (uint32_t)LOAD(one->started_at));
+    return is;
+}
+
+static void believe_more(int gpu, const struct config_gpu *seen)
+{
+    struct usage_gpu *use = &usage->gpu[gpu];
+    uint64_t window = LOAD(use->window), at = LOAD(use->window_at), most = window >> WINDOW_BITS << WINDOW_UNIT_BITS;
+    bool is_begun = window & WINDOW_NUMBER && ((window ^ at) & WINDOW_NUMBER) == 0;
+    if (is_begun && at > seen->observed_at) /* also the one that has ended the window before */
         return;
+    if (!begin_window(gpu, window) || !is_begun || !is_raised_by_all() || seen->observed_at < LOAD(use->ended_at) + LINGERS_NS)
+        return;
+    int64_t more = (int64_t)(seen->observed_bytes - most);
+    if (more > LOAD(use->unattributed))
+        STORE(use->unattributed, more);
+}
+
+/* What is less than the slots say can only be in what they estimate, so only by that much. `asked` is the caller's own question. */
+static void attribute(int gpu, const struct config_gpu *seen, const struct sums *all, uint64_t asked)
+{
+    struct usage_gpu *use = &usage->gpu[gpu];
+    if (!seen->observed_at)
+        return;
+    if (seen->observed_at < LOAD(use->changed_at) + SETTLED_NS || all->pending != asked) {
+        believe_more(gpu, seen);
+        return;
+    }
     uint64_t estimated = 0;
     for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
         if (LOAD(one->pid) != 0)
             estimated += LOAD(one->of_kind[CONTEXT]) + LOAD(one->of_kind[POOL]) + LOAD(one->of_kind[GRAPH]);
-    int64_t more = (int64_t)(seen->observed_bytes - held);
+    int64_t more = (int64_t)(seen->observed_bytes + all->unseen - all->held);
     bool is_less = more < 0 && -(uint64_t)more > estimated;
     STORE(use->unattributed, is_less ? (int64_t)-estimated : more);
 }
 
 uint64_t held_bytes(int gpu, const struct limits *limits)
 {
-    uint64_t held, pending;
-    sum_slots(gpu, &held, &pending);
-    attribute(gpu, &limits->seen, held);
-    return with_unattributed(gpu, held);
+    struct sums all = sum_slots(gpu);
+    attribute(gpu, &limits->seen, &all, 0);
+    return with_unattributed(gpu, all.held);
+}
+
+/* ---- memory: taking and giving ---- */
+
+/* Stamped before it: who finds what has changed in his sums finds the change, too, or what is still asked for. */
+static void change_held(struct usage_slot *own, int gpu, enum kind kind, uint64_t bytes)
+{
+    struct usage_gpu *use = &usage->gpu[gpu];
+    uint32_t unseen = kind == MANAGED ? (uint32_t)((int64_t)bytes / UNSEEN_BYTES) : 0;
+    bool is_less = bytes > INT64_MAX;
+    raise_to(&use->changed_at, now_ns());
+    if (unseen && is_less) /* never more than what is held */
+        ADD(own->unseen[gpu], unseen);
+    ADD(own->held[gpu], bytes);
+    if (unseen && !is_less) {
+        ADD(own->unseen[gpu], unseen);
+        STORE(use->has_unseen, 1);
+    }
+    ADD(own->of_kind[kind], bytes);
 }
 
 static bool is_above(uint64_t limit, uint64_t used, uint64_t bytes) { return used > limit || bytes > limit - used; }
 
 /* One question: 1 taken, 0 refused, -1 another process asks at the same time, and both do not fit. */
-static int ask_for(struct usage_slot *own, int gpu, uint64_t bytes, const struct limits *limits)
+static int ask_for(struct usage_slot *own, int gpu, enum kind kind, uint64_t bytes, const struct limits *limits)
 {
-    uint64_t held, pending;
     ADD(own->pending[gpu], bytes);
-    sum_slots(gpu, &held, &pending);
-    attribute(gpu, &limits->seen, held);
-    held = with_unattributed(gpu, held);
-    bool is_full = is_above(limits->memory, held, bytes), has_room = !is_above(limits->memory, held, pending);
-    if (has_room)
-        ADD(own->held[gpu], bytes);
+    struct sums all = sum_slots(gpu);
+    attribute(gpu, &limits->seen, &all, bytes);
+    uint64_t held = with_unattributed(gpu, all.held);
+    bool is_full = is_above(limits->memory, held, bytes), has_room = !is_above(limits->memory, held, all.pending);
+    if (has_room) {
+        raise_window(gpu, &all);
+        change_held(own, gpu, kind, bytes);
+    }
     ADD(own->pending[gpu], (uint64_t)-bytes);
     return has_room ? 1 : is_full ? 0 : -1;
-}
-
-static void note_change(int gpu, enum kind kind, uint64_t bytes)
-{
-    ADD(atomic_load(&slot)->of_kind[kind], bytes);
-    STORE(usage->gpu[gpu].changed_at, now_ns());
 }
 
 bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
@@ -446,16 +605,14 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
         charge_bytes(gpu, kind, bytes);
         return true;
     }
-    int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, bytes, &limits);
+    int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
     for (int tries = 0; answer < 0 && tries < CONTENTION_TRIES; tries++) {
         /* Each withdraws and asks again at another time. */
         for (int i = 0; i <= (tries & 7) * (getpid() & 7); i++)
             sched_yield();
-        answer = ask_for(own, gpu, bytes, &limits);
+        answer = ask_for(own, gpu, kind, bytes, &limits);
     }
-    if (answer > 0)
-        note_change(gpu, kind, bytes);
-    else
+    if (answer <= 0)
         ADD(usage->gpu[gpu].refused, 1);
     return answer > 0;
 }
@@ -463,10 +620,18 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes)
 {
     struct usage_slot *own = own_slot();
-    if (!own || gpu < 0)
+    if (!own || gpu < 0 || !bytes)
         return;
-    ADD(own->held[gpu], bytes);
-    note_change(gpu, kind, bytes);
+    ADD(own->pending[gpu], bytes);
+    struct sums all = sum_slots(gpu);
+    raise_window(gpu, &all);
+    change_held(own, gpu, kind, bytes);
+    ADD(own->pending[gpu], (uint64_t)-bytes);
 }
 
-void give_bytes(int gpu, enum kind kind, uint64_t bytes) { charge_bytes(gpu, kind, (uint64_t)-bytes); }
+void give_bytes(int gpu, enum kind kind, uint64_t bytes)
+{
+    struct usage_slot *own = own_slot();
+    if (own && gpu >= 0 && bytes)
+        change_held(own, gpu, kind, (uint64_t)-bytes);
+}

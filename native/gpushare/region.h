@@ -16,6 +16,7 @@ struct slot_use {
     uint64_t bytes;
 };
 unsigned list_slots(int gpu, struct slot_use *uses, unsigned room); /* of the processes that are alive and have memory there */
+void watch_region(void);  /* once in a process: fork waits while a slot is taken */
 void forget_region(void); /* in a child of fork */
 void container_names(char *pod_uid, char *container); /* of gpushare.config, into as many bytes as it has for them */
 

@@ -168,4 +168,5 @@ void watch_forks(void)
         (void)madvise(page, sizeof *mark, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
     atomic_store(mark, IS_SETTLED);
     pthread_atfork(NULL, NULL, mark_child);
+    watch_region();
 }

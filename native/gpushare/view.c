@@ -179,23 +179,3 @@ HOOK_NVML(nvmlDeviceGetRunningProcessDetailList, (nvmlDevice_t device, nvmlProce
         list->procArray[i].usedGpuCcProtectedMemory = 0;
     return result;
 }
-
-/* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in
-   the program may use it, too. */
-static pthread_once_t nvml_begun = PTHREAD_ONCE_INIT;
-static bool has_nvml;
-
-static void begin_nvml(void) { has_nvml = has_real(SLOT_nvmlInit_v2) && REAL(nvmlInit_v2)() == NVML_SUCCESS; }
-
-uint64_t used_on_whole_gpu(CUdevice device)
-{
-    char bus_id[32];
-    nvmlDevice_t handle;
-    nvmlMemory_t memory;
-    pthread_once(&nvml_begun, begin_nvml);
-    if (!has_nvml || REAL(cuDeviceGetPCIBusId)(bus_id, sizeof bus_id, device) != CUDA_SUCCESS ||
-        REAL(nvmlDeviceGetHandleByPciBusId_v2)(bus_id, &handle) != NVML_SUCCESS ||
-        REAL(nvmlDeviceGetMemoryInfo)(handle, &memory) != NVML_SUCCESS)
-        return 0;
-    return memory.used;
-}

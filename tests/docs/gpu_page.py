@@ -188,7 +188,7 @@ def _memory_head() -> str:
 
 
 def _memory(isolation: str) -> str:
-    kinds = [one for one in _memory_kinds(isolation) if one["kind"] != "managed"]  # NVML has none of it
+    kinds = _memory_kinds(isolation)
     return (
         "" if not kinds else f"{_span(one['got_mib'] for one in kinds)}; {_span(of_process(one) or 0 for one in kinds)}"
     )

@@ -11,8 +11,9 @@ from bench.gpu.steps import utilization_shape
 from bench.gpu.verdicts import LINES, NOT_MEASURED, as_text, is_same
 from tests.gpu.test_report import recorded, row_of
 
-SHARE = {"code": 2, "processes_mib": {"7": 66, "8": 4098}, "share_mib": 4096}
-POOL = SHARE | {"processes_mib": {"8": 4112}}
+SHARE = {"kind": "plain", "code": 2, "got_mib": 3576, "processes_mib": {"7": 66, "8": 4098}, "share_mib": 4096}
+POOL = SHARE | {"kind": "pool", "processes_mib": {"8": 4099}}
+MANAGED = SHARE | {"kind": "managed", "processes_mib": {"8": 522}}
 
 
 def verdict(what: str, found: dict[str, Any], bare: dict[str, Any] | None = None) -> tuple[bool | None, str]:
@@ -50,7 +51,8 @@ LAG = {"rise_s": 0.6, "full_s": 1.1, "fall_s": 0.7}
     ("what", "kept", "broken"),
     [
         ("the agent's", {"proof": {"state": "passed", "text": ""}}, {"proof": {"state": "failed", "text": ""}}),
-        ("memory", {"memory plain": SHARE, "memory pool": POOL}, {"memory plain": POOL}),
+        ("memory", {"memory plain": SHARE, "memory pool": SHARE | {"kind": "pool"}}, {"memory pool": POOL}),
+        ("memory", {"memory managed": MANAGED}, {"memory managed": MANAGED | {"got_mib": 3577}}),
         ("memory", {"memory plain": SHARE}, {"memory plain": SHARE | {"code": 0}}),
         ("compute, points", {"compute 30": compute(0.329)}, {"compute 30": compute(0.331)}),
         ("compute, points", {"compute 30": compute(0.271)}, {"compute 30": compute(0.269)}),

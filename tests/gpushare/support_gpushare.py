@@ -86,11 +86,13 @@ class Machine:
     settings: Mapping[str, object]
 
     def container(self, name: str = "main", **limits: Any) -> Container:
-        """`limits` as GpuLimits has them, of GPU 0; memory_mib for its bytes."""
+        """`limits` as GpuLimits has them, of GPU 0; memory_mib for its bytes. What a context takes is known where it is a
+        setting of the driver's."""
         directory = self.directory / name
         directory.mkdir()
         if "memory_mib" in limits:
             limits["memory_bytes"] = limits.pop("memory_mib") * MIB
+        limits.setdefault("context_bytes", int(str(self.settings.get("context_mib", 0))) * MIB)
         gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", **limits)
         (directory / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
         (directory / USAGE_NAME).write_bytes(encode_usage())

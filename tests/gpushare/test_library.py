@@ -38,7 +38,8 @@ from tests.native.build import NATIVE, build_program, cuda_include
 pytestmark = pytest.mark.isolation
 
 GLIBC_OF_CENTOS_7, GLIBC_OF_DEBIAN_12 = (2, 17), (2, 36)
-LIMIT_MIB = 64
+LIMIT_MIB, MODULES_MIB = 64, 16
+MEANWHILE = ("-DMEANWHILE", "-Dmadvise=madvise_meanwhile")
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +246,28 @@ def test_the_region_is_exact_under_races_and_kills(include: Path, sanitizer: str
     found = stress(build_stress(include, tmp_path, sanitizer), "hammer", "8", "4", "2000")
     assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 8), found
     assert found["refused"] > 0 and found["most"] > (LIMIT_MIB << 20) * 3 // 4
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_what_the_driver_has_beyond_the_slots_is_found_under_races(
+    include: Path, sanitizer: str, tmp_path: Path
+) -> None:
+    """While 32 threads take and give without a pause an agent looks every millisecond. Never more is found than there is,
+    and what is found is kept from the threads."""
+    found = stress(build_stress(include, tmp_path, sanitizer), "observed", "8", "4", "20000")
+    assert (found["above"], found["failed"], found["ended"], found["too_much"]) == (0, 0, 8, 0), found
+    assert 0 < found["known"] <= MODULES_MIB << 20 and found["held"] == found["known"], found
+
+
+def test_a_child_that_is_made_while_a_slot_is_taken_does_not_hold_it(include: Path, tmp_path: Path) -> None:
+    """It lives on when its parent has died: the parent's memory is free all the same."""
+    assert stress(build_stress(include, tmp_path, "", *MEANWHILE), "forks") == {"held": 0, "forked": 1}
+
+
+def test_memory_that_is_being_counted_is_not_taken_for_what_was_observed(include: Path, tmp_path: Path) -> None:
+    """A process is stopped when its context is in its slot and its question is not taken back: the agent may have looked
+    before the driver made that."""
+    assert stress(build_stress(include, tmp_path, ""), "stops") == {"stopped": 8 << 20, "went_on": 0}
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from gpushare_agent.agent.isolation.gpushare.probe import LibraryProbe
 from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME
 from gpushare_agent.agent.isolation.kept import ProbeState
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Gpu
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.usage import BusyProcess, GpuBusy
 from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
 from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Machine, needs_own_programs
+from tests.gpushare.support_gpushare import CONTEXT_MIB, Machine, needs_own_programs
+from tests.gpushare.test_many_processes import bytes_of_driver
 from tests.native.build import build_program, cuda_include
 from tests.sandbox.support_sandbox import MEMORY, open_test_node, wait_allocatable
 from tests.settings.support_settings import run_program
@@ -64,6 +68,33 @@ async def test_the_library_passes(machine_with: MachineWith, library: Path, unif
     assert state is ProbeState.PASSED, text
     assert "refused memory after 1728 MiB and its context in 2048 MiB" in text
     assert is_clean(machine)
+
+
+class Driver:
+    """What NVML shows of a GPU's processes, here each with what the whole GPU has."""
+
+    def __init__(self, machine: Machine, processes: int) -> None:
+        self._share, self._processes = machine.container("asks"), processes
+
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        if not self._processes:
+            raise Unavailable("NVML is away")
+        found = tuple(
+            BusyProcess(pid=pid, memory_bytes=bytes_of_driver(self._share, CONTEXT_MIB), busy_ns=0)
+            for pid in range(self._processes)
+        )
+        return {uuid: GpuBusy(at_ns=1, busy_until_ns=0, is_continued=False, processes=found) for uuid in gpus}
+
+
+@pytest.mark.parametrize(("processes", "measured_mib"), [(1, CONTEXT_MIB + 2), (2, 0), (0, 0)])
+async def test_it_measures_what_a_context_takes(
+    machine_with: MachineWith, library: Path, processes: int, measured_mib: int
+) -> None:
+    """With the module of its kernel, and without the memory that it has given back. What cannot be known is not guessed."""
+    machine = machine_with()
+    probe = probe_of(machine, library, driver=Driver(machine, processes))
+    state, text = await probe.prove(GPU)
+    assert (state, probe.context_bytes) == (ProbeState.PASSED, measured_mib * MIB), text
 
 
 def build_broken(path: Path, hooks: str) -> Path:

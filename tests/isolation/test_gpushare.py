@@ -509,6 +509,22 @@ def test_a_config_that_was_cut_on_the_host_is_not_written_and_said_once(world: W
     assert struct.unpack_from("Q", world.config(), 512 + 72) == (3,)
 
 
+def test_the_agent_makes_no_config_shorter_that_a_program_may_have_mapped(world: World) -> None:
+    """To read behind a file's end would end the program by a signal."""
+    world.files.prepare(KEY)
+    with (world.path / CONFIG_NAME).open("rb") as mapped:
+        world.files.write_limits(KEY, [LIMITS])
+        world.files.write_observed(KEY, {UUID: Observed(at_ns=1)})
+        world.files.prepare(KEY)
+        world.files.prepare_ahead(KEY)
+        world.files.write_observed(KEY, {UUID: Observed(at_ns=2)})
+        world.files.cut(KEY)
+        world.files.release(())
+        assert VDeviceFiles(world.files.containers).remove_pod(UID)
+        assert os.fstat(mapped.fileno()).st_size == CONFIG_BYTES
+        assert struct.unpack_from("Q", mapped.read(), 512 + 72) == (1,)
+
+
 def test_a_start_and_the_end_of_a_pod_put_directories_with_a_tenants_file_aside(world: World) -> None:
     """What a tenant has written may take the kernel half a minute to free. The first start keeps the vDevice files."""
     vdevice = VDeviceFiles(world.files.containers)
@@ -720,6 +736,27 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
     await service.look()
     await service.read()
     assert (requests[0], len(driver.asked)) == (1, 2)
+
+
+async def test_who_takes_memory_or_gives_it_back_is_told_too(world: World) -> None:
+    """Without a launch: what its programs have beyond what they asked for is found in what the driver shows."""
+    now = [0.0]
+    world.files.prepare(KEY)
+    service = observing(world, clock=lambda: now[0])
+    service.usage_sampled(usage())
+    for changed_at in (7, 3):
+        with (world.path / USAGE_NAME).open("r+b") as file:
+            file.seek(512)
+            file.write(struct.pack("Q", changed_at))
+        world.files.write_observed(KEY, {UUID: Observed()})
+        await service.look()
+        await service.read()
+        assert published(world).used_bytes == 700 * MIB
+        now[0] += 6.0
+        world.files.write_observed(KEY, {UUID: Observed()})
+        await service.look()
+        await service.read()
+        assert published(world).used_bytes == 0
 
 
 async def test_rounds_are_requested_only_while_a_process_is_unknown_and_now_and_then(world: World) -> None:

@@ -22,7 +22,7 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 POD = "11111111-2222-3333-4444-555555555555"
 GPU = layout._FIRST_GPU
 """Where its first number is: the sequence."""
-PLACES = [(GPU, 4), (layout._BETWEEN_OFFSET, 2)]
+PLACES = [(GPU, 4), (layout._BETWEEN_OFFSET, 2), (layout._CONTEXT_OFFSET, 4)]
 PLACES += [(GPU + offset, size) for offset, size in (*layout._LIMITS, *layout._OBSERVED)]
 
 
@@ -59,7 +59,8 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
         )
     ]
     assert usage == [8, 16, 48, 56, 64, 192, 200, 208]
-    assert found["config.between_us"] == layout._BETWEEN_OFFSET
+    assert (found["config.between_us"], found["config.context_kib"]) == (layout._BETWEEN_OFFSET, layout._CONTEXT_OFFSET)
+    assert (found["usage.gpu.changed_at"], found["usage.gpu.ended_at"]) == (0, 168)
     slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]
     most = layout.MOST_GPUS
     assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(KINDS)]
@@ -130,14 +131,14 @@ def is_torn(groups: Sequence[Stores]) -> bool:
     return any(len(kinds) > 1 for sequence, kinds in seen.items() if sequence % 2 == 0)
 
 
-LIMITS = layout.GpuLimits(uuid=UUID, memory_bytes=8 << 30, cores=3000, ceiling=6000)
+LIMITS = layout.GpuLimits(uuid=UUID, memory_bytes=8 << 30, cores=3000, ceiling=6000, context_bytes=7 << 20)
 OBSERVED = layout.Observed(**dict.fromkeys(layout.Observed.__struct_fields__, 7))
 
 
 @pytest.mark.parametrize(
     ("write", "count"),
     [
-        (lambda config: layout.write_limits(config, 0, LIMITS), 4),
+        (lambda config: layout.write_limits(config, 0, LIMITS), 5),
         (lambda config: layout.write_observed(config, 0, OBSERVED), 10),
     ],
 )

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits
 from gpushare_agent.agent.isolation.gpushare.observed import ObservedContainers
 from gpushare_agent.agent.isolation.gpushare.part import GpusharePart
+from gpushare_agent.agent.isolation.kept import ProbeResult, ProbeState
 from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ShareSize
-from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, MIB, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import Settings, load_settings
@@ -95,6 +96,25 @@ async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_af
     node.pods[UID] = pod("share", container(cores=30, blocks=8), uid=UID)
     node.found = inventory(2)
     assert kept(part) == found
+
+
+class Probed:
+    """What the probe has found."""
+
+    result: ProbeResult | None = None
+
+    def context_bytes(self, gpu: Gpu) -> int:
+        return 520 * MIB if self.result is not None else 0
+
+
+async def test_what_the_probe_found_of_a_context_is_written_to_running_shares(host: Host) -> None:
+    node, part, probed = host.node, part_of(host), Probed()
+    part._probe = probed  # type: ignore[assignment]
+    node.add(pod("share", container(cores=30, blocks=8), uid=UID), 30, 8)
+    assert kept(part)[KEY][0].context_bytes == 0
+    probed.result = ProbeResult(state=ProbeState.PASSED, text="held", driver_version="580", at=1.0)
+    assert kept(part)[KEY][0].context_bytes == 520 * MIB
+    assert kept(part) is kept(part)
 
 
 async def test_a_share_that_shrinks_below_what_is_held_says_by_how_much(host: Host) -> None:

@@ -44,6 +44,7 @@ class Probe:
         self.answer = (PASSED, "held")
         self.gpus: list[str] = []
         self.gave_way = False
+        self.context_bytes = 520 * MIB
         self.during: Any = lambda: None
 
     async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
@@ -135,6 +136,16 @@ async def test_what_has_passed_is_not_probed_again(world: World) -> None:
     await following.look()
     assert len(world.probe.gpus) == 3
     assert (world.document()["driver"], world.document()["unfinished"]) == ("590.1", 0)
+
+
+async def test_what_a_context_takes_is_remembered_for_gpus_of_that_name(world: World) -> None:
+    agent = world.agent()
+    assert agent.context_bytes(FIRST) == 0
+    await agent.look()
+    following = world.agent()
+    await following.require_passed()
+    for one in (agent, following):
+        assert [one.context_bytes(gpu) for gpu in (FIRST, replace(FIRST, name="another"))] == [520 * MIB, 0]
 
 
 async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_passes(world: World) -> None:

@@ -14,6 +14,9 @@
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
  *                             array, array3d, mipmapped, mapped (virtual memory whose handle is released while it is mapped), graphmem
  *                             (of a graph's node), host, ipc (what another process has)
+ *                             MIB may be a number of bytes: 513b
+ *   modules:COUNT             loads so many
+ *   export:MIB, import:NUMBER   virtual memory for another process, and that of another one, which has that number
  *   at:TYPE:ID[:ALLOCATION]   a CUmemLocationType, its ID and a CUmemAllocationType: where vmm, mapped and pool, a new one, take from then on
  *   churn:COUNT               takes COUNT blocks of all kinds that are given back, some of them at a time, and keeps some at the end
  *   free                      gives all of it back
@@ -47,7 +50,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { NOT_FOUND = -2, MOST_KEPT = 4096, GRAPH_KERNELS = 10, BLOCK = 256 };
+enum { NOT_FOUND = -2, MOST_KEPT = 1 << 16, GRAPH_KERNELS = 10, BLOCK = 256 };
 
 /* name as cuGetProcAddress takes it, symbol, type */
 #define FUNCTIONS(F)                                                                                                            \
@@ -70,6 +73,8 @@ enum { NOT_FOUND = -2, MOST_KEPT = 4096, GRAPH_KERNELS = 10, BLOCK = 256 };
     F(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, PFN_cuMemAllocFromPoolAsync_v11020)                                     \
     F(cuMemCreate, cuMemCreate, PFN_cuMemCreate_v10020)                                                                         \
     F(cuMemRelease, cuMemRelease, PFN_cuMemRelease_v10020)                                                                      \
+    F(cuMemExportToShareableHandle, cuMemExportToShareableHandle, PFN_cuMemExportToShareableHandle_v10020)                      \
+    F(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, PFN_cuMemImportFromShareableHandle_v10020)                \
     F(cuArrayCreate, cuArrayCreate_v2, PFN_cuArrayCreate_v3020)                                                                 \
     F(cuArray3DCreate, cuArray3DCreate_v2, PFN_cuArray3DCreate_v3020)                                                           \
     F(cuArrayDestroy, cuArrayDestroy, PFN_cuArrayDestroy_v2000)                                                                 \
@@ -251,6 +256,32 @@ static int take_and_map(CUdeviceptr *pointer, size_t bytes, const CUmemAllocatio
     return result ? result : CALL(cuMemRelease, handle);
 }
 
+static void load_modules(int count)
+{
+    CUmodule module;
+    int result = 0;
+    while (count-- > 0 && result == 0)
+        result = CALL(cuModuleLoadData, &module, "");
+    printf("{\"action\": \"modules\", \"result\": %d}\n", result);
+}
+
+static void export_memory(size_t bytes)
+{
+    CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = where()};
+    CUmemGenericAllocationHandle handle = 0;
+    int number = -1, result = CALL(cuMemCreate, &handle, bytes, &on_gpu, 0);
+    if (result == 0)
+        result = CALL(cuMemExportToShareableHandle, &number, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    printf("{\"action\": \"export\", \"number\": %d, \"result\": %d}\n", number, result);
+}
+
+static void import_memory(int number)
+{
+    CUmemGenericAllocationHandle handle;
+    int result = CALL(cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    printf("{\"action\": \"import\", \"result\": %d}\n", result);
+}
+
 static int open_of_another(CUdeviceptr *pointer, size_t bytes)
 {
     static CUdeviceptr exported;
@@ -316,23 +347,26 @@ static int give(const char *kind, CUdeviceptr pointer, size_t bytes)
 static void allocate(const char *arguments)
 {
     char kind[16] = "";
-    size_t mib = 256;
+    size_t bytes = 256;
     int most = 1, blocks = 0, short_pointers = 0, result = 0;
-    sscanf(arguments, "%15[a-z0-9]:%zu:%d", kind, &mib, &most);
+    if (sscanf(arguments, "%15[a-z0-9]:%zub:%d", kind, &bytes, &most) < 3) {
+        sscanf(arguments, "%15[a-z0-9]:%zu:%d", kind, &bytes, &most);
+        bytes <<= 20;
+    }
     while (blocks < most && kept_count < MOST_KEPT) {
         CUdeviceptr pointer = 0;
-        result = take(kind, &pointer, mib << 20);
+        result = take(kind, &pointer, bytes);
         if (result != 0)
             break;
         snprintf(kept[kept_count].kind, sizeof kept->kind, "%s", kind);
-        kept[kept_count].bytes = mib << 20;
+        kept[kept_count].bytes = bytes;
         kept[kept_count++].pointer = pointer;
         short_pointers += pointer >> 32 == 0; /* what an allocation of 32 bits leaves; the driver's addresses are longer */
         blocks++;
     }
     printf("{\"action\": \"alloc\", \"kind\": \"%s\", \"block_mib\": %zu, \"asked\": %d, \"blocks\": %d, "
            "\"short_pointers\": %d, \"result\": %d}\n",
-           kind, mib, most, blocks, short_pointers, result);
+           kind, bytes >> 20, most, blocks, short_pointers, result);
 }
 
 /* Sizes are whole multiples of what the driver allots, so that what is asked for is what is taken. */
@@ -613,6 +647,12 @@ int main(int count, char **words)
             kill(getpid(), SIGKILL);
         else if (strncmp(word, "alloc", length) == 0)
             allocate(arguments);
+        else if (strncmp(word, "modules", length) == 0)
+            load_modules(atoi(arguments));
+        else if (strncmp(word, "export", length) == 0)
+            export_memory(strtoull(arguments, NULL, 10) << 20);
+        else if (strncmp(word, "import", length) == 0)
+            import_memory(atoi(arguments));
         else if (strncmp(word, "churn", length) == 0)
             churn(atoi(arguments));
         else if (strncmp(word, "free", length) == 0)

@@ -13,8 +13,8 @@ int main(void)
     CONFIG(layout), CONFIG(size), CONFIG(gpus), CONFIG(pod_uid), CONFIG(container), CONFIG(gpu);
     CONFIG_GPU(sequence), CONFIG_GPU(flags), CONFIG_GPU(uuid), CONFIG_GPU(memory), CONFIG_GPU(cores), CONFIG_GPU(ceiling);
     CONFIG_GPU(observed_at), CONFIG_GPU(observed_bytes), CONFIG_GPU(busy_since), CONFIG_GPU(busy_until), CONFIG_GPU(busy_ns);
-    CONFIG_GPU(others_ns), CONFIG_GPU(published_at), CONFIG_GPU(companions), CONFIG_GPU(full), CONFIG(between_us);
-    USAGE_GPU(unattributed), USAGE_GPU(refused), USAGE_GPU(launched), USAGE_GPU(launches), USAGE_GPU(throttled), USAGE_GPU(launched_long), USAGE_GPU(turns), USAGE_GPU(present_long);
+    CONFIG_GPU(others_ns), CONFIG_GPU(published_at), CONFIG_GPU(companions), CONFIG_GPU(full), CONFIG(between_us), CONFIG(context_kib);
+    USAGE_GPU(changed_at), USAGE_GPU(unattributed), USAGE_GPU(refused), USAGE_GPU(launched), USAGE_GPU(launches), USAGE_GPU(throttled), USAGE_GPU(launched_long), USAGE_GPU(turns), USAGE_GPU(present_long), USAGE_GPU(ended_at);
     SLOT(pid), SLOT(started_at), SLOT(held), SLOT(pending), SLOT(of_kind), SLOT(unhooked);
     printf("usage.gpu %zu\nusage.slot %zu\n", offsetof(struct usage, gpu), offsetof(struct usage, slot));
     printf("sizeof.config %zu\nsizeof.config.gpu %zu\n", sizeof(struct config), sizeof(struct config_gpu));

@@ -67,7 +67,7 @@ def main() -> None:
         key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
         with (Path(directory) / CONFIG_NAME).open("r+b") as file:
             configs[key] = memoryview(mmap.mmap(file.fileno(), CONFIG_BYTES))
-        seen[key], launched[key] = Observed(), (0, float("-inf"))
+        seen[key], launched[key] = Observed(), (0, float("-inf"), 0)
         usages[key] = (Path(directory) / USAGE_NAME).open("rb")
     session, count, claims = NvmlSession(), BusyCount(), Claims()
     driver = NvmlBusyTime(session)
@@ -89,8 +89,8 @@ def main() -> None:
             [paid] = read_paid(os.pread(file.fileno(), usage_head_bytes(1), 0))
             if paid.launches < launched[key][0]:
                 claims.of.pop(key, None)
-            if paid.launches != launched[key][0]:
-                launched[key] = paid.launches, now
+            if (paid.launches, paid.changed_at_ns) != launched[key][::2]:
+                launched[key] = paid.launches, now, paid.changed_at_ns
             claims.note(key, limits_of(configs[key]), at_ns, paid)
         running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
         published = claims.publish(

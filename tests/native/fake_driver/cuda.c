@@ -1265,17 +1265,22 @@ CUresult CUDAAPI cuLogicalEndpointUnbind(CUlogicalEndpointId id, CUdevice device
 }
 CUresult CUDAAPI cuLogicalEndpointDestroy(CUlogicalEndpointId id) { return unbind(ENDPOINT(id), -1, 0); }
 
-/* Between processes: whatever is opened is another process's memory. */
+/* Between processes: an export has a number in place of a file's descriptor. What is opened is not this process's, until its owner
+   has ended. */
 CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                                               unsigned long long flags)
 {
+    allocation found;
     (void)type, (void)flags;
-    return *(int *)shared = (int)(handle >> 21 & 0xffff), CUDA_SUCCESS;
+    if (!find_allocation(handle, &found))
+        return CUDA_ERROR_INVALID_VALUE;
+    *(int *)shared = export_memory(minors[found.device], found.bytes);
+    return *(int *)shared < 0 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)
 {
     log_call("cuMemImportFromShareableHandle");
-    (void)shared, (void)type;
+    (void)type, (void)import_memory((int)(intptr_t)shared);
     return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)

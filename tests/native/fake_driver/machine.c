@@ -44,12 +44,14 @@ typedef struct {
     unsigned minor;
     uint64_t inode, soft, hard;
 } cgroup_limit;
+typedef struct { int owner, importer; unsigned minor; uint64_t bytes; } exported; /* indices of processes + 1 */
 typedef struct {
     uint64_t layout;
     sim_gpu sim; /* of GPU 0 */
     uint64_t busy_until_ns[MAX_GPUS];
     process processes[MAX_PROCESSES];
     cgroup_limit limits[MAX_LIMITS];
+    exported shared[MAX_EXPORTED];
 } state;
 
 static const uint64_t LAYOUT = 0xfa4e000000000006ull + sizeof(state);
@@ -301,11 +303,27 @@ static int pid_seen_by_caller(const process *entry)
     return is_own(entry) ? getpid() : -1;
 }
 
+/* What it has exported is its importer's from then on: NVML counts memory that one process alone has as that one's (open kernel
+   modules, gpu_resource_desc of a client's memory that nobody shares any more). */
+static void pass_on(int ended)
+{
+    for (exported *one = machine->shared; one < machine->shared + MAX_EXPORTED; one++) {
+        if (one->importer == ended)
+            one->importer = 0;
+        if (one->owner != ended)
+            continue;
+        if ((one->owner = one->importer) != 0)
+            machine->processes[one->owner - 1].gpus[one->minor].memory += one->bytes;
+        one->importer = 0;
+    }
+}
+
 static void clear_dead(void)
 {
     for (process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
         if (entry->is_used && pid_seen_by_caller(entry) < 0) {
             memset(entry, 0, sizeof *entry);
+            pass_on((int)(entry - machine->processes) + 1);
             sim_forget(&machine->sim, (int)(entry - machine->processes));
         }
 }
@@ -462,6 +480,30 @@ void give_memory(unsigned minor, uint64_t bytes, int is_managed)
         own->gpus[minor].managed -= is_managed ? bytes : 0;
     }
     end();
+}
+
+int export_memory(unsigned minor, uint64_t bytes)
+{
+    int id = 0;
+    begin();
+    int index = (int)(own_entry() - machine->processes) + 1;
+    while (id < MAX_EXPORTED && machine->shared[id].owner)
+        id++;
+    if (id < MAX_EXPORTED)
+        machine->shared[id] = (exported){.owner = index, .minor = minor, .bytes = bytes};
+    end();
+    return id < MAX_EXPORTED ? id : -1;
+}
+
+int import_memory(int id)
+{
+    begin();
+    int index = (int)(own_entry() - machine->processes) + 1;
+    int is_known = id >= 0 && id < MAX_EXPORTED && machine->shared[id].owner;
+    if (is_known && machine->shared[id].owner != index)
+        machine->shared[id].importer = index;
+    end();
+    return is_known;
 }
 
 int open_context(unsigned minor)
@@ -759,7 +801,8 @@ unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES])
     for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
         if (entry->is_used && entry->gpus[minor].contexts) {
             process_view *view = &views[count++];
-            view->memory = entry->gpus[minor].memory;
+            /* Managed memory is in no process's count (measured, H200: 520 MiB of a process that had 3,570 of it). */
+            view->memory = entry->gpus[minor].memory - entry->gpus[minor].managed;
             view->percent = busy_percent(&entry->gpus[minor]);
             name_pids(entry, pid_seen_by_caller(entry), view);
         }

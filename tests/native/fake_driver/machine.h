@@ -55,7 +55,7 @@
 
 #include <stdint.h>
 
-enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_LIMITS = 256, TEXT = 256 };
+enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_LIMITS = 256, MAX_EXPORTED = 64, TEXT = 256 };
 
 typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
@@ -86,6 +86,8 @@ void gpu_bus_id(unsigned minor, char text[32]); /* 00000000:10:00.0 */
 /* All of these take the GPU's minor number. Memory is taken for the calling process; 0 where there is none left for it. */
 int take_memory(unsigned minor, uint64_t bytes, int is_managed);
 void give_memory(unsigned minor, uint64_t bytes, int is_managed);
+int export_memory(unsigned minor, uint64_t bytes); /* a number for other processes, or -1 */
+int import_memory(int id);                         /* this process keeps it when its owner has ended; 0: there is none */
 int open_context(unsigned minor);
 void close_context(unsigned minor);
 void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used); /* as the caller's cgroup may see it */

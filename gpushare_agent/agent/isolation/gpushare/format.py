@@ -34,11 +34,11 @@ _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
 _OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
-_BETWEEN_OFFSET = 240
+_BETWEEN_OFFSET, _CONTEXT_OFFSET = 240, 272
 _FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
 _FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
-_PAID = struct.Struct("@48xQQ128xQQQ40x")
-"""A GPU's entry in `usage`: launched, launches, launched_long, turns, present_long."""
+_PAID = struct.Struct("@Q40xQQ128xQQQ40x")
+"""A GPU's entry in `usage`: changed_at, launched, launches, launched_long, turns, present_long."""
 _UNATTRIBUTED = struct.Struct("@8xq")
 _SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
 """A process: its PID, 0 if there is none, and what it has of each GPU."""
@@ -46,12 +46,13 @@ _SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
     """The limits of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for a container that
-    computes alone there."""
+    computes alone there. `context_bytes` is what a process's context takes there; 0: not known."""
 
     uuid: str
     memory_bytes: int | None = None
     cores: int | None = None
     ceiling: int | None = None
+    context_bytes: int = 0
 
 
 class Observed(Struct, frozen=True, kw_only=True):
@@ -80,13 +81,15 @@ class Observed(Struct, frozen=True, kw_only=True):
 class Paid(Struct, frozen=True, kw_only=True):
     """What the container's processes say that they have paid on one GPU, in nanoseconds since their files were made;
     `paid_long_ns` of it was for launches of several turns, which were on the GPU for `present_long_ns`, the others' turns
-    included. All of them have had so many `turns`. Each is any number of 64 bits."""
+    included. All of them have had so many `turns`. They last took or gave memory at `changed_at_ns`. Each is any number of
+    64 bits."""
 
     paid_ns: int
     launches: int
     paid_long_ns: int = 0
     turns: int = 0
     present_long_ns: int = 0
+    changed_at_ns: int = 0
 
 
 def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> bytes:
@@ -99,7 +102,7 @@ def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> by
         uuid = limits.uuid.encode()
         if len(uuid) >= _UUID_BYTES:
             raise ValueError(f"{limits.uuid[:64]!r} does not fit into gpushare.config")
-        start = _FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET
+        start = _entry_of(index) + _UUID_OFFSET
         content[start : start + len(uuid)] = uuid
         write_limits(content, index, limits)
     return bytes(content)
@@ -116,7 +119,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
     """The UUIDs in a whole file, in the order of its entries, which is that of `usage` too."""
     # Bounded although it is the agent's own file.
     count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
-    starts = [_FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET for index in range(count)]
+    starts = [_entry_of(index) + _UUID_OFFSET for index in range(count)]
     return [
         bytes(config[start : start + _UUID_BYTES]).split(b"\0", 1)[0].decode("ascii", "replace") for start in starts
     ]
@@ -129,23 +132,28 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
         | _LIMITS_CORES * (limits.cores is not None)
         | _HAS_CEILING * (limits.ceiling is not None)
     )
-    cores, ceiling = limits.cores or 0, limits.ceiling or 0
-    if not (0 <= cores <= CORES_OF_GPU and 0 <= ceiling <= CORES_OF_GPU):
+    cores, ceiling, context_kib = limits.cores or 0, limits.ceiling or 0, limits.context_bytes // 1024
+    if not (0 <= cores <= CORES_OF_GPU and 0 <= ceiling <= CORES_OF_GPU and 0 <= context_kib < 1 << 32):
         raise ValueError(f"{limits} does not fit into gpushare.config")
-    _write(config, index, _LIMITS, (flags, limits.memory_bytes or 0, cores, ceiling))
+    places = (*_LIMITS, (_CONTEXT_OFFSET + 4 * index - _entry_of(index), 4))
+    _write(config, index, places, (flags, limits.memory_bytes or 0, cores, ceiling, context_kib))
 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """As `write_limits`."""
-    between = _BETWEEN_OFFSET + 2 * index - (_FIRST_GPU + index * _GPU_BYTES)
+    between = _BETWEEN_OFFSET + 2 * index - _entry_of(index)
     _write(config, index, (*_OBSERVED, (between, 2)), astuple(seen))
+
+
+def _entry_of(index: int) -> int:
+    return _FIRST_GPU + index * _GPU_BYTES
 
 
 def _write(
     config: bytearray | memoryview, index: int, places: Sequence[tuple[int, int]], fields: Sequence[int]
 ) -> None:
     """Writes under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
-    start = _FIRST_GPU + index * _GPU_BYTES
+    start = _entry_of(index)
     view = memoryview(config)
     numbers = {2: view.cast("H"), 4: view.cast("I"), 8: view.cast("Q")}
     # What can be done before is: whoever reads meanwhile has to wait.
@@ -181,9 +189,14 @@ def usage_head_bytes(gpus: int) -> int:
 def read_paid(head: bytes) -> list[Paid]:
     """Of as many GPUs as `head` is for."""
     return [
-        Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long, turns=turns, present_long_ns=present_long)
-        for paid, launches, paid_long, turns, present_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
-    ]
+        Paid(
+            paid_ns=paid, launches=launches, paid_long_ns=paid_long, turns=turns, present_long_ns=present_long,
+            changed_at_ns=changed_at,
+        )
+        for changed_at, paid, launches, paid_long, turns, present_long in _PAID.iter_unpack(
+            memoryview(head)[_FIRST_USAGE_GPU:]
+        )
+    ]  # fmt: skip
 
 
 def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy; and
 what the other containers on its GPU pay.
 
-Two to four times a second the `usage` of each container says whether its processes launch anything. For those that do
+Two to four times a second the `usage` of each container says whether its processes launch anything, take memory or give
+it back. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is in no round yet
     who was busy          the driver is read ten times a second, only for their GPUs: busy time is added up for all
@@ -14,9 +15,9 @@ last round. Costly readings come less often: they have a twentieth of a processo
 elastic ceiling, or another agent, has changed.
 
 State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
-when one was requested, what was counted and claimed on each GPU, of each container its count of launches and when it last
-grew, its limits, what was published to it, and whose failure was logged. The event loop alone changes it; the thread reads
-and writes files.
+when one was requested, what was counted and claimed on each GPU, of each container its count of launches, when its memory
+changed and when either last did, its limits, what was published to it, and whose failure was logged. The event loop alone
+changes it; the thread reads and writes files.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ IDLE_PERIOD_S = 0.5
 ROUND_PERIOD_S = 30.0
 """The period of rounds when all processes are known: a claim's processes may change owners while they run."""
 RUNS_FOR_S = 5.0
-"""For so long after its last launch the agent publishes to a container what the driver shows and what others pay."""
+"""For so long after its last launch, or change of memory, the agent publishes to a container what the driver shows and what
+others pay."""
 READING_PERIOD_S = 0.1
 LONGEST_PAUSE_S = 1.0
 """libgpushare believes what was published for 3 s (limit.c, PUBLISHED_MS), so a reading a second is enough."""
@@ -167,7 +169,9 @@ def pause_s(took_s: float, used_s: float) -> float:
 
 class _Container(Struct):
     launches: int = 0
-    launched_at: float = float("-inf")
+    changed_at_ns: int = 0
+    """The sum over its GPUs."""
+    ran_at: float = float("-inf")
     limits: tuple[GpuLimits, ...] = ()
     """What was written; empty: nothing yet."""
     gpus: tuple[GpuUuid, ...] = ()
@@ -340,12 +344,13 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     def _note_paid_of(self, key: ContainerKey, at_ns: int, paid: Sequence[Paid]) -> None:
         one, launches = self._containers[key], sum(each.launches for each in paid)
+        changed_at_ns = sum(each.changed_at_ns for each in paid)
         if launches < one.launches:  # its files were made again
             self._containers[key] = one = _Container()
             for claims in self._claims.values():
                 claims.of.pop(key, None)
-        if launches != one.launches:
-            one.launches, one.launched_at = launches, self.clock()
+        if (launches, changed_at_ns) != (one.launches, one.changed_at_ns):
+            one.launches, one.changed_at_ns, one.ran_at = launches, changed_at_ns, self.clock()
         for uuid, limits, each in zip(one.gpus, one.limits_of_gpus, paid, strict=False):
             if limits is not None:
                 self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each)
@@ -370,7 +375,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     def _running(self) -> dict[ContainerKey, _Container]:
         now = self.clock()
-        return {key: one for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S}
+        return {key: one for key, one in self._containers.items() if now - one.ran_at < RUNS_FOR_S}
 
     async def _write_limits(self, limits: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
         work = partial(_for_each, self.files.write_limits, limits)

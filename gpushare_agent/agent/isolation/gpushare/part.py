@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from msgspec.structs import replace
+
 from gpushare_agent.agent.isolation.choice import Standing
 from gpushare_agent.agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
@@ -96,15 +98,19 @@ class GpusharePart(IsolationPart):
 
     def _limits(self, key: ContainerKey) -> _Limits | None:
         parts, pod = self._node.claim_pods.parts(key), self._node.pods.get(key.pod_uid)
-        return live_limits(parts, pod, self._node.gpus().by_uuid(), self._node.names)
+        gpus, probe = self._node.gpus().by_uuid(), self._probe
+        found = live_limits(parts, pod, gpus, self._node.names)
+        if found is None or probe is None:
+            return found
+        return tuple(replace(one, context_bytes=probe.context_bytes(gpus[GpuUuid(one.uuid)])) for one in found)
 
     def _is_claims(self, key: ContainerKey) -> bool:
         allocation = self._node.cache.get(key)
         return allocation is not None and allocation.claim is not None
 
     def _shares(self) -> Mapping[ContainerKey, _Limits]:
-        """Called up to four times a second, so made again only when an allocation, a pod or a GPU has changed."""
-        version, inventory = self._node.claim_pods.version, self._node.gpus()
+        """Called up to four times a second, so made again only when an allocation, a pod, a GPU or the probe has changed."""
+        version, inventory = (self._node.claim_pods.version, self.probed()), self._node.gpus()
         if self._last[0] == version and self._last[1] is inventory:
             return self._last[2]
         found: dict[ContainerKey, _Limits] = {}
@@ -127,7 +133,7 @@ class GpusharePart(IsolationPart):
 
         return ProbedLibrary(
             library=library,
-            probe=open_probe(library, library.directory),
+            probe=open_probe(library, library.directory, self._host.driver),
             inventory=self._node.gpus,
             allocations=self._node.cache.view,
             failed=failed,

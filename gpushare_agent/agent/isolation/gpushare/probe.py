@@ -41,7 +41,7 @@ from gpushare_agent.core.kit.process import end_process
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid
-from gpushare_agent.core.model.usage import GpuSample
+from gpushare_agent.core.model.usage import GpuSample, SamplesBusy
 
 MEMORY_BYTES = 2048 * MIB
 """The limit. A context takes up to 600 MiB of it."""
@@ -50,6 +50,7 @@ NEEDED_BYTES = MEMORY_BYTES + 1024 * MIB
 CAPS = (3000, 6000)
 """Hundredths of a percent."""
 TOLERANCE = 1000
+MOST_CONTEXT_BYTES = 1024 * MIB
 RUN_TIMEOUT_S = 10.0
 FILES_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 1.0
@@ -169,6 +170,7 @@ def passed_text(run: Run) -> str:
 
 class LibraryProbe(Struct, kw_only=True, eq=False):
     """`place` is the directory for its files, which is not mounted noexec; None: the system's for temporary files.
+    `context_bytes` is what a context took by the driver's count of the program, 0 if `driver` does not say.
     State owned: the thread that writes them, and when a run that must give way ends."""
 
     library: Callable[[], bytes]
@@ -176,6 +178,8 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
     environment: Mapping[str, str]
     timeout_s: float = RUN_TIMEOUT_S
     thread: DaemonThread
+    driver: SamplesBusy | None = None
+    context_bytes: int = 0
     _scope: asyncio.Timeout | None = None
     _gives_way: bool = False
 
@@ -193,7 +197,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
     async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
         """Runs the program under the library, once more if that failed, and without it if it did not start.
         Bounded."""
-        self._gives_way = False
+        self._gives_way, self.context_bytes = False, 0
         try:
             for attempt in (1, 2):
                 state, text = await self._try(gpu)
@@ -282,6 +286,8 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
                 said.append(line.decode(errors="replace").strip())
                 continue
             steps.append(step)
+            if step["step"] == "memory":
+                await self._measure_context(gpu)
             if step["step"] in ("memory", "compute") and (cap := next(caps, None)) is not None:
                 await self._in_thread(
                     lambda limits: _change(directory, limits), _limits(gpu, cap), "changing the probe's limits"
@@ -289,6 +295,14 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
                 with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: its exit code says how
                     process.stdin.write(b"\n")
                     await process.stdin.drain()
+
+    async def _measure_context(self, gpu: Gpu) -> None:
+        """The program has given its memory back and waits: it has its context and one module. By the driver's count of the
+        process, which no neighbour changes."""
+        with suppress(AgentError):
+            found = await self.driver.sample_busy([gpu.uuid]) if self.driver is not None else {}
+            sizes = [size for one in found.values() for process in one.processes if (size := process.memory_bytes)]
+            self.context_bytes = sizes[0] if len(sizes) == 1 and sizes[0] <= MOST_CONTEXT_BYTES else 0
 
 
 def _limits(gpu: Gpu, cap: int) -> GpuLimits:

@@ -6,7 +6,7 @@ refused after a restart until a probe passes. An attempt is written down before 
 when the program's memory counts to the agent's container, it is not made at every start.
 
     {"version": 1, "driver": "580.95.05", "library": "<SHA-256>", "state": "passed", "text": "…", "at": 1790000000.0,
-     "unfinished": 0}
+     "unfinished": 0, "gpu": "NVIDIA H200", "context_bytes": 545259520}
 
 State owned: the result, the last round of usage, and the file probe.json in the setting libgpushare.directory.
 """
@@ -35,7 +35,7 @@ from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.usage import UsageRound
+from gpushare_agent.core.model.usage import SamplesBusy, UsageRound
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +50,7 @@ _Text = Annotated[str, Meta(max_length=_MOST_CHARS)]
 
 class Remembered(Struct, frozen=True, kw_only=True):
     """The file. `library` is the SHA-256 of the file that was proven; `unfinished` counts attempts that have no
-    result."""
+    result. On GPUs with the name `gpu` a context takes `context_bytes`; 0: not known."""
 
     version: Literal[1] = 1
     driver: _Text
@@ -59,6 +59,8 @@ class Remembered(Struct, frozen=True, kw_only=True):
     text: _Text = ""
     at: float = 0.0
     unfinished: Annotated[int, Meta(ge=0)] = 0
+    gpu: _Text = ""
+    context_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
     @property
     def failure(self) -> str:
@@ -74,6 +76,8 @@ class Remembered(Struct, frozen=True, kw_only=True):
 
 class Proves(Protocol):
     """probe.LibraryProbe."""
+
+    context_bytes: int
 
     async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]: ...
     def give_way(self) -> None: ...
@@ -117,6 +121,10 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         if self._known is None or self._known.state is ProbeState.SKIPPED:
             return None
         return self._known.state is ProbeState.FAILED
+
+    def context_bytes(self, gpu: Gpu) -> int:
+        """What a context takes there; 0: not known."""
+        return self._known.context_bytes if self._known is not None and self._known.gpu == gpu.name else 0
 
     async def require_passed(self) -> None:
         """What was not tried yet is not refused. Raises Unavailable with the remedy where the library has failed, here
@@ -176,7 +184,10 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
         await file.save(lambda: _document(replace(before, unfinished=unfinished + 1)))
         state, text = await self._prove(gpu)
-        found = Remembered(driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock())
+        found = Remembered(
+            driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock(),
+            gpu=gpu.name[:_MOST_CHARS], context_bytes=self.probe.context_bytes,
+        )  # fmt: skip
         # It came to its end, so it is no attempt that ended the agent.
         if state is ProbeState.SKIPPED:
             await file.save(lambda: _document(replace(before, unfinished=0)))
@@ -218,9 +229,9 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             log.info("isolation_probe_skipped", isolation="gpushare", why=why, tried_again_in_s=self.period_s)
 
 
-def open_probe(library: Library, place: Path | None) -> LibraryProbe:
-    """The probe of a library and a place, as LibraryProbe has them. What an agent that was killed has left in its place is
-    removed first."""
+def open_probe(library: Library, place: Path | None, driver: SamplesBusy | None = None) -> LibraryProbe:
+    """The probe of a library, a place and a driver, as LibraryProbe has them. What an agent that was killed has left in its
+    place is removed first."""
 
     def content() -> bytes:
         if place is not None:
@@ -228,7 +239,7 @@ def open_probe(library: Library, place: Path | None) -> LibraryProbe:
         return library.content()
 
     thread = DaemonThread("gpushare-probe", advice="Check the disk of the probe's files.")
-    return LibraryProbe(library=content, place=place, environment=os.environ, thread=thread)
+    return LibraryProbe(library=content, place=place, environment=os.environ, thread=thread, driver=driver)
 
 
 async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[str, Remembered | None]:
