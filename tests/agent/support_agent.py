@@ -27,7 +27,7 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
+from tests.dra.support_claims import NODE, edit_policy, raw_claim, result
 from tests.fakes.kubelet_calls import PluginCall
 from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
 from tests.settings.support_settings import clean_environment
@@ -367,7 +367,7 @@ def _brief(held: Held) -> dict[str, tuple[int, int]]:
 def record_claim(node: EmbeddedNode, isolation: str = "none") -> None:
     """As an earlier agent left it: 40 cores of the first GPU. Files, if the isolation has any, are in /etc/gpu-manager."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
-    claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
+    claim = read_claim(undecoded(raw_claim(result())), pool=NODE)
     made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy(isolation), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

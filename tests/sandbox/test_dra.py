@@ -77,7 +77,7 @@ class SmallDriver(dra_v1.DraPluginBase):
 @asynccontextmanager
 async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[None]:
     registration = DraRegistration(
-        driver=DRIVER, instance="00000001", registry=node.paths.plugin_registry, plugin_path=node.paths.dra_plugin,
+        instance="00000001", registry=node.paths.plugin_registry, plugin_path=node.paths.dra_plugin,
         services=[driver],
     )  # fmt: skip
     async with running_task("driver", registration.run):
