@@ -90,8 +90,7 @@ class StandsBetween:
     async def _ask(self, name: str, request: bytes) -> bytes:
         channel = UnixChannel(self.target)
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
+            answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
             return answer
         finally:
             channel.close()
@@ -261,7 +260,6 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
     await poll_until(lambda: log_lines(node, "web_listening"), "the agent's web address")
     port = log_lines(node, "web_listening")[-1]["port"]
     async with (
-        asyncio.timeout(DEADLINE_S),
         aiohttp.ClientSession() as session,
         session.get(f"http://localhost:{port}/metrics") as answer,
     ):

@@ -26,7 +26,6 @@ from tests.agent.support_agent import (
 from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
-from tests.support_deadline import DEADLINE_S
 
 
 async def _wait_serving(node: EmbeddedNode, times: int) -> None:
@@ -53,8 +52,7 @@ def _are_available(agent: InnerAgent) -> list[tuple[str, float]]:
 
 async def _end(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     child.send_signal(number)
-    async with asyncio.timeout(DEADLINE_S):
-        await child.wait()
+    await child.wait()
 
 
 async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> None:

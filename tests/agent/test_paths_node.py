@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.dra.support_claims import uid_of
 from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod, start_pods
 from tests.settings.support_settings import run_program
-from tests.support_deadline import DEADLINE_S
 
 TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
 ONLY_READ = {
@@ -72,8 +70,7 @@ async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
             assert cordoned.code == 0, cordoned.err
             await poll_until(node.paths.health_state.exists, "the cordon is on the disk")
             child.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(DEADLINE_S):
-                assert await child.wait() == 0
+            assert await child.wait() == 0
         found = touched(file)
         state = node.paths.state.resolve()
         outside = {path: events for path, events in found.items() if not path.is_relative_to(state)}
@@ -143,8 +140,7 @@ async def test_a_newcomer_at_the_same_paths_takes_over_the_claims() -> None:
                 await poll_until(lambda: len(log_lines(node, "claims_restored")) == 2, "the newcomer has the claims")
                 await wait_registered(node)
                 old.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(DEADLINE_S):
-                    assert await old.wait() == 0
+                assert await old.wait() == 0
                 assert [line["claims"] for line in log_lines(node, "claims_restored")] == [1, 1]
                 await poll_until(
                     lambda: len(list(node.paths.plugin_registry.glob("*-reg.sock"))) == 1, "one driver is registered"

@@ -19,7 +19,6 @@ from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
     BLOCKS,
     CORES,
-    DEADLINE_S,
     arguments,
     assert_nothing_shared,
     log_lines,
@@ -45,7 +44,7 @@ async def _life(node: EmbeddedNode, number: int) -> str:
 
 
 async def _get(url: str) -> Any:
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+    async with ClientSession() as session, session.get(url) as answer:
         return await answer.json() if "/api/" in url else await answer.text()
 
 

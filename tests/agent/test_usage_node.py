@@ -21,7 +21,6 @@ from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import (
-    DEADLINE_S,
     InnerAgent,
     calls_of,
     gpus_of,
@@ -72,7 +71,7 @@ def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
     """/metrics by name."""
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+    async with ClientSession() as session:
         port = await agent.parts.observability.web.wait_listening()
         async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
             text = await response.text()
@@ -246,9 +245,8 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
             return {name: (of_pod(ratios, name), found[name]) for name in "ab"}
 
         async def wait_shown(computing: str, expected: dict[str, tuple[list[float], set[str]]]) -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                while await shown(computing) != expected:
-                    await asyncio.sleep(0.05)
+            while await shown(computing) != expected:
+                await asyncio.sleep(0.05)
 
         await wait_shown("ab", {"a": ([0.3], {"library"}), "b": ([0.6], {"library"})})
         put_usage(node, {"pid": pids_of(node, "a")[0], "gpu": 0, "sm": 0.4, "memory_bytes": MIB})

@@ -31,7 +31,6 @@ from gpushare_agent.extender.messages import MAX_POD_BYTES
 from tests.extender.support_extender import FakeCluster, fake_cluster, opened_api, running_extender
 from tests.extender.test_app import DATA, client
 from tests.fakes.api_server import Raw
-from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
@@ -368,7 +367,6 @@ async def test_who_may_ask_is_a_setting_and_every_replica_answers(mode: str, exp
         for has_certificate in (True, False):
             connector = aiohttp.TCPConnector(ssl=client(has_certificate=has_certificate))
             async with (
-                asyncio.timeout(DEADLINE_S),
                 aiohttp.ClientSession(connector=connector) as session,
                 session.post(url, json=review(SHARE, is_dry_run=True)) as answer,
             ):

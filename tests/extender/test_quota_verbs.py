@@ -35,7 +35,6 @@ from tests.extender.support_extender import (
     running_extender,
 )
 from tests.fakes.api_server import Raw
-from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 
@@ -236,9 +235,8 @@ def retried_at(cluster: FakeCluster, name: str) -> str:
 
 async def refused(asker: Asker, pod: Raw) -> None:
     """Waits until filter refuses the pod for its quota."""
-    async with asyncio.timeout(DEADLINE_S):
-        while "quota" not in (await asker.filter(pod, ["n1"]))["FailedAndUnresolvableNodes"].get("n1", ""):
-            await asyncio.sleep(0.005)
+    while "quota" not in (await asker.filter(pod, ["n1"]))["FailedAndUnresolvableNodes"].get("n1", ""):
+        await asyncio.sleep(0.005)
 
 
 async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() -> None:

@@ -38,7 +38,7 @@ async def test_a_body_that_returns_is_an_error_that_names_it() -> None:
         return
 
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             group.create_task(forever("the informer", body))
             group.create_task(asyncio.Event().wait())
     (error,) = caught.value.exceptions
@@ -48,7 +48,7 @@ async def test_a_body_that_returns_is_an_error_that_names_it() -> None:
 
 async def test_a_body_that_is_cancelled_ends_without_an_error() -> None:
     """Cancellation is how it is meant to end."""
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         task = group.create_task(forever("waiting", asyncio.Event().wait))
         await asyncio.sleep(0)
         task.cancel()
@@ -69,7 +69,7 @@ async def test_stopping_waits_until_the_task_has_cleaned_up() -> None:
             await asyncio.sleep(0)
             cleaned = True
 
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         task = group.create_task(body())
         await started.wait()
         await stop_task(task)
@@ -88,7 +88,7 @@ async def test_stopping_does_not_swallow_the_callers_own_cancellation() -> None:
             waiting.set()
             await release.wait()
 
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         task = group.create_task(slow_to_end())
         await asyncio.sleep(0)
         caller = group.create_task(stop_task(task))
@@ -207,7 +207,7 @@ async def test_a_body_that_ends_as_cancelled_though_nobody_cancelled_it_is_an_er
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             group.create_task(forever("the registration", body))
             group.create_task(asyncio.Event().wait())
     (error,) = caught.value.exceptions
@@ -232,7 +232,7 @@ async def test_what_a_body_raises_is_raised_as_it_is_also_while_it_is_stopped() 
     with pytest.raises(ValueError, match="failed"):
         await forever("failing", fail)
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             task = group.create_task(forever("stopping", body))
             await started.wait()
             await stop_task(task)
@@ -252,7 +252,7 @@ async def test_a_step_follows_each_request_also_one_that_comes_during_a_step() -
 
     reconciler.request()
     reconciler.request()
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         running = group.create_task(reconciler.run(step, lambda: None if len(steps) < 2 else 0.001))
         await was_last.wait()
         await stop_task(running)

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
-from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, settle_pod, wait_running
+from tests.agent.support_agent import open_agent, poll_until, settle_pod, wait_running
 from tests.docs.generated import full_metrics
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_process import output_of
@@ -55,7 +55,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
             ),
             "use",
         )
-        async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+        async with ClientSession() as session:
             port = await agent.parts.observability.web.wait_listening()
             async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
                 text = await response.text()

@@ -33,7 +33,6 @@ from tests.sandbox.support_sandbox import (
     remove_pod,
     start_pods,
 )
-from tests.support_deadline import DEADLINE_S
 
 INSIDE = """
 import asyncio, gc, importlib, json, socket, sys, threading
@@ -67,12 +66,11 @@ class Running(Struct, frozen=True):
 
     async def inside(self, expression: str) -> Any:
         """Its value in the agent's process; `alive(NAME)` has the objects there of a class."""
-        async with asyncio.timeout(DEADLINE_S):
-            reader, writer = await asyncio.open_unix_connection(str(self.socket))
-            writer.write(f"{expression}\n".encode())
-            answer = await reader.readline()
-            writer.close()
-            await writer.wait_closed()
+        reader, writer = await asyncio.open_unix_connection(str(self.socket))
+        writer.write(f"{expression}\n".encode())
+        answer = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
         assert answer, f"the agent cannot say {expression}"
         return json.loads(answer)
 

@@ -33,7 +33,6 @@ from tests.sandbox.support_sandbox import (
     wait_gone,
     wait_phase,
 )
-from tests.support_deadline import DEADLINE_S
 
 
 async def rejected(node: EmbeddedNode, manifest: dict[str, Any]) -> str:
@@ -299,8 +298,7 @@ async def test_the_end_of_a_replaced_plugin_disconnects_the_one_that_serves() ->
         await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
         async with open_plugin(node, foo_plugin(4), "two.sock") as second:
             await until_replaced.aclose()
-            async with asyncio.timeout(DEADLINE_S):
-                await second.streams_ended.wait()
+            await second.streams_ended.wait()
             await wait_allocatable(node, FOO, 0)
             await register(node, second, "two.sock")
             await wait_allocatable(node, FOO, 4)
@@ -325,8 +323,7 @@ async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
         async with serving(node, plugin, "foo.sock"):
             await register(node, plugin, "foo.sock")
             await wait_allocatable(node, FOO, 0)
-            async with asyncio.timeout(DEADLINE_S):
-                await plugin.streams_ended.wait()
+            await plugin.streams_ended.wait()
         assert node.kubelet.devices.capacity() == {FOO: (0, 0)}
 
 

@@ -30,7 +30,7 @@ from tests.sandbox.support_sandbox import (
     start_pods,
     wait_allocatable,
 )
-from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
+from tests.sandbox.support_sandbox_cli import document_of, live, read_until, sandbox
 
 QUICK = ("--health.check-period-s=0.2", "--health.recovery-period-s=0.2", "--health.recovery-probes=1")
 
@@ -256,12 +256,11 @@ def reasons(document: dict[str, Any]) -> list[str]:
 async def shown_until(state: Path, gpu: int, *, is_healthy: bool, used_bytes: int = 0) -> dict[str, Any]:
     """The report once the agent offers the GPU so, and use is known and at least `used_bytes`: the sample before a
     container's first moment shows none."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            document = await document_of(state)
-            node = document["node"]
-            used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
-            is_used = used and all(one and (one["memory_bytes"] or 0) >= used_bytes for one in used)
-            if node["gpus"][gpu]["is_healthy"] is is_healthy and is_used:
-                return document
-            await asyncio.sleep(0.05)  # another process: it can only be asked again
+    while True:
+        document = await document_of(state)
+        node = document["node"]
+        used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
+        is_used = used and all(one and (one["memory_bytes"] or 0) >= used_bytes for one in used)
+        if node["gpus"][gpu]["is_healthy"] is is_healthy and is_used:
+            return document
+        await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -23,7 +23,6 @@ from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.node import EmbeddedCluster
 from gpushare_agent.sandbox.render import pod_line, print_document
 from tests.extender.support_extender_nodes import (
-    DEADLINE_S,
     condition_of,
     node_of,
     open_cluster,
@@ -214,7 +213,6 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
             assert process.pid in cluster.nodes[1].kubelet.runtime.pids(run)
         finally:
             process.kill()
-            async with asyncio.timeout(DEADLINE_S):
-                await process.wait()
+            await process.wait()
         await controller.handle(Request(command="delete", names=["p"]), 1)
         await wait_cluster(cluster, lambda: cluster.api.find_pod("default", "p") is None, "its end")
