@@ -33,6 +33,7 @@ from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, 
 from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_deadline import poll_until as poll_until  # noqa: PLC0414
 from tests.support_json import undecoded
 from tests.support_process import running_process
 
@@ -206,16 +207,6 @@ class Moments:
 
 async def wait_until(node: EmbeddedNode, condition: Callable[[], Any], what: str) -> Any:
     return await node.kubelet.wait_for(condition, DEADLINE_S, what)
-
-
-async def poll_until(condition: Callable[[], Any], what: str, *, deadline_s: float = DEADLINE_S) -> None:
-    """For a state of the agent that it tells nobody: looked at every few milliseconds, under the deadline."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError as error:
-        raise TimeoutError(f"after {deadline_s:g} s: {what} did not come about") from error
 
 
 def plugin_socket(node: EmbeddedNode, kind: str) -> Path:

@@ -14,7 +14,7 @@ from gpushare_agent.core.formats.vdevice import decode_pids
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, Mount
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import open_agent, wait_running
-from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
+from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes
 from tests.sandbox.support_sandbox import (
     CORE,
     FOO,
@@ -27,6 +27,7 @@ from tests.sandbox.support_sandbox import (
     start_pods,
     wait_phase,
 )
+from tests.support_deadline import poll_until
 
 
 def process_of(node: EmbeddedNode, name: str, inner: str = "main") -> Any:
@@ -62,7 +63,9 @@ async def test_other_images_only_sleep() -> None:
     async with open_test_node() as node:
         await start_pods(node, pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
         found = process_of(node, "p")
-        await wait_true(lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in")
+        await poll_until(
+            lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in"
+        )
 
 
 async def test_a_host_container_without_a_command_waits_with_the_reason() -> None:
@@ -110,7 +113,7 @@ async def test_main_containers_wait_for_the_init_containers_end(short_dir: Path)
         await node.kubelet.wait_for(lambda: (found := process_of(node, "p", "setup")) and found.attempt == 1)
         assert process_of(node, "p") is None
         assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
-        await wait_true(lambda: _open_gate(gate), "the init container at the gate")
+        await poll_until(lambda: _open_gate(gate), "the init container at the gate")
         await wait_phase(node, "p", "Running")
         assert node.api.pod("default", "p")["status"]["initContainerStatuses"][0]["restartCount"] == 1
 
@@ -163,7 +166,7 @@ async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> No
         script = "trap '' TERM; (trap '' TERM; sleep 600) & echo ready; while :; do sleep 600; done"
         await start_pods(node, pod("p", host_container("main", "sh", "-c", script)))
         found = process_of(node, "p")
-        await wait_true(
+        await poll_until(
             lambda: printed(node, "p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
         )
         pids = node.kubelet.runtime.pids(found)
@@ -191,12 +194,12 @@ async def test_the_agent_writes_the_real_pids_of_a_share(kind: str) -> None:
                 pids = list(decode_pids(path.read_bytes()))
                 return len(pids) == count and pids == node.kubelet.runtime.pids(found)
 
-            await wait_true(is_right, f"the {count} PIDs of {name}")
+            await poll_until(is_right, f"the {count} PIDs of {name}")
             assert found.env["GPUSHARE_VDEVICE"] == str(path.with_name("vcuda.sock"))
-        await wait_true(lambda: _open_gate(go), "the container at the gate")
+        await poll_until(lambda: _open_gate(go), "the container at the gate")
         path = node.paths.virtual_manager / process_of(node, "share").pod_uid / "main" / "pids.config"
         sleeps = lambda: [p for p in decode_pids(path.read_bytes()) if _name(p) == "sleep"]  # noqa: E731
-        await wait_true(lambda: len(sleeps()) == 2, "the PID of the second child")
+        await poll_until(lambda: len(sleeps()) == 2, "the PID of the second child")
 
 
 @pytest.mark.parametrize("kind", KINDS)
