@@ -12,7 +12,7 @@ from grpclib.client import Channel
 from gpushare_agent.core.kit.sockets import connectable_path, is_served
 from gpushare_agent.core.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.core.wire.google.protobuf import Empty
-from tests.agent.support_agent import open_agent, poll_until, wait_running
+from tests.agent.support_agent import open_agent, poll_until
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 
@@ -39,7 +39,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         raw = pod("train", asked)
         raw["metadata"]["annotations"] = {"clusterName": "blue", "note": "hunter-2"}
         node.api.create_pod(raw)
-        await wait_running(node, "train")
+        await node.wait_running("train")
         uid = node.api.pod("default", "train")["metadata"]["uid"]
 
         display = agent.parts.observability.display

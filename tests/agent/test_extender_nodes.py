@@ -12,7 +12,7 @@ import pytest
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster
-from tests.agent.support_agent import InnerAgent, gpus_of
+from tests.agent.support_agent import InnerAgent
 from tests.extender.support_extender_nodes import (
     condition_of,
     node_of,
@@ -23,7 +23,7 @@ from tests.extender.support_extender_nodes import (
     wait_cluster,
 )
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import container, pod, wait_phase
+from tests.sandbox.support_sandbox import container, pod
 
 CALM_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=1.0, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
@@ -92,20 +92,20 @@ async def test_a_pod_that_finds_cores_on_two_gpus_but_no_whole_gpu_waits_and_run
     ):
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
-            await wait_phase(cluster.nodes[0], name, "Running")
-        assert gpus_of(cluster.nodes[0], "left") != gpus_of(cluster.nodes[0], "right")
+            await cluster.nodes[0].wait_phase(name, "Running")
+        assert cluster.nodes[0].gpus_of("left") != cluster.nodes[0].gpus_of("right")
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
         await wait_cluster(cluster, lambda: condition_of(cluster, "whole").get("status") == "False", "the refusal")
         reported = condition_of(cluster, "whole")
         assert reported["reason"] == "Unschedulable" and "0/1 nodes are available" in reported["message"]
         assert "Insufficient" not in reported["message"]  # by count it fits: it is the extender that knows
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Pending"
-        freed = gpus_of(cluster.nodes[0], "left")
+        freed = cluster.nodes[0].gpus_of("left")
         # Not by force: of a pod that is gone from the API server processes may still run.
         cluster.api.delete_pod("default", "left", grace_period_s=1)
-        await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        await cluster.nodes[0].wait_phase("whole", "Running", "Failed")
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Running"
-        assert gpus_of(cluster.nodes[0], "whole") == freed
+        assert cluster.nodes[0].gpus_of("whole") == freed
 
 
 async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> None:
@@ -116,9 +116,9 @@ async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> No
     ):
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
-            await wait_phase(cluster.nodes[0], name, "Running")
+            await cluster.nodes[0].wait_phase(name, "Running")
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
-        raw = await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        raw = await cluster.nodes[0].wait_phase("whole", "Running", "Failed")
         assert (raw["status"]["phase"], raw["status"]["reason"]) == ("Failed", "UnexpectedAdmissionError")
 
 
@@ -132,10 +132,10 @@ async def test_a_node_with_room_on_one_gpu_is_taken_before_one_that_has_it_in_pi
     ):
         cluster.api.create_pod(pod("small", container("main", cores=60, blocks=8), nodeSelector={}))
         first = await wait_bound(cluster, "small")
-        await wait_phase(cluster.nodes[0], "small", "Running")
+        await cluster.nodes[0].wait_phase("small", "Running")
         for name in ("one", "two"):
             cluster.api.create_pod(pod(name, container("main", cores=100)))
-            await wait_phase(cluster.nodes[0], name, "Running")
+            await cluster.nodes[0].wait_phase(name, "Running")
         assert {node_of(cluster, name) for name in ("one", "two")} == ({"a"} if first == "b" else {"a", "b"})
         await wait_confirmed(cluster, extender, 3)
 

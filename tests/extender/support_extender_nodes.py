@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from msgspec import structs
 
 from gpushare_agent.core.kube.client import open_cluster_api
 from gpushare_agent.core.settings.settings import load_settings
@@ -22,7 +23,7 @@ from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embe
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
+from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, under_test
 from tests.support_deadline import DEADLINE_S
 from tests.support_threads import remove_directory
 
@@ -40,7 +41,7 @@ async def open_cluster(
         async with open_embedded_cluster(
             state, node_names=names, extender_url=extender_url, times=times, scheduler_times=scheduler_times
         ) as cluster:
-            yield cluster
+            yield structs.replace(cluster, nodes=tuple(map(under_test, cluster.nodes)))
     finally:
         remove_directory(state)
 
@@ -70,7 +71,7 @@ async def with_plugins(cluster: EmbeddedCluster, **cores: int) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         for node in cluster.nodes:
             devices = device_ids(f"GPU-{node.name}", count=cores[node.name])
-            await stack.enter_async_context(open_plugin(node, SmallPlugin(CORE, devices)))
+            await stack.enter_async_context(node.open_plugin(SmallPlugin(CORE, devices)))
         yield
 
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
-from tests.agent.support_agent import open_agent, poll_until, settle_pod, wait_running
+from tests.agent.support_agent import open_agent, poll_until
 from tests.docs.generated import full_metrics
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_process import output_of
@@ -43,8 +43,8 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
             ("whole", container(cores=100)),
         ):
             node.api.create_pod(pod(name, one))
-        await wait_running(node, "a", "b", "whole")
-        await settle_pod(node, pod("refused", container(cores=10)))
+        await node.wait_running("a", "b", "whole")
+        await node.settle_pod(pod("refused", container(cores=10)))
         pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
         used = [{"pid": who, "gpu": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))

@@ -21,12 +21,9 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     device_ids,
     limits_of,
-    open_plugin,
     open_test_node,
     pod,
-    remove_pod,
-    start_pods,
-    wait_phase,
+    under_test,
 )
 
 CLAIMS_SAMPLE = Path(__file__).parents[2] / "manifests/samples/claims/share.yaml"
@@ -92,7 +89,7 @@ async def test_an_ordinary_images_command_ends_with_its_code() -> None:
         for name, code, phase in (("good", 0, "Succeeded"), ("bad", 3, "Failed")):
             script = of_image("sh", "-c", f"echo {name}; exit {code}")
             raw = node.api.create_pod(pod(name, script, restartPolicy="Never"))
-            await wait_phase(node, name, phase)
+            await node.wait_phase(name, phase)
             assert log_of(node, raw["metadata"]["uid"]) == f"{name}\n"
         assert messages(node, "CommandNotRun") == []
 
@@ -102,12 +99,12 @@ async def test_what_is_not_run_sleeps_and_says_so() -> None:
     timed = {"sandbox.gpushare/run-seconds": "0"}
     async with open_test_node() as node:
         raw = node.api.create_pod(pod("a", of_image("python", "train.py")))
-        await wait_phase(node, "a", "Running")
+        await node.wait_phase("a", "Running")
         said = "The sandbox runs no image: instead of `python train.py` of busybox:1.36 this container sleeps "
         said += "until it is deleted"
         assert messages(node, "CommandNotRun") == [said] and log_of(node, raw["metadata"]["uid"]) == f"{said}\n"
         node.api.create_pod(pod("b", of_image("sleep", "infinity"), annotations=timed))
-        await wait_phase(node, "b", "Succeeded")
+        await node.wait_phase("b", "Succeeded")
         assert messages(node, "CommandNotRun")[1:] == [
             "The sandbox runs no image: instead of `sleep infinity` of busybox:1.36 this container sleeps 0 s and ends well"
         ]
@@ -121,7 +118,7 @@ async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
         node.api.create("jobs", job)
         PodControllers(node.api).reconcile()
         (made,) = node.api.pods()
-        await wait_phase(node, made["metadata"]["name"], "Running")
+        await node.wait_phase(made["metadata"]["name"], "Running")
         (said,) = messages(node, "CommandNotRun")
         assert said.endswith("this container sleeps 10 s and ends well")
 
@@ -129,14 +126,14 @@ async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
 async def test_a_pod_has_the_events_of_a_cluster() -> None:
     """In their order, before those that only the sandbox has."""
     async with open_test_node() as node:
-        await start_pods(node, pod("a", of_image("sleep", "infinity")))
+        await node.start_pods(pod("a", of_image("sleep", "infinity")))
         assert [(one["reason"], one["source"]["component"], one["type"]) for one in node.api.events()] == [
             ("Scheduled", "default-scheduler", "Normal"), ("Pulled", "kubelet", "Normal"),
             ("Created", "kubelet", "Normal"), ("Started", "kubelet", "Normal"),
         ]  # fmt: skip
         assert messages(node, "Scheduled") == ["Successfully assigned default/a to node-a"]
         assert {one["involvedObject"].get("fieldPath") for one in node.api.events()[1:]} == {"spec.containers{main}"}
-        await remove_pod(node, "a")
+        await node.remove_pod("a")
         assert messages(node, "Killing") == ["Stopping container main"]
 
 
@@ -155,7 +152,7 @@ async def test_a_pod_for_another_scheduler_waits_for_it() -> None:
     async with open_test_node() as node:
         for name, scheduler in (("a", "volcano"), ("b", "gpushare-scheduler"), ("c", "default-scheduler")):
             node.api.create_pod(pod(name, schedulerName=scheduler))
-        await wait_phase(node, "c", "Running")
+        await node.wait_phase("c", "Running")
         for name in ("a", "b"):
             assert node.api.pod("default", name)["status"]["phase"] == "Pending"
             assert not any(one["involvedObject"]["name"] == name for one in node.api.events())
@@ -192,7 +189,7 @@ async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
         await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
         lacks = "0/1 nodes are available: 1 Insufficient example.com/fpga, 1 Insufficient nvidia.com/gpu."
         assert messages(node, "FailedScheduling") == [lacks]
-        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+        async with node.open_plugin(SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
             node.api.create_pod(pod("late", asked))
             await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) >= 3)
         remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
@@ -204,8 +201,8 @@ async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:
     async with open_embedded_cluster(
         short_dir / "s", node_names=["desk"], times=SHORT_TIMES, names=ResourceNames()
     ) as cluster:
-        (node,) = cluster.nodes
-        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+        node = under_test(*cluster.nodes)
+        async with node.open_plugin(SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
             node.api.create_pod(pod("bytes", limits_of("main", {CORE: 30, MEMORY: "4Gi"})))
             await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
         assert messages(node, "FailedScheduling")[-1].endswith(f"Write {MEMORY}: 16 for 4 GiB.")

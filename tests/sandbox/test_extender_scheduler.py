@@ -23,7 +23,7 @@ from tests.extender.support_extender_nodes import (
     wait_cluster,
     with_plugins,
 )
-from tests.sandbox.support_sandbox import CORE, container, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, container, pod
 
 
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
@@ -33,7 +33,7 @@ async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins
         cluster.api.create_pod(pod("p", container(cores=5)))
         assert await wait_bound(cluster, "p") == "c"
         assert extender.seen == [("filter", "p", ["b", "c"]), ("prioritize", "p", ["b", "c"]), ("bind", "p", "c")]
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
 
 
 async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tried_again() -> None:
@@ -182,7 +182,7 @@ async def test_a_pod_that_asks_for_no_gpu_needs_no_extender() -> None:
     """kube-scheduler sends it only pods with the resources that it manages."""
     async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
         cluster.api.create_pod(pod("plain"))
-        await wait_phase(cluster.nodes[0], "plain", "Running")
+        await cluster.nodes[0].wait_phase("plain", "Running")
 
 
 async def test_an_answer_without_an_end_is_no_answer() -> None:

@@ -31,7 +31,7 @@ from tests.extender.support_extender_nodes import (
     with_plugins,
 )
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, active_records, container, controller_of, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, container, controller_of, pod
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, registered, sandbox
 
 
@@ -41,11 +41,11 @@ async def test_pods_go_to_the_first_node_that_fits_and_run_there() -> None:
         for name, cores in (("one", 8), ("two", 8), ("three", 12), ("four", 2)):
             cluster.api.create_pod(pod(name, container(cores=cores)))
         for name in ("one", "two", "three", "four"):
-            await wait_phase(cluster.nodes[0], name, "Running")
+            await cluster.nodes[0].wait_phase(name, "Running")
         assert {name: node_of(cluster, name) for name in ("one", "two", "three", "four")} == {
             "one": "a", "two": "b", "three": "b", "four": "a",
         }  # fmt: skip
-        held = {node.name: sum(len(r.ids) for r in active_records(node)) for node in cluster.nodes}
+        held = {node.name: sum(len(r.ids) for r in node.active_records()) for node in cluster.nodes}
         assert held == {"a": 10, "b": 20}
         cluster.api.create_pod(pod("late", container(cores=1)))
         await wait_cluster(cluster, lambda: condition_of(cluster, "late"), "the scheduler's word")
@@ -59,7 +59,7 @@ async def test_a_node_hears_only_of_its_own_pods() -> None:
     async with open_cluster("a", "b") as cluster, with_plugins(cluster, a=4, b=4):
         changes = {name: cluster.api.pods_by_node.signal_of(name).count for name in ("a", "b")}
         cluster.api.create_pod(pod("mine", container(cores=4)))
-        await wait_phase(cluster.nodes[0], "mine", "Running")
+        await cluster.nodes[0].wait_phase("mine", "Running")
         assert cluster.api.pods_by_node.signal_of("a").count > changes["a"]
         assert cluster.api.pods_by_node.signal_of("b").count == changes["b"]
         cluster.api.delete_pod("default", "mine", grace_period_s=0)
@@ -131,7 +131,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
     """And so do the table and the line for a pipe; a single node stands under its old name, too."""
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
         document = await controller.document()
         assert [node["name"] for node in document["nodes"]] == ["a", "b"] and "node" not in document
         (shown,) = document["pods"]
@@ -203,7 +203,7 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
     """A person names the pod only."""
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
         process = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         try:
             answer = await controller.handle(Request(command="exec", pod="p"), process.pid)
