@@ -32,7 +32,7 @@ settings.load_profile("busy")  # a busy machine takes longer for an example than
 # A test reads what a command in this process wrote last, however busy the machine is.
 WRITER.flush_timeout_s = DEADLINE_S
 
-TEST_S, LONG_TEST_S = 3 * DEADLINE_S, 30 * DEADLINE_S
+TEST_S, LONG_TEST_S = 5 * DEADLINE_S, 30 * DEADLINE_S
 """How long an asynchronous test may take. A test bounds a wait of its own where it says what did not come about."""
 OPEN_FILES = 4096
 """What the floods of the tests need at most, with room to spare. Many systems start a user's programs with 1,024."""

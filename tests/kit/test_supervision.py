@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -31,19 +32,28 @@ from gpushare_agent.core.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 
-async def test_a_body_that_returns_is_an_error_that_names_it() -> None:
+async def _returns() -> None:
+    return
+
+
+async def _ends_as_cancelled() -> None:
+    """As after a library that interrupts a call by cancelling the task and does not take it back."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("body", "says"), [(_returns, "the informer"), (_ends_as_cancelled, "ended as cancelled")])
+async def test_a_body_that_ends_is_an_error_that_names_it(body: Callable[[], Awaitable[None]], says: str) -> None:
     """A TaskGroup would not notice."""
-
-    async def body() -> None:
-        return
-
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("the informer", body))
             group.create_task(asyncio.Event().wait())
     (error,) = caught.value.exceptions
     assert isinstance(error, EndedUnexpectedlyError)
-    assert "the informer" in str(error)
+    assert "the informer" in str(error) and says in str(error)
 
 
 async def test_a_body_that_is_cancelled_ends_without_an_error() -> None:
@@ -194,25 +204,6 @@ async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
-
-
-async def test_a_body_that_ends_as_cancelled_though_nobody_cancelled_it_is_an_error() -> None:
-    """As after a library that interrupts a call by cancelling the task and does not take it back: a TaskGroup takes the
-    task for one that was stopped."""
-
-    async def body() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await asyncio.Event().wait()
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(forever("the registration", body))
-            group.create_task(asyncio.Event().wait())
-    (error,) = caught.value.exceptions
-    assert isinstance(error, EndedUnexpectedlyError)
-    assert "the registration ended as cancelled" in str(error)
 
 
 async def test_what_a_body_raises_is_raised_as_it_is_also_while_it_is_stopped() -> None:
