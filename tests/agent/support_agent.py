@@ -58,6 +58,16 @@ class InnerAgent:
             for a in self.parts.node.cache
         }
 
+    def holders_of(self, kind: ResourceKind = ResourceKind.VCORE) -> int:
+        """How many IDs of the resource are held."""
+        return len(self.parts.node.cache.holders(kind))
+
+    def uuid_of(self, index: int) -> str:
+        return str(self.parts.node.inventory.current.gpus[index].uuid)
+
+    def used_by_gpu(self) -> dict[str, int]:
+        return {str(gpu): cores for gpu, cores in used_cores(self.parts.node.cache).items()}
+
 
 @asynccontextmanager
 async def open_agent(
@@ -184,19 +194,6 @@ async def wait_synced(parts: NodeAgent) -> None:
         version = parts.node.pods.version
         while not parts.node.pods.is_synced:
             version = await parts.node.pods.wait_change(version)
-
-
-def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.node.inventory.current.gpus[index].uuid)
-
-
-def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in used_cores(agent.parts.node.cache).items()}
-
-
-def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
-    """How many IDs of the resource are held."""
-    return len(agent.parts.node.cache.holders(kind))
 
 
 def write_faults(

@@ -18,7 +18,7 @@ from grpclib.const import Cardinality, Handler
 from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.kit.protobuf import bytes_field, decode_allocate, string_list
 from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
-from tests.agent.support_agent import holders_of, open_agent, open_child, poll_until, uuid_of
+from tests.agent.support_agent import open_agent, open_child, poll_until
 from tests.kit.support_grpc import served_at
 from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, SmallPlugin, container, open_test_node, pod
 from tests.settings.support_settings import clean_environment, run_program
@@ -56,7 +56,7 @@ async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
                      and e["reason"] != "UnexpectedAdmissionError"],
             "the agent's Event",
         )  # fmt: skip
-        assert holders_of(agent) == 0
+        assert agent.holders_of() == 0
         await node.start_pods(pod("right", container(cores=30, blocks=10)))
         await node.wait_ledger_equal(agent)
 
@@ -65,7 +65,7 @@ async def test_a_pod_that_asks_for_zero_cores_is_a_plain_pod() -> None:
     """The kubelet asks nobody about a zero."""
     async with open_test_node() as node, open_agent(node) as agent:
         await node.start_pods(pod("zero", container(cores=0, blocks=0)))
-        assert not node.calls_of("zero") and holders_of(agent) == 0
+        assert not node.calls_of("zero") and agent.holders_of() == 0
 
 
 HOSTILE = [
@@ -79,7 +79,7 @@ async def test_a_predicate_annotation_that_makes_no_sense_is_ignored(text: str) 
     async with open_test_node() as node, open_agent(node) as agent:
         annotations = {f"{PREDICATE_GPU_INDEX_PREFIX}0": text}
         await node.start_pods(pod("tenant", container(cores=30, blocks=10), annotations=annotations))
-        assert node.gpus_of("tenant") == {uuid_of(agent, 0)}
+        assert node.gpus_of("tenant") == {agent.uuid_of(0)}
 
 
 async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits() -> None:
@@ -92,7 +92,7 @@ async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits(
         ):
             annotations = {PREDICATE_NODE_ANNOTATION: where, f"{PREDICATE_GPU_INDEX_PREFIX}0": "3"}
             await node.start_pods(pod(name, container(cores=cores, blocks=10), annotations=annotations))
-            assert node.gpus_of(name) == {uuid_of(agent, expected)}, name
+            assert node.gpus_of(name) == {agent.uuid_of(expected)}, name
         node.assert_nothing_shared()
         await node.wait_ledger_equal(agent)
 
@@ -171,7 +171,7 @@ async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
         holder = {f"{PREDICATE_GPU_INDEX_PREFIX}0": "2"}
         await node.start_pods(pod("holder", container(cores=30, blocks=10), annotations=holder))
         before = agent.held()
-        assert uuid_of(agent, 0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
+        assert agent.uuid_of(0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
         async with _ignoring_advice(node, change):
             message = await node.settle_pod(pod("wrong", container(cores=30, blocks=10)))
             assert "code = " in message and says in message, message
@@ -209,7 +209,7 @@ async def test_messages_that_are_none_are_answered_with_an_error(socket: str, me
             assert isinstance(answer, GRPCError), (malformed, answer)
             assert "Traceback" not in (answer.message or "")
         if method != "GetPreferredAllocation":  # which advises only
-            stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{uuid_of(agent, 0)}::0"])))
+            stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{agent.uuid_of(0)}::0"])))
             assert isinstance(stranger, GRPCError) or method == "PreStartContainer"
         await node.start_pods(pod("after", container(cores=30, blocks=10)))
         await node.wait_ledger_equal(agent)

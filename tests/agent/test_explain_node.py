@@ -8,7 +8,7 @@ from typing import Any
 from gpushare_agent.core.kube.events import COMPONENT
 from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.core.model.names import GPU_ASSIGNED_ANNOTATION
-from tests.agent.support_agent import InnerAgent, open_agent, poll_until, uuid_of, write_faults
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until, write_faults
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
@@ -74,7 +74,7 @@ async def test_what_was_refused_is_explained() -> None:
             node.api.delete_pod("default", record_on(agent, 2))
             await node.wait_until(lambda: len(agent.held()) == 2, "two shares left")
             write_faults(faults, lost={"2": "fell off the bus"})
-            sick = uuid_of(agent, 2)
+            sick = agent.uuid_of(2)
             await node.wait_until(
                 lambda: not agent.parts.node.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )

@@ -6,7 +6,7 @@ from gpushare_agent.agent.composition import build
 from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.kubelet.device_plugin import CALL_TIMEOUT_S
 from gpushare_agent.core.settings.settings import load_settings
-from tests.agent.support_agent import holders_of, open_agent, open_child, wait_synced
+from tests.agent.support_agent import open_agent, open_child, wait_synced
 from tests.cluster.support_kube import pod_named
 from tests.sandbox.support_sandbox import HELD_ADMISSIONS, NodeUnderTest, container, open_test_node, pod
 
@@ -30,7 +30,7 @@ async def test_without_an_api_server_the_agent_registers_and_says_why_it_refuses
             node.api.create_pod(pod("early", container(cores=30, blocks=10)))
             message = await _refused(node, "early")
             assert "version is not known" in message and "Create the pod again" in message
-            assert holders_of(agent) == 0
+            assert agent.holders_of() == 0
             [why] = agent.parts.cluster.not_ready()
             assert "has not listed this node's pods yet: cannot list the pods" in why and ": refused" in why
             silent_s = agent.parts.node.metrics.registry.get_sample_value("gpushare_pod_event_age_seconds")
@@ -89,7 +89,7 @@ async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in
         assert "API server did not answer" in await _refused(node, "unheard")
         node.api.delete_pod("default", "before", grace_period_s=0)
         await node.api.start_listening()
-        await node.wait_until(lambda: holders_of(agent) == 0, "the ended pod's share freed")
+        await node.wait_until(lambda: agent.holders_of() == 0, "the ended pod's share freed")
         await node.start_pods(pod("after", container(cores=100)))
         await node.wait_ledger_equal(agent)
 
@@ -118,7 +118,7 @@ async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() 
         await node.api.start_listening()
         await node.wait_until(lambda: pod_named(agent.parts.node.pods, "two") is None, "a new list")
         await node.wait_ledger_equal(agent)
-        assert holders_of(agent) == 120
+        assert agent.holders_of() == 120
 
 
 async def test_an_agent_that_is_reported_of_no_api_server_ends_before_the_kubelet_hears_of_it() -> None:

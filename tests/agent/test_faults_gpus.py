@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.core.model.gpus import Health
-from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child, uuid_of, write_faults
+from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child, write_faults
 from tests.sandbox.support_sandbox import (
     BLOCKS,
     CORE,
@@ -55,7 +55,7 @@ async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhe
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
             await node.start_pods(pod("first", container(cores=30, blocks=10)))
-            lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
+            lost, other = agent.uuid_of(0), agent.uuid_of(1)
             assert node.gpus_of("first") == {lost}
             write_faults(faults, lost={"0": "fell off the bus"})
             await _wait_healthy(node, 1)

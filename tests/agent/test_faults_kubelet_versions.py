@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
-from tests.agent.support_agent import holders_of, open_agent, open_child
+from tests.agent.support_agent import open_agent, open_child
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -67,7 +67,7 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
             node.api.delete_pod("default", raw["metadata"]["name"])
         for raw in WORKLOAD:
             await node.wait_gone(raw["metadata"]["name"])
-        await node.wait_until(lambda: holders_of(agent) == 0, "everything freed")
+        await node.wait_until(lambda: agent.holders_of() == 0, "everything freed")
 
 
 def _assert_given_what_was_asked(node: NodeUnderTest) -> None:

@@ -18,7 +18,7 @@ from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import UnixChannel
-from tests.agent.support_agent import DEADLINE_S, Moments, holders_of, open_agent, open_child, poll_until
+from tests.agent.support_agent import DEADLINE_S, Moments, open_agent, open_child, poll_until
 from tests.agent.support_reconcile import collection_of
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
@@ -128,7 +128,7 @@ async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None
         async with open_agent(node, f"--kubelet.pod-resources-socket={missing}") as agent:
             message = await node.settle_pod(_share("lost"))
             assert str(missing) in message and "code = Unavailable" in message
-            assert holders_of(agent) == 0
+            assert agent.holders_of() == 0
 
 
 async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_known_to_the_next_agent() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION
-from tests.agent.support_agent import Moments, holders_of, open_agent, uuid_of
+from tests.agent.support_agent import Moments, open_agent
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 ADMISSION = 10
@@ -46,7 +46,7 @@ async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_los
         node.api.create_pod(_share("web-0", cores=66, blocks=33))
         await node.wait_running("other", "web-0")
         await node.wait_ledger_equal(agent)
-        assert holders_of(agent) == 96
+        assert agent.holders_of() == 96
         node.assert_nothing_shared()
 
 
@@ -58,7 +58,7 @@ async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
             await node.remove_pod("web-0")
         await node.start_pods(_share("web-0"))
         await node.wait_ledger_equal(agent)
-        assert holders_of(agent) == 60
+        assert agent.holders_of() == 60
 
 
 async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
@@ -66,19 +66,19 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         await node.start_pods(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
         uid = node.api.pod("default", "stays")["metadata"]["uid"]
-        assert node.gpus_of("stays") == {uuid_of(agent, 0)}
+        assert node.gpus_of("stays") == {agent.uuid_of(0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
         await node.wait_until(lambda: uid not in node.kubelet.runtime.pods() or not node.active_records(), "gone")
         await node.start_pods(_share("next"))
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
-        assert node.gpus_of("next") == {uuid_of(agent, 1)}
+        assert node.gpus_of("next") == {agent.uuid_of(1)}
         node.assert_nothing_shared()
         assert "free" in await node.settle_pod(_share("refused"))
-        await node.wait_until(lambda: holders_of(agent) == 60, "the lingering share freed")
+        await node.wait_until(lambda: agent.holders_of() == 60, "the lingering share freed")
         assert not node.kubelet.runtime.is_running(uid, "main")
         node.api.create_pod(_share("last", cores=80))
         await node.wait_running("next", "last")
-        assert node.gpus_of("last") == {uuid_of(agent, 0)}
+        assert node.gpus_of("last") == {agent.uuid_of(0)}
         await node.wait_ledger_equal(agent)
 
 

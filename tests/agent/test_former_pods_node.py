@@ -15,7 +15,7 @@ from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
-from tests.agent.support_agent import open_agent, poll_until, used_by_gpu
+from tests.agent.support_agent import open_agent, poll_until
 from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import (
     CORE,
@@ -88,7 +88,7 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
         for _ in range(2):
             async with open_agent(node, *FLAGS) as agent:
                 # Annotations are known when the API server has listed the pods.
-                await poll_until(lambda: used_by_gpu(agent) == {GPUS[0]: 30, GPUS[1]: 60}, "both are known")
+                await poll_until(lambda: agent.used_by_gpu() == {GPUS[0]: 30, GPUS[1]: 60}, "both are known")
                 assert agent.parts.kubelet.not_ready() == []
                 # The scheduler counts 200 less what these pods ask for, as before.
                 await node.wait_allocatable(CORE, 200)

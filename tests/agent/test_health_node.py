@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.watch import EVENT_PERIOD_S
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
-from tests.agent.support_agent import InnerAgent, open_agent, open_child, poll_until, uuid_of
+from tests.agent.support_agent import InnerAgent, open_agent, open_child, poll_until
 from tests.gpus.support_health import write_rehearsal
 from tests.sandbox.support_sandbox import (
     BLOCKS,
@@ -99,7 +99,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
     on, a new pod goes elsewhere, one for which no GPU is left is refused with the reason, and the reset GPU is used."""
     flags = ("--simulated.gpus=3", "--health.check-period-s=0.2")
     async with _agent(*flags, event_period_s=EVENT_PERIOD_S) as (node, agent, faults):
-        ill, *others = (uuid_of(agent, index) for index in range(3))
+        ill, *others = (agent.uuid_of(index) for index in range(3))
         await node.start_pods(pod("first", container(cores=30, blocks=10)))
         assert node.gpus_of("first") == {ill}
         lists, before = _record_lists(node), agent.held()
@@ -131,7 +131,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
 async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_change() -> None:
     """Away once, back once: two messages of each resource, and two Events."""
     async with _agent() as (node, agent, faults):
-        ill = uuid_of(agent, 1)
+        ill = agent.uuid_of(1)
         lists = _record_lists(node)
         storm = [{"id": number, "gpu": 1, "xid": 79} for number in range(1, 1001)]
         write_rehearsal(faults, xids=storm)
@@ -160,7 +160,7 @@ async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="13", ignored="true") == 1
         assert lists.seen == []
         write_rehearsal(faults, xids=[*harmless, {"id": 3, "gpu": 0, "xid": 94}])
-        uuid = uuid_of(agent, 0)
+        uuid = agent.uuid_of(0)
         await node.wait_until(lambda: len(lists.of(CORE)) == 2, "away and back")
         assert [gpus[key_of(uuid)] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
 
@@ -179,7 +179,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
     """By the command line, on a running agent; who runs on the GPU goes on; the Node and the document show it."""
     async with _agent() as (node, agent, _):
         await node.start_pods(pod("first", container(cores=30, blocks=10)))
-        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
+        uuid, other = agent.uuid_of(0), agent.uuid_of(1)
         code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
         assert (code, err) == (0, "")
         assert out.startswith(f"GPU 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
@@ -203,7 +203,7 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
     """GPU 0 is cordoned, GPU 1 is ill as well: in the list of the command and in the document that all else is made of."""
     async with _agent() as (node, agent, faults):
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
-        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
+        uuid, other = agent.uuid_of(0), agent.uuid_of(1)
         await node.wait_until(lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
@@ -231,7 +231,7 @@ async def test_the_commands_report_errors_in_one_line_and_end_with_the_right_cod
     """2 for a wrong command line or an unknown GPU, 1 where no agent answers."""
     async with _agent() as (node, agent, _):
         code, out, err = await _cordon(node, "cordon", "7")
-        assert (code, out) == (2, "") and err.count("\n") == 1 and uuid_of(agent, 1) in err
+        assert (code, out) == (2, "") and err.count("\n") == 1 and agent.uuid_of(1) in err
         code, _, err = await _cordon(node, "cordon", "GPU-")
         assert code == 2 and "beginning of 2 GPUs" in err
         code, _, err = await _cordon(node, "uncordon")
@@ -257,7 +257,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             await child.wait()
         lists = _record_lists(node)
         async with open_agent(node, *flags) as agent:
-            uuids = [uuid_of(agent, index) for index in range(3)]
+            uuids = [agent.uuid_of(index) for index in range(3)]
             assert all(
                 [gpus[key_of(uuid)] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for gpus in lists.of(CORE)
             )

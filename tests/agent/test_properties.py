@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.agent.support_agent import InnerAgent, holders_of, open_agent
+from tests.agent.support_agent import InnerAgent, open_agent
 from tests.sandbox.support_sandbox import HELD_ADMISSIONS, NodeUnderTest, container, limits_of, open_test_node, pod
 
 GPUS = 3
@@ -147,7 +147,7 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
             await node.wait_until(lambda: not node.api.pods(), "every pod gone")
             await node.wait_until(lambda: not node.kubelet_held(), "the kubelet holds nothing")
             await node.wait_ledger_equal(script.agent)
-            assert holders_of(script.agent) == 0 and len(script.agent.parts.node.cache) == 0
+            assert script.agent.holders_of() == 0 and len(script.agent.parts.node.cache) == 0
             assert script.agent.count("gpushare_pod_resources_lists_total", purpose="overlapped") == 0
         finally:
             await script.end()

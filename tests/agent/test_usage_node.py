@@ -19,7 +19,7 @@ from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.usage import UsageRound
-from tests.agent.support_agent import InnerAgent, open_agent, poll_until, uuid_of
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_tenant import SlowFiles
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
@@ -198,7 +198,7 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
             return uses[0].sm_ratio if uses else None
 
         await poll_until(lambda: ratio() == 0.75, "its use")
-        assert uuid_of(agent, index_of(node, agent, "a")) in node.gpus_of("a")
+        assert agent.uuid_of(index_of(node, agent, "a")) in node.gpus_of("a")
 
 
 async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_paid() -> None:

@@ -29,7 +29,6 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
-    put_quota,
     raw_node,
     raw_pod,
     running_extender,
@@ -246,11 +245,11 @@ async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() 
         raw_pod(name, (cores, 4), namespace="team") for name, cores in (("a", 60), ("b", 90), ("c", 10))
     )
     async with fake_cluster(raw_node("n1"), pods=[large, small, other]) as cluster:
-        put_quota(cluster, {"team": {"vcore": 0}})
+        cluster.put_quota({"team": {"vcore": 0}})
         async with running_extender(cluster) as asker:
             for pod in (large, small):
                 await refused(asker, pod)
-            put_quota(cluster, {"team": {"vcore": 60}})
+            cluster.put_quota({"team": {"vcore": 60}})
             await eventually(lambda: bool(retried_at(cluster, "a")))
             assert (await asker.filter(small, ["n1"]))["NodeNames"] == ["n1"]
             assert not retried_at(cluster, "b")
@@ -261,14 +260,14 @@ async def test_a_pod_that_waits_for_quota_is_updated_when_another_one_ends() -> 
     """And again after it was refused once more: each refusal is answered by one update."""
     held, waiting = (raw_pod(name, (60, 4), namespace="team") for name in ("a", "b"))
     async with fake_cluster(raw_node("n1"), pods=[held, waiting]) as cluster:
-        put_quota(cluster, {"team": {"vcore": 60}})
+        cluster.put_quota({"team": {"vcore": 60}})
         async with running_extender(cluster) as asker:
             assert await asker.bind(held, "n1") == ""
             await refused(asker, waiting)
             cluster.end_pod("team/a")
             await eventually(lambda: bool(retried_at(cluster, "b")))
             first = retried_at(cluster, "b")
-            put_quota(cluster, {"team": {"vcore": 0}})
+            cluster.put_quota({"team": {"vcore": 0}})
             await refused(asker, waiting)
-            put_quota(cluster, {"team": {"vcore": 60}})
+            cluster.put_quota({"team": {"vcore": 60}})
             await eventually(lambda: retried_at(cluster, "b") != first)
