@@ -40,7 +40,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         raw["metadata"]["annotations"] = {"clusterName": "blue", "note": "hunter-2"}
         node.api.create_pod(raw)
         await node.wait_running("train")
-        uid = node.api.pod("default", "train")["metadata"]["uid"]
+        uid = node.uid_of("train")
 
         display = agent.parts.observability.display
         assert display is not None

@@ -15,7 +15,7 @@ from gpushare_agent.agent.isolation.kept import NOBODY
 from gpushare_agent.agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.isolation import MemoryLimit
-from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, PodUid
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
@@ -30,7 +30,7 @@ def share(name: str, *, blocks: int = 8, annotations: dict[str, str] | None = No
 
 
 def key_of(node: NodeUnderTest, name: str) -> ContainerKey:
-    return ContainerKey(PodUid(node.api.pod("default", name)["metadata"]["uid"]), "cuda")
+    return ContainerKey(node.uid_of(name), "cuda")
 
 
 async def has_limit(node: NodeUnderTest, agent: InnerAgent, name: str, mib: int) -> bool:

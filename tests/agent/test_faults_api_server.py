@@ -73,7 +73,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
         await node.wait_healthy_devices()
         node.kubelet.begin_admissions()
         await node.wait_running("known")
-        node.kill_container("default", "known", "a")
+        node.kill_container("known", "a")
         await node.wait_until(lambda: len(node.calls_of("known", "PreStartContainer")) == 3, "the container's restart")
         assert not node.calls_of("known", "PreStartContainer")[-1].error
         await node.wait_ledger_equal(agent)

@@ -6,17 +6,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.gpus import Health
 from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child, write_faults
-from tests.sandbox.support_sandbox import (
-    BLOCKS,
-    CORE,
-    CORES,
-    MEMORY,
-    NodeUnderTest,
-    container,
-    key_of,
-    open_test_node,
-    pod,
-)
+from tests.sandbox.support_sandbox import BLOCKS, CORE, CORES, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
 """A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""
@@ -26,25 +16,12 @@ def _faults(node: NodeUnderTest) -> str:
     return f"--simulated.faults={node.paths.state / 'faults.json'}"
 
 
-def _healthy(node: NodeUnderTest, uuid: str) -> set[bool]:
-    """The states of a GPU's IDs, of both resources, as the kubelet has them."""
-    return {
-        state
-        for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices.health(resource).items()
-        if device.startswith(key_of(uuid))
-    }
-
-
 async def _wait_healthy(node: NodeUnderTest, gpus: int) -> None:
     wanted = {CORE: gpus * CORES, MEMORY: gpus * BLOCKS}
 
     def is_shown() -> bool:
         status = node.api.node(node.name)["status"]["allocatable"]
-        return all(
-            node.kubelet.devices.capacity()[name][1] == count and status.get(name) == str(count)
-            for name, count in wanted.items()
-        )
+        return all(node.healthy(name) == count and status.get(name) == str(count) for name, count in wanted.items())
 
     await node.wait_until(is_shown, f"{gpus} healthy GPUs")
 
@@ -59,7 +36,7 @@ async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhe
             assert node.gpus_of("first") == {lost}
             write_faults(faults, lost={"0": "fell off the bus"})
             await _wait_healthy(node, 1)
-            assert _healthy(node, lost) == {False} and _healthy(node, other) == {True}
+            assert node.states_of(lost) == {False} and node.states_of(other) == {True}
             node.api.create_pod(pod("second", container(cores=30, blocks=10)))
             await node.wait_running("first", "second")
             assert node.gpus_of("second") == {other}

@@ -28,7 +28,7 @@ ADMISSION = 20
 
 
 def _container_ids(node: NodeUnderTest, name: str) -> list[str]:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     return [c.id for c in node.kubelet.runtime.living(uid)]
 
 
@@ -45,7 +45,7 @@ def _note_releases(agent: InnerAgent) -> list[Allocation]:
 
 async def _wait_kubelet_knows(node: NodeUnderTest, *names: str) -> None:
     """The kubelet has taken these pods up again."""
-    uids = {node.api.pod("default", name)["metadata"]["uid"] for name in names}
+    uids = {node.uid_of(name) for name in names}
     await node.wait_until(lambda: uids <= {uid for uid, _ in node.kubelet_held()}, f"{names} admitted again")
 
 

@@ -35,7 +35,7 @@ async def test_a_pod_recreated_under_its_name_is_the_new_one(grace_s: int | None
     flags = ("--gpus=2", "--allocation.check-period-s=60")
     async with open_test_node(seed=1) as node, open_agent(node, *flags) as agent:
         await node.start_pods(pod("web-0", *SHARE))
-        former = node.api.pod("default", "web-0")["metadata"]["uid"]
+        former = node.uid_of("web-0")
         await node.wait_until(lambda: agent.parts.node.pods.get(former).has_started, "the store sees it running")
         with late_watch(agent):
             node.api.delete_pod("default", "web-0", grace_period_s=grace_s)

@@ -210,7 +210,7 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
         node.api.create_pod(_share("victim", cores=40, blocks=20))
         await node.wait_until(lambda: "Allocate asked" in moments.seen, "the victim's Allocate")
         try:
-            node.kill_container("default", "ended", "main")
+            node.kill_container("ended")
             await node.wait_until(
                 lambda: node.api.pod("default", "ended")["status"]["phase"] == "Failed", "the first pod's end"
             )

@@ -65,7 +65,7 @@ async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone()
     """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         await node.start_pods(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
-        uid = node.api.pod("default", "stays")["metadata"]["uid"]
+        uid = node.uid_of("stays")
         assert node.gpus_of("stays") == {agent.uuid_of(0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
         await node.wait_until(lambda: uid not in node.kubelet.runtime.pods() or not node.active_records(), "gone")
@@ -88,7 +88,7 @@ async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> N
         await node.start_pods(_share("crashes"))
         before = agent.held()
         for starts in range(2, 6):
-            node.kill_container("default", "crashes", "main")
+            node.kill_container("crashes")
             await node.wait_until(
                 lambda: (
                     len(node.calls_of("crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn

@@ -90,7 +90,7 @@ async def running_agent(node: NodeUnderTest) -> AsyncIterator[asyncio.subprocess
 
 
 def uid_of(node: NodeUnderTest, number: int) -> str:
-    return str(node.api.pod("default", f"load-{number:02d}")["metadata"]["uid"])
+    return str(node.uid_of(f"load-{number:02d}"))
 
 
 def directory_of(node: NodeUnderTest, number: int) -> Path:

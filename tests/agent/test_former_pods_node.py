@@ -61,10 +61,6 @@ async def start(
     await node.wait_running(made["metadata"]["name"])
 
 
-def events(node: NodeUnderTest, reason: str) -> list[str]:
-    return [one["message"] for one in node.api.store.all("events") if one["reason"] == reason]
-
-
 def is_offered(node: NodeUnderTest) -> Iterator[bool]:
     """Of each of gpu-manager's cores that the kubelet knows."""
     return (is_healthy for text, is_healthy in node.kubelet.devices.health(CORE).items() if text.startswith(CORE))
@@ -99,14 +95,14 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
             await node.start_pods(pod("next", container(cores=70, blocks=60)))
             assert node.gpus_of("next") == {GPUS[0]}
             # Nothing of the agent's is in the containers that it did not start.
-            uid = node.api.pod("default", "by-answer")["metadata"]["uid"]
+            uid = node.uid_of("by-answer")
             assert not (node.paths.virtual_manager / uid).exists()
             # Their containers may start again, with what they have.
             changed: list[Allocation | None] = []
             agent.parts.node.cache.subscribe(lambda old, new: changed.append(new))
             for name in ("by-answer", "by-annotation"):
                 assert len(node.calls_of(name, "PreStartContainer")) == 1, "gpu-manager's"
-                node.kill_container("default", name, "main")
+                node.kill_container(name)
                 await node.wait_until(lambda: len(node.calls_of(name, "PreStartContainer")) == 2, "a start")  # noqa: B023
                 await node.wait_running(name)
             assert changed == []
@@ -119,7 +115,7 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
             await node.wait_until(lambda: not any(is_offered(node)), "its IDs are offered to nobody")
             await node.wait_allocatable(CORE, 200)
         # Until the pods are listed the second GPU is held back in silence.
-        assert events(node, "GPUUnhealthy") == events(node, "GPURecovered") == []
+        assert node.messages("GPUUnhealthy") == node.messages("GPURecovered") == []
 
 
 async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:
@@ -133,7 +129,7 @@ async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:
             plugin.on_allocate = next_answer
             await node.start_pods(pod("two", container("a", cores=30, blocks=4), container("b", cores=100, blocks=96)))
         async with open_agent(node, *FLAGS) as agent:
-            uid = node.api.pod("default", "two")["metadata"]["uid"]
+            uid = node.uid_of("two")
             held = {one.key.container: (one.gpus, one.is_whole) for one in agent.parts.node.cache.of_pod(uid)}
             assert held == {"a": ((GPUS[1],), False), "b": ((GPUS[0],), True)}
 
@@ -145,8 +141,8 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             await start(node, plugin, pod("former", container(cores=30, blocks=30)), ContainerAllocateResponse())
         async with open_agent(node, *FLAGS, wait=False) as agent:
             why = "gpu-manager started container main of pod default/former, and nothing tells what it has of which GPU"
-            await node.wait_until(lambda: len(events(node, "GPUUnhealthy")) == 2, "an Event of each GPU")
-            assert all(why in text for text in events(node, "GPUUnhealthy"))
+            await node.wait_until(lambda: len(node.messages("GPUUnhealthy")) == 2, "an Event of each GPU")
+            assert all(why in text for text in node.messages("GPUUnhealthy"))
             assert why in await ready_text(agent)
             # What `inspect` and `explain` show of the node.
             await node.wait_until(
@@ -162,7 +158,7 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             node.api.delete_pod("default", "former", grace_period_s=0)
             await node.wait_running("waits")
             assert why not in await ready_text(agent)
-            await node.wait_until(lambda: len(events(node, "GPURecovered")) == 2, "an Event of each GPU")
+            await node.wait_until(lambda: len(node.messages("GPURecovered")) == 2, "an Event of each GPU")
 
 
 async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +166,7 @@ async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFix
         async with gpu_manager(node) as plugin:
             await start(node, plugin, pod("known", container(cores=30, blocks=30)), answer(0))
             await start(node, plugin, pod("former", container(cores=30, blocks=30)), ContainerAllocateResponse())
-        uids = {name: node.api.pod("default", name)["metadata"]["uid"] for name in ("known", "former")}
+        uids = {name: node.uid_of(name) for name in ("known", "former")}
         await asyncio.to_thread(main, ["check", *node.arguments(*FLAGS)])
         text = " ".join(capsys.readouterr().out.split())
         assert f"gpu-manager started container main of pod with UID {uids['former']}" in text
@@ -181,7 +177,7 @@ async def test_a_pod_that_ended_before_the_swap_holds_nothing() -> None:
     async with open_test_node() as node:
         async with gpu_manager(node) as plugin:
             await start(node, plugin, pod("ended", container(cores=30, blocks=30), restartPolicy="Never"), answer(0))
-            node.kill_container("default", "ended", "main")
+            node.kill_container("ended")
             await node.wait_phase("ended", "Failed", "Succeeded")
         async with open_agent(node, *FLAGS) as agent:
             await node.wait_until(lambda: not len(agent.parts.node.cache), "nothing held")
@@ -199,5 +195,5 @@ async def test_gpushares_pods_keep_the_gpu_of_their_index() -> None:
             assert found.gpus == (GPUS[1],) and len(found.ids_of(ResourceKind.GPU_MEM)) == 20
             await node.wait_allocatable(GPU_MEM, 48)
             await node.start_pods(pod("new", limits_of("main", {GPU_MEM: 10})))
-            (new,) = agent.parts.node.cache.of_pod(node.api.pod("default", "new")["metadata"]["uid"])
+            (new,) = agent.parts.node.cache.of_pod(node.uid_of("new"))
             assert new.gpus == (GPUS[0],)

@@ -41,6 +41,6 @@ async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, s
         await node.wait_until(lambda: written().get("tencent.com/gpu-assigned") == "true", "the annotations")
         assert len(written()["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
         if cores < 100:
-            uid = node.api.pod("default", "vcuda")["metadata"]["uid"]
+            uid = node.uid_of("vcuda")
             config = decode_config((node.paths.virtual_manager / uid / "nvidia" / "vcuda.config").read_bytes())
             assert (config.utilization, config.memory_bytes, config.enable) == (cores, blocks * BLOCK_BYTES, True)

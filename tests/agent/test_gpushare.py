@@ -45,7 +45,7 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         index = env["ALIYUN_COM_GPU_MEM_IDX"]
         assert (env["ALIYUN_COM_GPU_MEM_POD"], env["ALIYUN_COM_GPU_MEM_CONTAINER"]) == ("8", "6")
         assert env["ALIYUN_COM_GPU_MEM_DEV"] == "24"
-        uid = node.api.pod("default", "share")["metadata"]["uid"]
+        uid = node.uid_of("share")
         config = decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (25, 6 * 2**30, True)
         await node.wait_until(

@@ -78,16 +78,7 @@ async def _agent(*flags: str, event_period_s: float = 0.05) -> AsyncIterator[tup
 
 def _is_away(node: NodeUnderTest, uuid: str) -> bool:
     """All IDs of the GPU are Unhealthy, in both resources."""
-    return _states(node, uuid) == {False}
-
-
-def _states(node: NodeUnderTest, uuid: str) -> set[bool]:
-    return {
-        state
-        for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices.health(resource).items()
-        if device.startswith(key_of(uuid))
-    }
+    return node.states_of(uuid) == {False}
 
 
 def _event_reasons(node: NodeUnderTest) -> list[str]:
@@ -115,9 +106,9 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         node.api.create_pod(pod("nowhere", container(cores=70, blocks=10), nodeName=node.name))
         message = await node.wait_settled("nowhere")  # 80 cores are free for the kubelet, but on two GPUs
         assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
-        assert _states(node, ill) == {False}  # however many polls found it usable meanwhile
+        assert node.states_of(ill) == {False}  # however many polls found it usable meanwhile
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}], resets=[{"id": 2, "gpu": 0}])
-        await node.wait_until(lambda: _states(node, ill) == {True}, "the reset GPU back")
+        await node.wait_until(lambda: node.states_of(ill) == {True}, "the reset GPU back")
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
         await node.wait_running("first", "second", "third", "fourth")
         assert node.gpus_of("fourth") == {ill}
@@ -142,7 +133,7 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
         await poll_until(is_counted, "all events counted")
         await node.wait_until(lambda: _is_away(node, ill), "the GPU away")
         write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "gpu": 1}])
-        await node.wait_until(lambda: _states(node, ill) == {True}, "the GPU back")
+        await node.wait_until(lambda: node.states_of(ill) == {True}, "the GPU back")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert [gpus[key_of(ill)] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
         await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
@@ -194,7 +185,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
         assert await _shown(agent) == [("new fan", "", False), (None, "", True)]
         code, out, _ = await _cordon(node, "uncordon", uuid[:12])
         assert (code, out) == (0, f"GPU 0 ({uuid}) is in service again.\n")
-        await node.wait_until(lambda: _states(node, uuid) == {True}, "the GPU back")
+        await node.wait_until(lambda: node.states_of(uuid) == {True}, "the GPU back")
         await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
         assert _event_reasons(node) == ["GPUCordoned", "GPUUncordoned"]
 

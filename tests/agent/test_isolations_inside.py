@@ -80,7 +80,7 @@ class Host:
     ) -> Any:
         """The golden file's case with this node's GPUs, pod and directories in the place of its own."""
         own = [gpu for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid in node.gpus_of(name, "cuda")]
-        places = {GOLDEN_UID: uid_of(node, name)}
+        places = {GOLDEN_UID: node.uid_of(name)}
         places |= dict(zip(GOLDEN_UUIDS, (gpu.uuid for gpu in own), strict=False))
         places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{gpu.minor}" for n, gpu in enumerate(own)}
         places |= {
@@ -90,10 +90,6 @@ class Host:
         }
         text = json.dumps(json.loads((EDITS / isolation / f"{strategies}.json").read_text())[case])
         return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))
-
-
-def uid_of(node: NodeUnderTest, name: str) -> str:
-    return str(node.api.pod("default", name)["metadata"]["uid"])
 
 
 def sorted_lists(edits: Any) -> Any:
@@ -121,7 +117,7 @@ def answered(node: NodeUnderTest, name: str) -> Any:
 
 async def environment_of(node: NodeUnderTest, name: str) -> dict[str, str]:
     """Of the running command, without what the sandbox gives to every container."""
-    found = node.kubelet.runtime.find(uid_of(node, name), "cuda")
+    found = node.container_of(name, "cuda")
     assert found is not None and found.is_running
     process = Path(f"/proc/{found.pid}")
     await poll_until(lambda: (process / "cmdline").read_bytes().startswith(b"sleep\0"), "the shell is the command")
@@ -241,14 +237,10 @@ async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() 
         host.library.write_bytes(b"no library")
         async with open_agent(node, "--isolation=gpushare", *host.flags, wait=False) as agent:
             await node.wait_until(lambda: node.kubelet.devices.capacity().get(CORE, (0, 0))[1] > 0, "cores")
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[MEMORY][1] == 0, "no memory without the library"
-            )
+            await node.wait_until(lambda: node.healthy(MEMORY) == 0, "no memory without the library")
             fake_library(host.library)
             await agent.parts.isolation.watches["gpushare"].poll()
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[MEMORY][1] > 0, "memory once the library is there"
-            )
+            await node.wait_until(lambda: node.healthy(MEMORY) > 0, "memory once the library is there")
 
 
 async def test_a_container_that_starts_again_waits_while_the_library_is_away() -> None:

@@ -37,7 +37,7 @@ def share(name: str, *, command: list[str] = WAITS, **limits: int) -> dict[str, 
 
 
 def process_of(node: NodeUnderTest, name: str) -> int:
-    found = node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], "main")
+    found = node.container_of(name)
     assert found is not None and found.is_running
     return found.pid
 
@@ -57,16 +57,12 @@ def mounts_of(node: NodeUnderTest, name: str) -> list[tuple[str, str, bool]]:
     return [(m.container_path, m.host_path, m.read_only) for answer in answers for m in answer.mounts]
 
 
-def healthy(node: NodeUnderTest, resource: str) -> int:
-    return node.kubelet.devices.capacity()[resource][1]
-
-
 async def wait_shares(node: NodeUnderTest, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     reason = agent.parts.isolation.unavailable_reason
     # Both: of an agent that has just registered, the first list may be of before the first check.
     await node.wait_until(
-        lambda: bool(healthy(node, MEMORY)) is served and bool(reason("mps")) is not served,
+        lambda: bool(node.healthy(MEMORY)) is served and bool(reason("mps")) is not served,
         f"memory healthy: {served}",
     )
 
@@ -128,7 +124,7 @@ async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(place: MpsPla
             said = {command.split()[0] for command in daemon.commands}
         assert said == {"get_default_active_thread_percentage"}, "the agent only asks"
         async with open_agent(node, *flags(place), wait=False) as agent:  # started while the daemon is down
-            await node.wait_until(lambda: bool(healthy(node, CORE)), "the cores healthy")
+            await node.wait_until(lambda: bool(node.healthy(CORE)), "the cores healthy")
             await wait_shares(node, agent, served=False)
             await node.wait_ledger_equal(agent)
             async with open_fake_mps(place.pipe, place.logs, place.program):

@@ -38,10 +38,6 @@ async def _wait_blocks(node: NodeUnderTest, count: int) -> None:
     await node.wait_until(lambda: node.kubelet.devices.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
 
 
-def _events(node: NodeUnderTest) -> list[str]:
-    return [event["message"] for event in node.api.events() if event["reason"] == REFUSED]
-
-
 def _registered(node: NodeUnderTest) -> list[str]:
     return sorted(line["resource"] for line in node.log_lines("device_plugin_registered"))
 
@@ -57,8 +53,8 @@ async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_r
             await _wait_blocks(node, BLOCKS)
             await _label(node, "none-such")
             await poll_until(lambda: node.log_lines("settings_not_reloaded"), "the name is refused")
-            await node.wait_until(lambda: _events(node), "the Event")
-            assert "none-such" in _events(node)[0]
+            await node.wait_until(lambda: node.messages(REFUSED), "the Event")
+            assert "none-such" in node.messages(REFUSED)[0]
             await _label(node, "large")
             await _wait_blocks(node, BLOCKS // 2)
             _mount(directory, small="", large="resources: {memory_block_mib: many}")
@@ -76,8 +72,8 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
             flags = ["--simulated.gpus=2", "--simulated.gpu-memory-mib=81920"]
             async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
                 await _wait_blocks(node, 2 * 81920 // 256)
-                await node.wait_until(lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
-                assert node.kubelet.devices.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"
+                await node.wait_until(lambda: len(node.messages(REFUSED)) > number, "the Event")  # noqa: B023 - in this turn
+                assert node.healthy(MEMORY) == 2 * 81920 // 256, "the settings of all nodes stay"
 
 
 async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_force() -> None:

@@ -137,7 +137,7 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
             return found
 
         async with open_child(node, *FLAGS):
-            node.kill_container("default", "p", "main")
+            node.kill_container("p")
             await node.wait_until(lambda: "waiting" in container()["state"], "the refusal")
             message = container()["state"]["waiting"]["message"]
             assert "other numbers than /dev/nvidia" in message and "Delete the pod" in message and "GPU GPU-" in message

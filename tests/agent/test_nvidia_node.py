@@ -86,7 +86,7 @@ async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
         await node.start_pods(sample("second"))
         configs = {}
         for name in ("first", "second"):
-            uid = node.api.pod("default", name)["metadata"]["uid"]
+            uid = node.uid_of(name)
             path = node.paths.virtual_manager / uid / "cuda-container" / "vcuda.config"
             config = decode_config(path.read_bytes())
             configs[answer(node, name)[0][0].rpartition("/")[2]] = (

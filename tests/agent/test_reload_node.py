@@ -97,11 +97,9 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
             assert set(sockets) < set(_sockets(node))
             path.write_text("simulated: {gpus: 2}\n" + without)
             child.send_signal(signal.SIGHUP)
-            await node.wait_until(lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "the new blocks")
+            await node.wait_until(lambda: node.healthy(MEMORY) == BLOCKS, "the new blocks")
             assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 2 * CORES)
-            await node.wait_until(
-                lambda: not node.kubelet.devices.capacity()[GPU_MEM][1], "the end of the removed resource"
-            )
+            await node.wait_until(lambda: not node.healthy(GPU_MEM), "the end of the removed resource")
             await poll_until(lambda: _sockets(node) == sockets, "its socket removed")
             assert sorted(_registered(node)) == sorted([CORE, MEMORY, GPU_MEM])
             await node.start_pods(pod("after", container(cores=50, blocks=BLOCKS // 4)))
@@ -155,7 +153,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
             assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.node.cache) == {
                 allocation.gpus[0]: 50
             }
-            await node.wait_until(lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
+            await node.wait_until(lambda: node.healthy(MEMORY) == BLOCKS, "blocks of 512 MiB")
             assert not [call for call in node.calls.calls if call.error]
             await stop_task(task)
         assert not _sockets(node)

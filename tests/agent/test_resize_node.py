@@ -46,7 +46,7 @@ async def resize(node: NodeUnderTest, name: str, text: str, size: tuple[int, int
 
 
 def config_of(node: NodeUnderTest, name: str) -> VDeviceConfig:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     return decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
 
 
@@ -68,13 +68,9 @@ def events_of(node: NodeUnderTest, name: str) -> list[tuple[str, str]]:
     ]
 
 
-def healthy(node: NodeUnderTest, resource: str) -> int:
-    return node.kubelet.devices.capacity()[resource][1]
-
-
 def held_of(node: NodeUnderTest, name: str) -> list[int]:
     """Of GPU 0, as the node's object says."""
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     raw = node.api.node(node.name)
     held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/allocations", '{"allocations":{}}'))[
         "allocations"
@@ -94,7 +90,7 @@ async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left
         await node.start_pods(share("web"))
         await resize(node, "web", "main:cores=50,memory=24", (50, 24))
         await node.wait_until(lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
-        await node.wait_until(lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (80, 80), "IDs withheld")
+        await node.wait_until(lambda: (node.healthy(CORE), node.healthy(MEMORY)) == (80, 80), "IDs withheld")
         await node.wait_until(lambda: held_of(node, "web") == [50, 24], "the node's object")
         await node.wait_until(lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
         assert used_cores(agent.parts.node.cache) == {agent.parts.node.gpus().gpus[0].uuid: 50}
@@ -111,7 +107,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
     flags = ("--gpus=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
         await node.start_pods(share("web"))
-        uid = node.api.pod("default", "web")["metadata"]["uid"]
+        uid = node.uid_of("web")
         directory = node.paths.virtual_manager / uid / "main"
         config = directory / CONFIG_NAME
 
@@ -142,8 +138,8 @@ async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked()
         await node.wait_until(lambda: status_of(node, "first") == "main:cores=20,memory=10,shrinking", "status")
         await annotate(node, "second", "main:cores=70")
         await node.wait_until(lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
-        key = ContainerKey(node.api.pod("default", "first")["metadata"]["uid"], "main")
-        node.kill_container("default", "first", "main")
+        key = ContainerKey(node.uid_of("first"), "main")
+        node.kill_container("first")
         await poll_until(lambda: size_of(node, "second") == (70, 30), "granted once every process is new")
         await node.wait_until(lambda: held_of(node, "second") == [70, 30], "the node's object")
         await annotate(node, "first", None)
@@ -244,7 +240,7 @@ async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answe
             await poll_until(lambda: len(cache), "recovered")
             (allocation,) = cache
             assert used_cores(cache)[allocation.gpus[0]] == 90 and used_blocks(cache)[allocation.gpus[0]] == 90
-            await node.wait_until(lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (40, 14), "IDs withheld")
+            await node.wait_until(lambda: (node.healthy(CORE), node.healthy(MEMORY)) == (40, 14), "IDs withheld")
             assert not agent.parts.node.pods.is_synced
 
 

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.usage import UsageRound
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_tenant import SlowFiles
@@ -29,7 +28,7 @@ FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
 
 def pids_of(node: NodeUnderTest, name: str, container_name: str = "main") -> list[int]:
     """The container's processes on this machine."""
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     run = node.kubelet.runtime.find(uid, container_name)
     assert run is not None
     return node.kubelet.runtime.pids(run)
@@ -43,7 +42,7 @@ def put_usage(node: NodeUnderTest, *processes: Mapping[str, Any]) -> None:
 
 
 def key_of(node: NodeUnderTest, name: str, container_name: str = "main") -> ContainerKey:
-    return ContainerKey(PodUid(node.api.pod("default", name)["metadata"]["uid"]), container_name)
+    return ContainerKey(node.uid_of(name), container_name)
 
 
 def index_of(node: NodeUnderTest, agent: InnerAgent, name: str) -> int:
@@ -249,7 +248,7 @@ async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatc
             for number in range(5):
                 node.api.create_pod(pod(f"other{number}", container(cores=10, blocks=2)))
             await node.wait_running(*(f"other{number}" for number in range(5)))
-            node.kill_container("default", "hostile", "main")
+            node.kill_container("hostile")
             await node.wait_until(lambda: len(node.calls_of("hostile", "PreStartContainer")) == 2, "the restart")
             assert not node.calls_of("hostile", "PreStartContainer")[-1].error
             assert (directory / "usage").stat().st_ino != former and is_served(directory / "vcuda.sock")

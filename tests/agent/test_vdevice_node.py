@@ -12,7 +12,7 @@ from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_no
 
 
 def directory_of(node: NodeUnderTest, name: str, inner: str = "main") -> Path:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     return node.paths.virtual_manager / uid / inner
 
 

@@ -22,7 +22,7 @@ from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embe
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, under_test
+from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, NodeUnderTest, SmallPlugin, device_ids, under_test
 from tests.support_deadline import DEADLINE_S
 from tests.support_threads import remove_directory
 
@@ -32,6 +32,8 @@ QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
 
 class ClusterUnderTest(EmbeddedCluster, frozen=True, kw_only=True):
     """An embedded cluster with what tests do to it, wait for and read."""
+
+    nodes: tuple[NodeUnderTest, ...]
 
     async def wait_until(self, found: Callable[[], Any], what: str) -> Any:
         return await self.api.signal.wait_until(found, DEADLINE_S, what)

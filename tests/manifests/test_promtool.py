@@ -45,7 +45,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
             node.api.create_pod(pod(name, one))
         await node.wait_running("a", "b", "whole")
         await node.settle_pod(pod("refused", container(cores=10)))
-        pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
+        pid = node.kubelet.runtime.living(node.uid_of("a"))[0].pid
         used = [{"pid": who, "gpu": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))
         await poll_until(

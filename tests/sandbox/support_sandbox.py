@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire import v1
 from gpushare_agent.core.wire.v1beta1 import (
@@ -304,11 +305,35 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         self.api.create_pod(made)
         return await self.wait_settled(made["metadata"]["name"])
 
-    def kill_container(self, namespace: str, pod_name: str, container: str) -> None:
+    def kill_container(self, name: str, container: str = "main") -> None:
         """Ends a container's process as a crash would."""
-        found = self.kubelet.runtime.find(self.api.pod(namespace, pod_name)["metadata"]["uid"], container)
+        found = self.container_of(name, container)
         assert found is not None and found.is_running
         self.kubelet.runtime.kill(found)
+
+    def uid_of(self, name: str) -> PodUid:
+        return PodUid(self.api.pod("default", name)["metadata"]["uid"])
+
+    def container_of(self, name: str, container: str = "main") -> Any:
+        """The runtime's newest run of it, None before the first."""
+        return self.kubelet.runtime.find(self.uid_of(name), container)
+
+    def messages(self, reason: str) -> list[str]:
+        """Those of the Events with that reason."""
+        return [event["message"] for event in self.api.events() if event["reason"] == reason]
+
+    def healthy(self, resource: str) -> int:
+        """How many healthy devices the kubelet has of a resource that was registered."""
+        return self.kubelet.devices.capacity()[resource][1]
+
+    def states_of(self, uuid: str) -> set[bool]:
+        """The health of a GPU's IDs, of both resources, as the kubelet has them."""
+        return {
+            state
+            for resource in (CORE, MEMORY)
+            for device, state in self.kubelet.devices.health(resource).items()
+            if device.startswith(key_of(uuid))
+        }
 
     async def register(self, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:
         channel = Channel(path=str(self.paths.device_plugin_path / "kubelet.sock"))
@@ -394,8 +419,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
 
     def gpus_of(self, name: str, container: str = "main") -> set[str]:
         """The UUIDs of the GPUs whose vcore IDs a running container was given."""
-        uid = self.api.pod("default", name)["metadata"]["uid"]
-        keys = {device.rpartition("-")[0] for device in self.kubelet_held()[uid, container][0]}
+        keys = {device.rpartition("-")[0] for device in self.kubelet_held()[self.uid_of(name), container][0]}
         uuids = {uuid for index in range(16) if key_of(uuid := simulated_uuid(self.name, index)) in keys}
         assert len(uuids) == len(keys)
         return uuids

@@ -178,7 +178,7 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
         node.api.create_pod(bound(pod("p", foo())))
         await node.wait_phase("p", "Running")
         async with node.open_plugin(foo_plugin()):
-            node.kill_container("default", "p", "main")
+            node.kill_container("p")
             await node.kubelet.wait_for(lambda: node.calls.of("Allocate"), what="the late Allocate")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
 
@@ -219,7 +219,7 @@ async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_on
         plugin = foo_plugin(wants_pre_start=True)
         async with node.open_plugin(plugin):
             await node.start_pods(pod("p", foo(count=2)))
-            node.kill_container("default", "p", "main")
+            node.kill_container("p")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
         methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
         assert methods == ["Allocate", "PreStartContainer", "PreStartContainer"]

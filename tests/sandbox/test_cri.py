@@ -60,7 +60,7 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
 
         [first] = (await all_containers(node.paths.runtime_socket)).values()
         assert shown() == (f"containerd://{first.id}", 0)
-        node.kill_container("default", "train", "main")
+        node.kill_container("train")
         await node.kubelet.wait_for(lambda: shown()[1] == 1, what="the restart")
         [second] = (await all_containers(node.paths.runtime_socket)).values()
         assert second.metadata is not None

@@ -141,7 +141,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await delete("one")
         check()
         await run("again", FROM_TEMPLATE)
-        node.kill_container("default", "again", "c")
+        node.kill_container("again", "c")
         await node.kubelet.wait_for(lambda: restarts(node, "again") == 1)
         check()
         await delete("again")

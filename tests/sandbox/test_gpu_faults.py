@@ -168,7 +168,7 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
 
 
 def _is_of(node: Any, record: Any, name: str) -> bool:
-    return bool(record.pod_uid == node.api.pod("default", name)["metadata"]["uid"])
+    return bool(record.pod_uid == node.uid_of(name))
 
 
 # --- the commands ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,16 +21,12 @@ from tests.sandbox.support_sandbox import (
 from tests.support_deadline import DEADLINE_S
 
 
-def container_of(node: NodeUnderTest, name: str, container: str = "main") -> Any:
-    return node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], container)
-
-
 async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> None:
     """TERM ignored: the pod is listed with its devices, and "Available: 0", until its process dies."""
     async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
         await node.start_pods(pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
-        process = container_of(node, "slow")
+        process = node.container_of("slow")
         node.api.delete_pod("default", "slow")
         node.api.create_pod(bound(pod("early", foo())))
         await node.wait_phase("early", "Failed")
@@ -49,7 +44,7 @@ async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives(
     async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
         await node.start_pods(pod("slow", foo(count=2), annotations=slow))
-        process = container_of(node, "slow")
+        process = node.container_of("slow")
         node.api.delete_pod("default", "slow", grace_period_s=0)
         node.api.create_pod(bound(pod("next", foo(count=2))))
         await node.wait_phase("next", "Running")
@@ -88,7 +83,7 @@ async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> No
         status = (await node.wait_phase("p", "Running"))["status"]
         identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         path = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
-        assert int((path / "cgroup.procs").read_text()) == container_of(node, "p").pid
+        assert int((path / "cgroup.procs").read_text()) == node.container_of("p").pid
         await node.remove_pod("p")
         assert not path.parent.exists()
 
@@ -97,7 +92,7 @@ async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
     """restartPolicy Never: Failed, with the exit code in the status."""
     async with open_test_node() as node:
         await node.start_pods(pod("p", restartPolicy="Never"))
-        node.kill_container("default", "p", "main")
+        node.kill_container("p")
         status = (await node.wait_phase("p", "Failed"))["status"]
         assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
 
@@ -137,14 +132,14 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
             for name in ("a", "b"):
                 await node.start_pods(pod(name, foo(count=2)))
             before, calls = await node.list_pods(), len(node.calls.calls)
-            process = container_of(node, "a")
+            process = node.container_of("a")
         await node.kubelet.restart()
         assert await node.list_pods() == {}
         node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
         assert await node.list_pods() == before
         assert len(node.calls.calls) == calls
-        assert container_of(node, "a") is process
+        assert node.container_of("a") is process
         assert process.is_running
         node.kubelet.push_node_status()
         assert node.api.node("node-a")["status"]["allocatable"][FOO] == "0"
@@ -155,7 +150,7 @@ async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -
     async with open_test_node() as node:
         async with node.open_plugin(foo_plugin(2)):
             await node.start_pods(pod("p", foo("m"), init=(foo("i"),)))
-            process = container_of(node, "p", "m")
+            process = node.container_of("p", "m")
         await node.kubelet.restart()
         status = (await node.wait_phase("p", "Failed"))["status"]
         assert "cannot allocate unhealthy devices" in status["message"]
@@ -184,7 +179,7 @@ async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod
 
 async def _reboot(node: NodeUnderTest, name: str) -> None:
     """The kubelet stopped, the container killed, the kubelet started."""
-    process = container_of(node, name)
+    process = node.container_of(name)
     await node.kubelet.stop()
     node.kubelet.runtime.kill(process)
     await node.kubelet.start()
@@ -240,7 +235,7 @@ async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() 
     async with open_test_node() as node:
         for name in ("soft", "hard"):
             await node.start_pods(pod(name))
-        orphan = container_of(node, "hard")
+        orphan = node.container_of("hard")
         await node.kubelet.stop()
         node.api.delete_pod("default", "soft")
         node.api.delete_pod("default", "hard", grace_period_s=0)

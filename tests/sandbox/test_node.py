@@ -49,7 +49,7 @@ async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_
         shown = await node.kubelet.wait_for(condition)
         assert shown is not None
         assert shown["message"] == f"0/1 nodes are available: 1 Insufficient {CORE}."
-        assert [e["message"] for e in node.api.events() if e["reason"] == "FailedScheduling"] == [shown["message"]]
+        assert node.messages("FailedScheduling") == [shown["message"]]
         await node.start_pods(pod("small", container("main", cores=20)))
         await node.remove_pod("first")
         await node.wait_phase("second", "Running")
@@ -236,7 +236,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
         await node.start_pods(pod("p", container("main", cores=30), restartPolicy="Never"))
         shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
-        node.kill_container("default", "p", "main")
+        node.kill_container("p")
         await node.wait_phase("p", "Failed")
         (ended,) = report(shown)["pods"]
     (main,) = ended["containers"]
@@ -265,7 +265,7 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
             )
             shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}]
             document = report(shown)
-            process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
+            process = node.container_of("p")
             assert process is not None
         await node.kubelet.wait_for(lambda: not is_offered(shown))
     assert document["node"]["gpus"] == [{"uuid": "a", "cores": 1}]

@@ -147,7 +147,7 @@ async def _admit_two_around(node: NodeUnderTest, plugin: SmallPlugin, *, during:
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
     await node.kubelet.wait_for(lambda: any(c.method == during for c in node.calls.open_calls))
-    node.kill_container("default", "old", "main")
+    node.kill_container("old")
     await node.wait_phase("old", "Failed")
     await node.list_pods()
     assert node.calls.pod_resources_calls[-1].inside[-1].method == during
@@ -188,7 +188,7 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
         await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
-        node.kill_container("default", "old", "main")
+        node.kill_container("old")
         await node.wait_phase("old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
         gate.is_shut = False

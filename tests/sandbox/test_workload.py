@@ -201,7 +201,7 @@ async def test_containers_without_gpus_and_ended_ones_use_nothing() -> None:
     async with open_played() as (node, player):
         uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
         assert len(written_now(node, player)) == 1
-        node.kill_container("default", "a", "main")
+        node.kill_container("a")
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.is_running(uid, "main"))
         assert written_now(node, player) == ()
 
