@@ -117,14 +117,14 @@ def _part_loads(container: documents.ContainerDocument, part: documents.Containe
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
 
 
-def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[Line]:
-    """The GPU, and why it is out of service. `state` where it is another than the document's."""
+def gpu_lines(gpu: documents.GpuDocument, width: int) -> list[Line]:
+    """The GPU, and why it is out of service."""
     usage, memory = gpu["usage"] or {}, gpu["memory"]
-    state, used = state or health_word(gpu), usage.get("memory_used_bytes")
+    used, style = usage.get("memory_used_bytes"), health_style(health_word(gpu))
     line = Line(
         cells={
             FIRST: f"{gpu_label(gpu)} {gpu['name']}",
-            STATE: state,
+            STATE: health_word(gpu),
             CORES_COLUMN: "whole" if is_given_whole(gpu) else f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
             SM: percent(usage.get("sm_ratio")),
             MEMORY_COLUMN: f"{gib(used)}/{gib(memory['capacity_bytes'])}",
@@ -134,11 +134,9 @@ def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[L
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, memory["capacity_bytes"])},
         is_gpu=True,
-        style=health_style(state),
+        style=style,
     )
     text_width = max(1, width - len(REASON_INDENT))
-    # By the document's state: with `state` the caller has only replaced the word.
-    style = health_style(health_word(gpu))
     reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
 

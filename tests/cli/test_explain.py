@@ -19,14 +19,12 @@ from gpushare_agent.core.model.errors import NotFound, RefusalReason, Unavailabl
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.kubectl.explain import ADVICE
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
-from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.fakes.api_server import json_server
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 from tests.settings.support_settings import run_program
-from tests.support_deadline import DEADLINE_S
 
 
 async def explained(capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], *words: str) -> str:
@@ -40,12 +38,12 @@ async def explained(capsys: pytest.CaptureFixture[str], decisions: Sequence[Deci
 
 
 async def text_of(
-    node: EmbeddedNode, url: str, raw: dict[str, Any], phase: str, capsys: pytest.CaptureFixture[str]
+    node: NodeUnderTest, url: str, raw: dict[str, Any], phase: str, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Creates the pod, waits until it is admitted or refused, and asks."""
     name = raw["metadata"]["name"]
     node.api.create_pod(raw)
-    await wait_phase(node, name, phase)
+    await node.wait_phase(name, phase)
     capsys.readouterr()  # the agent's log is in this process
     assert await call("explain", f"--server={url}", name) == 0
     return capsys.readouterr().out
@@ -114,10 +112,9 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
     parts.node.inventory.subscribe(lambda _: changed.set())
-    async with asyncio.timeout(DEADLINE_S):
-        while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
-            changed.clear()
-            await changed.wait()
+    while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
+        changed.clear()
+        await changed.wait()
 
 
 # --- what is shown ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,24 +94,19 @@ def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> 
             assert (patch["kind"], patch["metadata"]["name"]) in base
 
 
-def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
+@pytest.mark.parametrize(
+    ("component", "right", "setting"),
+    [
+        ("without-cleanup", CLEANUP_RIGHT, "allocation.cleanup_rejected_pods"),
+        ("without-node-facts", FACTS_RIGHT, "facts.is_written"),
+    ],
+)
+def test_a_component_takes_a_right_and_its_setting_away_together(
+    component: str, right: tuple[str, str], setting: str
+) -> None:
     """One without the other would be a warning of `check`, or a right that nothing uses."""
-    role, binding, setting = (
-        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
-    )
-    assert role["$patch"] == binding["$patch"] == "delete"
-    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
-    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
-    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
-    assert rights == [CLEANUP_RIGHT]
-    (container,) = setting["spec"]["template"]["spec"]["containers"]
-    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
-
-
-def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> None:
-    """As without-cleanup: nothing is left that only warns, and no right that nothing uses."""
-    role, binding, setting = (
-        documents(f"components/without-node-facts/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    role, binding, patch = (
+        documents(f"components/{component}/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
     )
     assert role["$patch"] == binding["$patch"] == "delete"
     assert (role["kind"], binding["kind"]) == ("ClusterRole", "ClusterRoleBinding")
@@ -119,9 +115,9 @@ def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> N
         item for item in documents("base/rbac.yaml") if item["metadata"] == role["metadata"] and "rules" in item
     ]
     rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
-    assert rights == [FACTS_RIGHT]
-    (container,) = setting["spec"]["template"]["spec"]["containers"]
-    assert load_settings([], variables(container)).settings.facts.is_written is False
+    assert rights == [right]
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert attrgetter(setting)(load_settings([], variables(container)).settings) is False
 
 
 def test_the_component_nvidia_turns_the_names_of_nvidias_plugin_on(tmp_path: Path) -> None:
