@@ -125,7 +125,7 @@ class IsolationPart:
         return None
 
     def problem(self, key: ContainerKey) -> str:
-        """Why the container was found to run without its limit, empty if it has it."""
+        """Why the container was found to run without its limit, the same object while it does; empty if it has it."""
         return ""
 
     def probed(self) -> ProbeResult | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import threading
 from collections import deque
@@ -151,6 +152,8 @@ _LEAF_LINKS = 2
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
 
+_HOSTS_PID_NAMESPACE = 0xEFFFFFFC
+"""Its inode, as the kernel has it in include/linux/proc_ns.h."""
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
 
@@ -301,6 +304,17 @@ class Cgroups:
                 found[pid] = parse_namespace_pids(_read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES))
         return found
 
+    def own_pids(self, pids: Iterable[int]) -> Mapping[int, int]:
+        """The PID of each process in its own PID namespace, by its host PID. Left out are those that have ended, or that
+        end: their memory is gone, and what the driver still counts for them is about to go."""
+        found = {}
+        for pid in pids:
+            with suppress(OSError):
+                status = _read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES)
+                if b"\nVmSize:" in status:
+                    found[pid] = (pid, *parse_namespace_pids(status))[-1]
+        return found
+
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
         """The start of each process, in ticks since the boot: another process of that PID has another time. Those that
         have ended are left out. Source: field 22 of /proc/<pid>/stat."""
@@ -311,6 +325,33 @@ class Cgroups:
                 # The process's name is in brackets, and may have any in it.
                 found[pid] = int(content[content.rindex(b")") + 1 :].split()[19])
         return found
+
+    def end(self, pid: int, started: int, pods: Collection[PodUid]) -> bool:
+        """Kills the process of one of these pods that started then; False where the PID is not that one's any more. Raises
+        Unavailable, where this process may not do that, or cannot know whose the PID is."""
+        refused = f"process {pid} cannot be ended: "
+        try:
+            # NVML's PIDs are the host's. In another namespace, as of a node that is a container, they are somebody else's.
+            if Path("/proc/self/ns/pid").stat().st_ino != _HOSTS_PID_NAMESPACE:
+                raise Unavailable(f"{refused}the agent is not in the host's PID namespace")
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        except OSError as e:
+            raise Unavailable(f"{refused}{e.strerror}") from e
+        try:
+            # Asked with the descriptor open: whatever the PID names from here on, the signal reaches the process of now.
+            owner = self.identify(pid)
+            if self.started([pid]).get(pid) != started or owner is None or owner.pod_uid not in pods:
+                return False
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        except OSError as e:
+            raise Unavailable(f"{refused}{e.strerror} (component end-unlimited has the right)") from e
+        finally:
+            os.close(process)
+        return True
 
     def check_driver(self, setting: str) -> str | None:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods
@@ -340,6 +381,8 @@ class Cgroups:
     processes_round_in_thread = _in_thread(processes_round, "reading the containers' cgroups")
     changed_in_thread = _in_thread(changed, "reading the containers' cgroups")
     namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
+    own_pids_in_thread = _in_thread(own_pids, "reading the status of processes")
+    end_in_thread = _in_thread(end, "ending a process")
     check_driver_in_thread = _in_thread(check_driver, "reading the pods' cgroups")
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
     identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)

@@ -42,6 +42,9 @@ _PAID = struct.Struct("@48xQQ128xQQQ40x")
 _UNATTRIBUTED = struct.Struct("@8xq")
 _SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
 """A process: its PID, 0 if there is none, and what it has of each GPU."""
+_SLOT = struct.Struct("@i324xQ112x")
+FIRST_LOCKED_BYTE = 1 << 20
+"""The process of slot i holds a lock on the byte that is i behind this one, for as long as it lives."""
 
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
@@ -184,6 +187,21 @@ def read_paid(head: bytes) -> list[Paid]:
         Paid(paid_ns=paid, launches=launches, paid_long_ns=paid_long, turns=turns, present_long_ns=present_long)
         for paid, launches, paid_long, turns, present_long in _PAID.iter_unpack(memoryview(head)[_FIRST_USAGE_GPU:])
     ]
+
+
+class Slot(Struct, frozen=True):
+    """A process under the library: its PID in its own PID namespace, and how many functions it was given that the library
+    does not know."""
+
+    pid: int
+    unhooked: int
+
+
+def read_slots(usage: bytes) -> list[Slot] | None:
+    """All slots of a whole file, also those of no process, which have no PID above 0; None of a file of another layout."""
+    if _USAGE_HEAD.unpack_from(usage) != (b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS):
+        return None
+    return [Slot(*found) for found in _SLOT.iter_unpack(usage[_FIRST_SLOT : _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES])]
 
 
 def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:

@@ -1,0 +1,221 @@
+"""Finds containers that libgpushare does not limit, says so, and ends their processes where `libgpushare.unlimited` is end.
+
+Whether a program loads the library is decided in its container: one for musl, linked statically, from Nix or in a chroot
+does not. But the driver names every process on a GPU, and the library gives each a slot of `usage` before its context:
+
+    no slot            the process computes by the driver, and is not limited
+    above the limit    by the driver alone, whatever the container writes into its `usage`
+    unknown functions  the library says that it has let the program have some
+
+A slot counts as long as a process holds its lock. A tenant who makes up slots hides a process from the first rule, not from
+the second. Graphics processes need no slot: the library limits none. A share that is made smaller may have more while the
+resize lasts. What was found is believed once it is there for SETTLED_S: a look that finds something new asks for more rounds
+of usage sampling, and nothing here reads the driver itself.
+
+State owned: since when which container and process is found, what is wrong with a container now, and what was told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NoReturn
+
+import structlog
+from msgspec import Struct, field
+
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS, GpuLimits, Slot
+from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.supervision import Reconciler
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import AgentError
+from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 5.0
+PAUSE_S = 2.0
+"""Between two looks: a round comes each second while the use is read."""
+SETTLED_S = 5.0
+PROCESS_BYTES = 16 * MIB
+"""What each process may have more than the library counts: NVML's granule, and a pool's rest (14 MiB on an H200)."""
+CODE_BYTES = 128 * MIB
+"""What a container may: code that the driver loads when the share is full is counted, and not refused."""
+ENDED_BYTES = 1024 * MIB
+"""Above the limit by more, a container's processes are ended although all have a slot."""
+NOT_LIMITED, ENDED = "ShareNotLimited", "UnlimitedProcessEnded"
+NO_LIBRARY = (
+    "a program uses the GPU without libgpushare: it is linked statically, for musl (Alpine), from Nix, in a chroot, or older"
+    " than the isolation. Use an image with glibc and its loader, isolation gpushare+driver, or a whole GPU; create an older"
+    " pod again"
+)
+ABOVE = (
+    "its processes have more memory of a GPU than its limit. A program takes it past libgpushare, as by Vulkan, dlmopen or a"
+    " dlsym of its own. Use isolation gpushare+driver, or a whole GPU"
+)
+UNKNOWN = (
+    "a program uses functions of a CUDA that is newer than libgpushare, which does not limit them. Update the agent"
+)
+
+
+class Seen(Struct):
+    """A container's processes on its limited GPUs in one round. `excess_bytes` is what it has above what it may have, of
+    the GPU where that is most."""
+
+    pids: set[int] = field(default_factory=set)
+    computing: set[int] = field(default_factory=set)
+    excess_bytes: int = 0
+
+
+def seen_in(
+    usage: UsageRound,
+    shares: Mapping[ContainerKey, Sequence[GpuLimits]],
+    share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key,
+) -> dict[ContainerKey, Seen]:
+    """Those with a process. One without memory is in no list of the driver's: it may have encoded video, or has ended."""
+    on_gpu: dict[tuple[ContainerKey, GpuUuid], list[ProcessSample]] = {}
+    by_pid = {uuid: {one.pid: one for one in gpu.processes or ()} for uuid, gpu in usage.gpus.items()}
+    for (key, uuid), use in usage.containers.items():
+        listed = [one for pid in use.pids if (one := by_pid[uuid][pid]).memory_bytes is not None]
+        on_gpu.setdefault((share_of(key), uuid), []).extend(listed)
+    found: dict[ContainerKey, Seen] = {}
+    for (key, uuid), processes in on_gpu.items():
+        limit = next((one.memory_bytes for one in shares.get(key, ()) if one.uuid == uuid), None)
+        if limit is None or not processes:
+            continue
+        seen = found.setdefault(key, Seen())
+        seen.pids.update(one.pid for one in processes)
+        seen.computing.update(one.pid for one in processes if one.kind is not ProcessKind.GRAPHICS)
+        used = sum(one.memory_bytes or 0 for one in processes)
+        seen.excess_bytes = max(seen.excess_bytes, used - limit - CODE_BYTES - PROCESS_BYTES * len(processes))
+    return found
+
+
+def judge(seen: Seen, own_pids: Mapping[int, int], slots: Sequence[Slot] | None) -> dict[str, Collection[int]]:
+    """What is wrong with a container, each with the host PIDs of the processes that may be ended for it. `own_pids` are of
+    those that live; `slots` is None where they cannot be read."""
+    found: dict[str, Collection[int]] = {}
+    computing = {pid: own for pid in seen.computing if (own := own_pids.get(pid)) is not None}
+    with_slot = Counter(slot.pid for slot in slots or ())
+    # More than one process of a PID are in several PID namespaces, as of the containers that use one claim. With all slots
+    # taken the library refuses the next process its context.
+    if slots is not None and len(slots) < MOST_SLOTS and Counter(computing.values()) - with_slot:
+        found[NO_LIBRARY] = [pid for pid, own in computing.items() if own not in with_slot]
+    elif seen.excess_bytes > 0:
+        found[ABOVE] = seen.pids & own_pids.keys() if seen.excess_bytes > ENDED_BYTES else ()
+    if any(slot.unhooked for slot in slots or ()):
+        found[UNKNOWN] = ()
+    return found
+
+
+_Finding = tuple[ContainerKey, str, int, int]
+"""A container and what is wrong; a process to be ended for it, and its start, or 0."""
+
+
+class UnlimitedContainers(Struct, kw_only=True, eq=False):
+    """Call `run` once. `shares` are the containers and claims under this isolation, `pods` those that have a container or a
+    claim, `warn` as IsolationHost has it; `is_shrinking`: a resize has not taken all of its memory yet."""
+
+    files: GpushareFiles
+    cgroups: Cgroups
+    shares: Callable[[], Mapping[ContainerKey, Sequence[GpuLimits]]]
+    share_of: Callable[[ContainerKey], ContainerKey]
+    is_shrinking: Callable[[ContainerKey], bool]
+    pods: Callable[[PodUid], Sequence[Pod]]
+    warn: Callable[[Pod, str, str], None]
+    request_usage: Callable[[], None]
+    ends: bool = False
+    clock: Callable[[], float] = time.monotonic
+    _usage: UsageRound | None = None
+    _since: dict[_Finding, float] = field(default_factory=dict)
+    _problems: dict[ContainerKey, str] = field(default_factory=dict)
+    _told: set[tuple[ContainerKey, str]] = field(default_factory=set)
+    _reconciler: Reconciler = field(default_factory=Reconciler)
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "gpushare-slots", advice="Check the disk of the setting virtual_manager.path."
+        )
+    )
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """For UsageSampling.subscribe."""
+        if usage is not None:
+            self._usage = usage
+            self._reconciler.request()
+
+    def problem(self, key: ContainerKey) -> str:
+        """Why a share is not limited, empty where nothing was found."""
+        return self._problems.get(key, "")
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        await self._reconciler.run(self.look, lambda: None, pause_s=PAUSE_S)
+
+    async def look(self) -> None:
+        """Judges the last round. What cannot be read now is judged after the next one."""
+        shares = self.shares()
+        seen = seen_in(self._usage, shares, self.share_of) if self._usage is not None else {}
+        try:
+            found = set(await self._findings(seen)) if seen else set()
+        except AgentError as e:
+            log.debug("containers_not_judged", error=str(e))
+            return
+        now = self.clock()
+        self._since = {one: self._since.get(one, now) for one in found}
+        settled = sorted(one for one, at in self._since.items() if now - at >= SETTLED_S)
+        if len(settled) < len(found):
+            self.request_usage()  # rounds are rare while nobody reads the use
+        # Without the library is the one that says most, and the last in their order that is taken.
+        self._problems = {key: why for key, why, _, _ in sorted(settled, key=lambda one: one[1] == NO_LIBRARY)}
+        self._told = {one for one in self._told if one[0] in shares}
+        for key, why, pid, started in settled:
+            if pid:
+                await self._end(key, why, pid, started)
+            elif (key, why) not in self._told and self._warn(key, NOT_LIMITED, f"is not limited: {why}"):
+                self._told.add((key, why))
+
+    async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> Iterator[_Finding]:
+        """Raises Unavailable."""
+        pids = {pid for one in seen.values() for pid in one.pids}
+        own_pids = await self.cgroups.own_pids_in_thread(pids)
+        slots = await self._thread.call(partial(self._slots, tuple(seen)), "reading the slots of containers", TIMEOUT_S)
+        judged = {key: judge(one, own_pids, slots[key]) for key, one in seen.items()}
+        for found in [found for key, found in judged.items() if self.is_shrinking(key)]:
+            found.pop(ABOVE, None)
+        ended = {pid for found in judged.values() for pids in found.values() for pid in pids} if self.ends else set()
+        started = await self.cgroups.started_in_thread(ended) if ended else {}
+        return (
+            (key, why, pid, started.get(pid, 0))
+            for key, found in judged.items()
+            for why, processes in found.items()
+            for pid in (0, *(pid for pid in processes if pid in started))
+        )
+
+    def _slots(self, keys: Collection[ContainerKey]) -> dict[ContainerKey, list[Slot] | None]:
+        found: dict[ContainerKey, list[Slot] | None] = {}
+        for key in keys:
+            try:
+                found[key] = self.files.slots(key)
+            except AgentError:  # as the tenant may have made it: the memory is judged all the same
+                found[key] = None
+        return found
+
+    async def _end(self, key: ContainerKey, why: str, pid: int, started: int) -> None:
+        try:
+            if await self.cgroups.end_in_thread(pid, started, {pod.uid for pod in self.pods(key.pod_uid)}):
+                self._warn(key, ENDED, f"had a process that was ended (libgpushare.unlimited): {why}")
+        except AgentError as e:
+            self._warn(key, NOT_LIMITED, f"is not limited, and {e}")
+
+    def _warn(self, key: ContainerKey, reason: str, text: str) -> bool:
+        """False while no pod is known to tell it."""
+        pods = self.pods(key.pod_uid)
+        for pod in pods:
+            self.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
+        return bool(pods)
