@@ -9,12 +9,13 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare import unlimited
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
@@ -41,14 +42,16 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     judge,
     seen_in,
 )
+from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind, ProcessSample, UsageRound
+from gpushare_agent.core.settings.settings import Settings, load_settings
 from tests.isolation.support_library import fake_library
-from tests.support_core import container, pod
+from tests.support_core import allocation, container, ids, pod
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "main")
@@ -175,8 +178,9 @@ def test_what_a_tenant_has_made_of_the_file_is_no_slot(files: GpushareFiles) -> 
     path.write_bytes(encode_usage()[:512] + os.urandom(len(encode_usage()) - 512))
     assert files.slots(KEY) == []
     path.write_bytes(b"GPSU" + struct.pack("I", 2) + encode_usage()[8:])
-    with pytest.raises(Corrupt, match="another version"):
-        files.slots(KEY)
+    assert files.slots(KEY) is None
+    path.write_bytes(b"")
+    assert files.slots(KEY) is None
     path.unlink()
     assert files.slots(KEY) == []
 
@@ -185,32 +189,53 @@ def test_what_a_tenant_has_made_of_the_file_is_no_slot(files: GpushareFiles) -> 
 
 
 class Host(Struct, eq=False):
-    """Events as they are written, real processes, and a /proc that says whose they are."""
+    """Events as they are written, real processes, and a /proc that says whose they are. It is its own node with one
+    allocation, which a resize may change."""
 
     files: GpushareFiles
     proc: Path
+    settings: Settings = load_settings([], {}).settings
     events: list[tuple[str, str]] = field(default_factory=list)
     requests: int = 0
     now: float = 0.0
-    is_shrinking: bool = False
-    pods: Sequence[Pod] = (pod("share", container(cores=30, blocks=8), uid=UID),)
+    shares: Mapping[ContainerKey, Sequence[GpuLimits]] = field(default_factory=lambda: SHARES)
+    resized: dict[ContainerKey, ResizedShare] = field(default_factory=dict)
+    pods: tuple[Pod, ...] = (pod("share", container(cores=30, blocks=8), uid=UID),)
 
-    def watch(self, *, ends: bool = False) -> UnlimitedContainers:
+    @property
+    def node(self) -> Host:
+        return self
+
+    cache = claim_pods = node
+
+    @property
+    def cgroups(self) -> Cgroups:
+        return Cgroups(self.proc, self.proc)
+
+    def share_of(self, key: ContainerKey) -> ContainerKey:
+        return key
+
+    def parts(self, key: ContainerKey) -> Sequence[Allocation]:
+        return [allocation(self.pods[0], key.container, ids(0, range(30)), ids(0, range(8)))]
+
+    def using(self, uid: PodUid) -> tuple[Pod, ...]:
+        return self.pods
+
+    def warn(self, _pod: Pod, reason: str, text: str) -> None:
+        self.events.append((reason, text))
+
+    def request(self) -> None:
+        self.requests += 1
+
+    def watch(self, unlimited: str = "warn") -> UnlimitedContainers:
+        self.settings = load_settings([f"--libgpushare.unlimited={unlimited}"], {}).settings
         return UnlimitedContainers(
             files=self.files,
-            cgroups=Cgroups(self.proc, self.proc),
-            shares=lambda: SHARES,
-            share_of=lambda key: key,
-            is_shrinking=lambda _: self.is_shrinking,
-            pods=lambda _: self.pods,
-            warn=lambda _pod, reason, text: self.events.append((reason, text)),
-            request_usage=self._request,
-            ends=ends,
+            host=self,  # type: ignore[arg-type]
+            shares=lambda: self.shares,
+            request_usage=self.request,
             clock=lambda: self.now,
         )
-
-    def _request(self) -> None:
-        self.requests += 1
 
     def show(self, pid: int, *, uid: str = UID) -> None:
         """The process of now, in the first container of that pod."""
@@ -294,8 +319,14 @@ async def test_memory_above_the_limit_is_told_whatever_the_slots_say(
     host.show(pid)
     take_slot(host.files, open_files, 0, pid)
     may_have = (LIMIT + CODE_BYTES + PROCESS_BYTES) // MIB
-    for mib, is_shrinking, found in ((may_have, False, ""), (may_have + 1, True, ""), (may_have + 1, False, ABOVE)):
-        host.is_shrinking = is_shrinking
+    smaller = ShareSize(cores=30, memory=8)
+    shrinking = ResizedShare(
+        key=KEY, gpu=GPU, kind=ResourceKind.VCORE, allocated=smaller, target=smaller,
+        charged=ShareSize(cores=30, memory=80),
+    )  # fmt: skip
+    enforced = replace(shrinking, charged=smaller)
+    for mib, resized, found in ((may_have, None, ""), (may_have + 1, shrinking, ""), (may_have + 1, enforced, ABOVE)):
+        host.resized = {} if resized is None else {KEY: resized}
         await host.look(watch, process(pid, mib))
         await host.look(watch, process(pid, mib), after_s=60)
         assert watch.problem(KEY) == found
@@ -307,7 +338,7 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
     host: Host, program: Callable[[], int], open_files: ExitStack
 ) -> None:
     """After both looks, and not the one next to it that has a slot."""
-    bare, limited, watch = program(), program(), host.watch(ends=True)
+    bare, limited, watch = program(), program(), host.watch("end")
     for pid in (bare, limited):
         host.show(pid)
     take_slot(host.files, open_files, 0, limited)
@@ -325,7 +356,7 @@ async def test_a_process_above_the_limit_is_ended_only_where_it_is_far_above(
     host: Host, program: Callable[[], int], open_files: ExitStack
 ) -> None:
     """A library that counts late is no reason to end a program."""
-    pid, watch = program(), host.watch(ends=True)
+    pid, watch = program(), host.watch("end")
     host.show(pid)
     take_slot(host.files, open_files, 0, pid)
     for mib in (3000, 4000):
@@ -338,36 +369,30 @@ async def test_a_process_above_the_limit_is_ended_only_where_it_is_far_above(
 @NEEDS_HOST
 def test_a_pid_alone_ends_nothing(host: Host, program: Callable[[], int]) -> None:
     """The process must be one of the pods', and the one that was seen: not another that has its PID since."""
-    pid, cgroups = program(), Cgroups(host.proc, host.proc)
+    pid, own = program(), host.cgroups
     host.show(pid)
-    started = cgroups.started([pid])[pid]
-    assert not cgroups.end(pid, started - 1, {UID})
-    assert not cgroups.end(pid, started, {PodUid("99999999-2222-3333-4444-555555555555")})
+    started = own.started([pid])[pid]
+    assert not own.end(pid, started - 1, {UID})
+    assert not own.end(pid, started, {PodUid("99999999-2222-3333-4444-555555555555")})
     assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    assert cgroups.end(pid, started, {UID})
+    assert own.end(pid, started, {UID})
     os.waitid(os.P_PID, pid, os.WEXITED)
-    assert not cgroups.end(pid, started, {UID})
+    assert not own.end(pid, started, {UID})
 
 
-class Refusing(Cgroups):
-    """A process that the agent may not signal."""
-
-    def end(self, pid: int, started: int, pods: Collection[PodUid]) -> bool:
-        raise Unavailable("process 1 cannot be ended: Operation not permitted")
-
-    async def end_in_thread(self, pid: int, started: int, pods: Collection[PodUid]) -> bool:  # type: ignore[override]
-        return self.end(pid, started, pods)
-
-
-async def test_a_process_that_may_not_be_ended_is_an_event_too(host: Host, program: Callable[[], int]) -> None:
-    pid, watch = program(), host.watch(ends=True)
-    watch.cgroups = Refusing(host.proc, host.proc)
+async def test_a_process_that_may_not_be_ended_is_an_event_too(
+    host: Host, program: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here because the PIDs would be those of another namespace."""
+    monkeypatch.setattr(cgroups, "_HOSTS_PID_NAMESPACE", 1)
+    pid, watch = program(), host.watch("end")
     host.show(pid)
     await host.look(watch, process(pid))
     await host.look(watch, process(pid), after_s=60)
     assert [text for _, text in host.events][1:] == [
-        "container main is not limited, and process 1 cannot be ended: Operation not permitted"
+        f"container main is not limited, and process {pid} cannot be ended: the agent is not in the host's PID namespace"
     ]
+    assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 async def test_what_is_kept_does_not_grow(host: Host, program: Callable[[], int]) -> None:
@@ -378,6 +403,6 @@ async def test_what_is_kept_does_not_grow(host: Host, program: Callable[[], int]
         host.show(pid)
         await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
     assert len(watch._since) == len(host.events) == len(watch._told) == 1
-    watch.shares = dict
+    host.shares = {}
     await host.look(watch)
     assert not watch._since and not watch._told and not watch._problems

@@ -330,27 +330,23 @@ class Cgroups:
         """Kills the process of one of these pods that started then; False where the PID is not that one's any more. Raises
         Unavailable, where this process may not do that, or cannot know whose the PID is."""
         refused = f"process {pid} cannot be ended: "
+        # NVML's PIDs are the host's. In another namespace, as of a node that is a container, they are somebody else's.
+        if Path("/proc/self/ns/pid").stat().st_ino != _HOSTS_PID_NAMESPACE:
+            raise Unavailable(f"{refused}the agent is not in the host's PID namespace")
         try:
-            # NVML's PIDs are the host's. In another namespace, as of a node that is a container, they are somebody else's.
-            if Path("/proc/self/ns/pid").stat().st_ino != _HOSTS_PID_NAMESPACE:
-                raise Unavailable(f"{refused}the agent is not in the host's PID namespace")
             process = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return False
-        except OSError as e:
-            raise Unavailable(f"{refused}{e.strerror}") from e
-        try:
-            # Asked with the descriptor open: whatever the PID names from here on, the signal reaches the process of now.
-            owner = self.identify(pid)
-            if self.started([pid]).get(pid) != started or owner is None or owner.pod_uid not in pods:
-                return False
-            signal.pidfd_send_signal(process, signal.SIGKILL)
+            try:
+                # Asked with the descriptor open: whatever the PID names from here on, the signal reaches the process of now.
+                owner = self.identify(pid)
+                if self.started([pid]).get(pid) != started or owner is None or owner.pod_uid not in pods:
+                    return False
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
         except ProcessLookupError:
             return False
         except OSError as e:
             raise Unavailable(f"{refused}{e.strerror} (component end-unlimited has the right)") from e
-        finally:
-            os.close(process)
         return True
 
     def check_driver(self, setting: str) -> str | None:

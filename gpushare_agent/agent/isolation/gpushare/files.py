@@ -59,7 +59,7 @@ from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
-from gpushare_agent.core.model.errors import Corrupt, NotFound, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Unavailable
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 
 _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -240,13 +240,17 @@ class GpushareFiles:
         with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
             return dict(zip(uuids, read_held(_read(file, USAGE_BYTES), len(uuids)), strict=True))
 
-    def slots(self, key: ContainerKey) -> list[Slot]:
-        """Its processes that have a slot and live; none where the container has no files. Raises Corrupt, Unavailable."""
-        with suppress(NotFound), self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-            if (found := read_slots(_read(file, USAGE_BYTES))) is None:
-                raise Corrupt(f"{USAGE_NAME} is of another version of the agent")
-            return [one for index, one in enumerate(found) if one.pid > 0 and _is_locked(file, index)]
-        return []
+    def slots(self, key: ContainerKey) -> list[Slot] | None:
+        """Its processes that have a slot and live; none where the container has no files; None where those cannot be read,
+        as of another version of the agent, or as the tenant may have made them."""
+        try:
+            with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
+                found = read_slots(_read(file, USAGE_BYTES))
+                return found and [one for place, one in enumerate(found) if one.pid > 0 and _is_locked(file, place)]
+        except NotFound:
+            return []
+        except AgentError:
+            return None
 
     @contextmanager
     def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:

@@ -44,9 +44,10 @@ class GpusharePart(IsolationPart):
         self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
         self._probe = self._probed_library() if _is_proven(settings) else None
         self.services = {"gpushare files": self._preparation, "gpushare observed": self._seen}
-        # Processes on simulated GPUs load no library.
-        self._unlimited = self._unlimited_containers() if settings.driver == "nvml" else None
-        if self._unlimited is not None:
+        self._unlimited = UnlimitedContainers(
+            files=self._files, host=host, shares=self._shares, request_usage=self._request_usage
+        )
+        if settings.driver == "nvml":  # processes on simulated GPUs load no library
             self.services["gpushare unlimited"] = self._unlimited
         if self._probe is not None:
             self.services["gpushare probe"] = self._probe
@@ -77,8 +78,7 @@ class GpusharePart(IsolationPart):
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         self._seen.usage_sampled(usage)
-        if self._unlimited is not None:
-            self._unlimited.usage_sampled(usage)
+        self._unlimited.usage_sampled(usage)
         if self._probe is not None:
             self._probe.usage_sampled(usage)
 
@@ -86,7 +86,7 @@ class GpusharePart(IsolationPart):
         return self._seen.paid(key, uuid)
 
     def problem(self, key: ContainerKey) -> str:
-        return self._unlimited.problem(self._host.share_of(key)) if self._unlimited is not None else ""
+        return self._unlimited.problem(key)
 
     def probed(self) -> ProbeResult | None:
         return self._probe.result if self._probe is not None else None
@@ -127,25 +127,6 @@ class GpusharePart(IsolationPart):
                 found[key] = desired
         self._last = version, inventory, found
         return found
-
-    def _unlimited_containers(self) -> UnlimitedContainers:
-        cache, claim_pods = self._node.cache, self._node.claim_pods
-
-        def is_shrinking(key: ContainerKey) -> bool:
-            resized = [cache.resized.get(part.key) for part in claim_pods.parts(key)]
-            return any(one is not None and one.charged.memory > one.target.memory for one in resized)
-
-        return UnlimitedContainers(
-            files=self._files,
-            cgroups=self._host.cgroups,
-            shares=self._shares,
-            share_of=self._host.share_of,
-            is_shrinking=is_shrinking,
-            pods=claim_pods.using,
-            warn=self._host.warn,
-            request_usage=self._request_usage,
-            ends=self._node.settings.libgpushare.unlimited == "end",
-        )
 
     def _probed_library(self) -> ProbedLibrary:
         library = self._files.library

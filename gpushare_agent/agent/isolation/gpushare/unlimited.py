@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 import structlog
@@ -28,13 +27,12 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS, GpuLimits, Slot
-from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import AgentError
-from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
 
 log = structlog.get_logger(__name__)
@@ -119,18 +117,12 @@ _Finding = tuple[ContainerKey, str, int, int]
 
 
 class UnlimitedContainers(Struct, kw_only=True, eq=False):
-    """Call `run` once. `shares` are the containers and claims under this isolation, `pods` those that have a container or a
-    claim, `warn` as IsolationHost has it; `is_shrinking`: a resize has not taken all of its memory yet."""
+    """Call `run` once. `shares` are the containers and claims under this isolation."""
 
     files: GpushareFiles
-    cgroups: Cgroups
+    host: IsolationHost
     shares: Callable[[], Mapping[ContainerKey, Sequence[GpuLimits]]]
-    share_of: Callable[[ContainerKey], ContainerKey]
-    is_shrinking: Callable[[ContainerKey], bool]
-    pods: Callable[[PodUid], Sequence[Pod]]
-    warn: Callable[[Pod, str, str], None]
     request_usage: Callable[[], None]
-    ends: bool = False
     clock: Callable[[], float] = time.monotonic
     _usage: UsageRound | None = None
     _since: dict[_Finding, float] = field(default_factory=dict)
@@ -150,8 +142,8 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
             self._reconciler.request()
 
     def problem(self, key: ContainerKey) -> str:
-        """Why a share is not limited, empty where nothing was found."""
-        return self._problems.get(key, "")
+        """Why the share of an allocation is not limited, empty where nothing was found."""
+        return self._problems.get(self.host.share_of(key), "") if self._problems else ""
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
@@ -160,9 +152,9 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
     async def look(self) -> None:
         """Judges the last round. What cannot be read now is judged after the next one."""
         shares = self.shares()
-        seen = seen_in(self._usage, shares, self.share_of) if self._usage is not None else {}
+        seen = seen_in(self._usage, shares, self.host.share_of) if self._usage is not None else {}
         try:
-            found = set(await self._findings(seen)) if seen else set()
+            found = await self._findings(seen) if seen else set()
         except AgentError as e:
             log.debug("containers_not_judged", error=str(e))
             return
@@ -171,8 +163,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         settled = sorted(one for one, at in self._since.items() if now - at >= SETTLED_S)
         if len(settled) < len(found):
             self.request_usage()  # rounds are rare while nobody reads the use
-        # Without the library is the one that says most, and the last in their order that is taken.
-        self._problems = {key: why for key, why, _, _ in sorted(settled, key=lambda one: one[1] == NO_LIBRARY)}
+        self._problems = {key: why for key, why, _, _ in settled}
         self._told = {one for one in self._told if one[0] in shares}
         for key, why, pid, started in settled:
             if pid:
@@ -180,42 +171,45 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
             elif (key, why) not in self._told and self._warn(key, NOT_LIMITED, f"is not limited: {why}"):
                 self._told.add((key, why))
 
-    async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> Iterator[_Finding]:
+    async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
         """Raises Unavailable."""
-        pids = {pid for one in seen.values() for pid in one.pids}
-        own_pids = await self.cgroups.own_pids_in_thread(pids)
-        slots = await self._thread.call(partial(self._slots, tuple(seen)), "reading the slots of containers", TIMEOUT_S)
-        judged = {key: judge(one, own_pids, slots[key]) for key, one in seen.items()}
-        for found in [found for key, found in judged.items() if self.is_shrinking(key)]:
-            found.pop(ABOVE, None)
-        ended = {pid for found in judged.values() for pids in found.values() for pid in pids} if self.ends else set()
-        started = await self.cgroups.started_in_thread(ended) if ended else {}
-        return (
-            (key, why, pid, started.get(pid, 0))
-            for key, found in judged.items()
-            for why, processes in found.items()
-            for pid in (0, *(pid for pid in processes if pid in started))
+        cgroups = self.host.cgroups
+        own_pids = await cgroups.own_pids_in_thread({pid for one in seen.values() for pid in one.pids})
+        slots = await self._thread.call(
+            lambda: {key: self.files.slots(key) for key in seen}, "reading the slots of containers", TIMEOUT_S
         )
+        judged = {
+            (key, why): pids for key, one in seen.items() for why, pids in judge(one, own_pids, slots[key]).items()
+        }
+        judged = {one: pids for one, pids in judged.items() if one[1] != ABOVE or not self._is_shrinking(one[0])}
+        ended = {pid for pids in judged.values() for pid in pids} if self._ends else set()
+        started = await cgroups.started_in_thread(ended) if ended else {}
+        return {
+            (key, why, pid, started.get(pid, 0))
+            for (key, why), pids in judged.items()
+            for pid in (0, *(started.keys() & pids))
+        }
 
-    def _slots(self, keys: Collection[ContainerKey]) -> dict[ContainerKey, list[Slot] | None]:
-        found: dict[ContainerKey, list[Slot] | None] = {}
-        for key in keys:
-            try:
-                found[key] = self.files.slots(key)
-            except AgentError:  # as the tenant may have made it: the memory is judged all the same
-                found[key] = None
-        return found
+    @property
+    def _ends(self) -> bool:
+        return self.host.node.settings.libgpushare.unlimited == "end"
+
+    def _is_shrinking(self, key: ContainerKey) -> bool:
+        node = self.host.node
+        resized = [node.cache.resized.get(part.key) for part in node.claim_pods.parts(key)]
+        return any(one is not None and one.charged.memory > one.target.memory for one in resized)
 
     async def _end(self, key: ContainerKey, why: str, pid: int, started: int) -> None:
+        pods = {pod.uid for pod in self.host.node.claim_pods.using(key.pod_uid)}
         try:
-            if await self.cgroups.end_in_thread(pid, started, {pod.uid for pod in self.pods(key.pod_uid)}):
+            if await self.host.cgroups.end_in_thread(pid, started, pods):
                 self._warn(key, ENDED, f"had a process that was ended (libgpushare.unlimited): {why}")
         except AgentError as e:
             self._warn(key, NOT_LIMITED, f"is not limited, and {e}")
 
     def _warn(self, key: ContainerKey, reason: str, text: str) -> bool:
         """False while no pod is known to tell it."""
-        pods = self.pods(key.pod_uid)
+        pods = self.host.node.claim_pods.using(key.pod_uid)
         for pod in pods:
-            self.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
+            self.host.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
         return bool(pods)
