@@ -182,7 +182,7 @@ async def run(call: Invocation) -> int:
             if place is None:
                 return 0
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
-        chosen = await _with_limits(agent, chosen)
+        await _add_limits(agent, chosen)
 
     def tables(width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
@@ -206,14 +206,14 @@ def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) 
     return sorted(newest.values(), key=lambda decision: (decision["namespace"], decision["number"]))
 
 
-async def _with_limits(agent: AgentClient, decisions: Sequence[DecisionDocument]) -> list[DecisionDocument]:
-    """The same, with why a container runs without a limit now. What was decided is shown also where that cannot be read."""
-    found: dict[tuple[str, str], str] = {}
+async def _add_limits(agent: AgentClient, decisions: Sequence[DecisionDocument]) -> None:
+    """Adds why a container runs without a limit now. What was decided is shown also where that cannot be read."""
     with suppress(AgentError):
-        containers = (await read_node(agent))["containers"]
-        found = {(one.get("pod_uid", ""), one["container"]): one.get("not_limited", "") for one in containers}
-    limits = [found.get((one["pod_uid"], one["container"])) for one in decisions]
-    return [{**one, "not_limited": why} if why else one for one, why in zip(decisions, limits, strict=True)]
+        containers = {(one.get("pod_uid"), one["container"]): one for one in (await read_node(agent))["containers"]}
+        for decision in decisions:
+            found = containers.get((decision["pod_uid"], decision["container"]))
+            if found is not None and (why := found.get("not_limited")):
+                decision["not_limited"] = why
 
 
 async def _nothing_known(

@@ -44,6 +44,7 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
 )
 from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
@@ -234,6 +235,7 @@ class Host(Struct, eq=False):
             host=self,  # type: ignore[arg-type]
             shares=lambda: self.shares,
             request_usage=self.request,
+            thread=DaemonThread("slots", advice=""),
             clock=lambda: self.now,
         )
 

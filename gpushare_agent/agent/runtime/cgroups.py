@@ -297,22 +297,14 @@ class Cgroups:
 
     def namespace_pids(self, pids: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
         """The PIDs of each process in the PID namespaces below the host's, by its host PID, from the outermost on; none
-        for a process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
-        found = {}
-        for pid in pids:
-            with suppress(OSError):
-                found[pid] = parse_namespace_pids(_read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES))
-        return found
-
-    def own_pids(self, pids: Iterable[int]) -> Mapping[int, int]:
-        """The PID of each process in its own PID namespace, by its host PID. Left out are those that have ended, or that
-        end: their memory is gone, and what the driver still counts for them is about to go."""
+        for a process in the host's. Left out are processes that have ended, and that end: they have no memory any more, and
+        the driver still counts what they had of a GPU. Source: `NSpid` and `VmSize` of /proc/<pid>/status."""
         found = {}
         for pid in pids:
             with suppress(OSError):
                 status = _read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES)
                 if b"\nVmSize:" in status:
-                    found[pid] = (pid, *parse_namespace_pids(status))[-1]
+                    found[pid] = parse_namespace_pids(status)
         return found
 
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
@@ -377,7 +369,6 @@ class Cgroups:
     processes_round_in_thread = _in_thread(processes_round, "reading the containers' cgroups")
     changed_in_thread = _in_thread(changed, "reading the containers' cgroups")
     namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
-    own_pids_in_thread = _in_thread(own_pids, "reading the status of processes")
     end_in_thread = _in_thread(end, "ending a process")
     check_driver_in_thread = _in_thread(check_driver, "reading the pods' cgroups")
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)

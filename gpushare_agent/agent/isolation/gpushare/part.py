@@ -41,12 +41,12 @@ class GpusharePart(IsolationPart):
             request_usage=self._request_usage,
         )
         self._thread = DaemonThread("gpushare-limits", advice=_ADVICE)
+        self._unlimited = UnlimitedContainers(
+            files=self._files, host=host, shares=self._shares, request_usage=self._request_usage, thread=self._thread
+        )
         self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
         self._probe = self._probed_library() if _is_proven(settings) else None
         self.services = {"gpushare files": self._preparation, "gpushare observed": self._seen}
-        self._unlimited = UnlimitedContainers(
-            files=self._files, host=host, shares=self._shares, request_usage=self._request_usage
-        )
         if settings.driver == "nvml":  # processes on simulated GPUs load no library
             self.services["gpushare unlimited"] = self._unlimited
         if self._probe is not None:

@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
-import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS, GpuLimits, Slot
+from gpushare_agent.agent.isolation.gpushare.observed import TIMEOUT_S
 from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler
@@ -35,9 +35,6 @@ from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
 
-log = structlog.get_logger(__name__)
-
-TIMEOUT_S = 5.0
 PAUSE_S = 2.0
 """Between two looks: a round comes each second while the use is read."""
 SETTLED_S = 5.0
@@ -50,16 +47,13 @@ ENDED_BYTES = 1024 * MIB
 NOT_LIMITED, ENDED = "ShareNotLimited", "UnlimitedProcessEnded"
 NO_LIBRARY = (
     "a program uses the GPU without libgpushare: it is linked statically, for musl (Alpine), from Nix, in a chroot, or older"
-    " than the isolation. Use an image with glibc and its loader, isolation gpushare+driver, or a whole GPU; create an older"
-    " pod again"
+    " than the isolation. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older pod again"
 )
 ABOVE = (
-    "its processes have more memory of a GPU than its limit. A program takes it past libgpushare, as by Vulkan, dlmopen or a"
-    " dlsym of its own. Use isolation gpushare+driver, or a whole GPU"
+    "its processes have more memory of a GPU than its limit: a program takes it past libgpushare, as by Vulkan, dlmopen or"
+    " a dlsym of its own. Use isolation gpushare+driver, or a whole GPU"
 )
-UNKNOWN = (
-    "a program uses functions of a CUDA that is newer than libgpushare, which does not limit them. Update the agent"
-)
+UNKNOWN = "a program uses functions of CUDA that this libgpushare does not know, nor limit. Update the agent"
 
 
 class Seen(Struct):
@@ -123,17 +117,13 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
     host: IsolationHost
     shares: Callable[[], Mapping[ContainerKey, Sequence[GpuLimits]]]
     request_usage: Callable[[], None]
+    thread: DaemonThread
     clock: Callable[[], float] = time.monotonic
     _usage: UsageRound | None = None
     _since: dict[_Finding, float] = field(default_factory=dict)
     _problems: dict[ContainerKey, str] = field(default_factory=dict)
     _told: set[tuple[ContainerKey, str]] = field(default_factory=set)
     _reconciler: Reconciler = field(default_factory=Reconciler)
-    _thread: DaemonThread = field(
-        default_factory=lambda: DaemonThread(
-            "gpushare-slots", advice="Check the disk of the setting virtual_manager.path."
-        )
-    )
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
@@ -155,8 +145,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         seen = seen_in(self._usage, shares, self.host.share_of) if self._usage is not None else {}
         try:
             found = await self._findings(seen) if seen else set()
-        except AgentError as e:
-            log.debug("containers_not_judged", error=str(e))
+        except AgentError:
             return
         now = self.clock()
         self._since = {one: self._since.get(one, now) for one in found}
@@ -174,25 +163,21 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
     async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
         """Raises Unavailable."""
         cgroups = self.host.cgroups
-        own_pids = await cgroups.own_pids_in_thread({pid for one in seen.values() for pid in one.pids})
-        slots = await self._thread.call(
-            lambda: {key: self.files.slots(key) for key in seen}, "reading the slots of containers", TIMEOUT_S
-        )
+        inner = await cgroups.namespace_pids_in_thread({pid for one in seen.values() for pid in one.pids})
+        own_pids = {pid: (pid, *pids)[-1] for pid, pids in inner.items()}
+        slots = await self.thread.call(lambda: {key: self.files.slots(key) for key in seen}, "reading slots", TIMEOUT_S)
         judged = {
             (key, why): pids for key, one in seen.items() for why, pids in judge(one, own_pids, slots[key]).items()
         }
         judged = {one: pids for one, pids in judged.items() if one[1] != ABOVE or not self._is_shrinking(one[0])}
-        ended = {pid for pids in judged.values() for pid in pids} if self._ends else set()
+        is_ending = self.host.node.settings.libgpushare.unlimited == "end"
+        ended = {pid for pids in judged.values() for pid in pids if is_ending}
         started = await cgroups.started_in_thread(ended) if ended else {}
         return {
             (key, why, pid, started.get(pid, 0))
             for (key, why), pids in judged.items()
             for pid in (0, *(started.keys() & pids))
         }
-
-    @property
-    def _ends(self) -> bool:
-        return self.host.node.settings.libgpushare.unlimited == "end"
 
     def _is_shrinking(self, key: ContainerKey) -> bool:
         node = self.host.node
