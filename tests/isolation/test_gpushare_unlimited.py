@@ -245,7 +245,8 @@ class Host(Struct, eq=False):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         for name in ("stat", "status"):
-            (place / name).write_bytes(Path(f"/proc/{pid}/{name}").read_bytes())
+            text = Path(f"/proc/{pid}/{name}").read_text()
+            (place / name).write_text("".join(line for line in text.splitlines(True) if not line.startswith("NSpid")))
         (place / "cgroup").write_text(f"0::/kubepods/pod{uid}/{'a' * 64}\n")
 
     async def look(self, watch: UnlimitedContainers, *processes: ProcessSample, after_s: float = 0.0) -> None:
@@ -298,6 +299,22 @@ async def test_a_process_without_a_slot_is_told_once_and_only_after_a_while(
     assert (len(host.events), watch.problem(KEY)) == (1, NO_LIBRARY)
     await host.look(watch)
     assert (watch.problem(KEY), watch._since) == ("", {})
+
+
+async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
+    host: Host, program: Callable[[], int], open_files: ExitStack
+) -> None:
+    """Which is the innermost of the process's: the library knows no other."""
+    pid, watch = program(), host.watch()
+    host.show(pid)
+    with (host.proc / str(pid) / "status").open("a") as status:
+        status.write(f"NSpid:\t{pid}\t12\t1\n")
+    for own, found in ((12, NO_LIBRARY), (1, "")):
+        slot = take_slot(host.files, open_files, 0, own)
+        await host.look(watch, process(pid))
+        await host.look(watch, process(pid), after_s=60)
+        assert watch.problem(KEY) == found
+        os.close(slot)
 
 
 async def test_a_process_that_ends_has_no_slot_any_more_and_is_not_guilty(
