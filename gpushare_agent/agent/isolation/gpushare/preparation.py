@@ -5,8 +5,8 @@ Every share of the node gets its files, whatever isolation its pod names: the an
 answered the mounts, and the runtime makes a missing mount source an empty directory. The files of a container that was just
 allocated are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
 
-State owned: which library was installed last, the failure that was logged last, the containers whose file is being shortened,
-and what was logged of them.
+State owned: which library was installed last, the failure that was logged last, the containers whose file is shortened
+now, and what was logged of them.
 """
 
 from __future__ import annotations
