@@ -182,7 +182,12 @@ async def run(call: Invocation) -> int:
             if place is None:
                 return 0
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
-        await _add_limits(agent, chosen)
+        with suppress(AgentError):  # what was decided is shown also where the node cannot be read
+            containers = (await read_node(agent))["containers"]
+            limits = {(one.get("pod_uid"), one["container"]): one.get("not_limited") for one in containers}
+            for decision in chosen:
+                if why := limits.get((decision["pod_uid"], decision["container"])):
+                    decision["not_limited"] = why
 
     def tables(width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
@@ -204,16 +209,6 @@ def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) 
         if decision["pod_uid"] == pod and (not container or decision["container"] == container):
             newest.setdefault((decision["namespace"], decision["container"]), decision)
     return sorted(newest.values(), key=lambda decision: (decision["namespace"], decision["number"]))
-
-
-async def _add_limits(agent: AgentClient, decisions: Sequence[DecisionDocument]) -> None:
-    """Adds why a container runs without a limit now. What was decided is shown also where that cannot be read."""
-    with suppress(AgentError):
-        containers = {(one.get("pod_uid"), one["container"]): one for one in (await read_node(agent))["containers"]}
-        for decision in decisions:
-            found = containers.get((decision["pod_uid"], decision["container"]))
-            if found is not None and (why := found.get("not_limited")):
-                decision["not_limited"] = why
 
 
 async def _nothing_known(

@@ -186,12 +186,9 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 def notes(lines: Sequence[Line]) -> list[Text]:
     """The meaning of each mark in these lines."""
-    marks = ((SM, PAID, PAID_NOTE), (MEMORY_COLUMN, NOT_LIMITED, NOT_LIMITED_NOTE))
-    return [
-        Text(note, style="dim")
-        for column, mark, note in marks
-        if any(line.cells.get(column, "").endswith(mark) for line in lines)
-    ]
+    cells = [(column, text[-1:]) for line in lines for column, text in line.cells.items()]
+    marks = {(SM, PAID): PAID_NOTE, (MEMORY_COLUMN, NOT_LIMITED): NOT_LIMITED_NOTE}
+    return [Text(note, style="dim") for mark, note in marks.items() if mark in cells]
 
 
 def _ratio(used: float | None, whole: float | None) -> float | None:

@@ -157,27 +157,22 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         for key, why, pid, started in settled:
             if pid:
                 await self._end(key, why, pid, started)
-            elif (key, why) not in self._told and self._warn(key, NOT_LIMITED, f"is not limited: {why}"):
+            elif (key, why) not in self._told:
                 self._told.add((key, why))
+                self._warn(key, NOT_LIMITED, f"is not limited: {why}")
 
     async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
         """Raises Unavailable."""
-        cgroups = self.host.cgroups
-        inner = await cgroups.namespace_pids_in_thread({pid for one in seen.values() for pid in one.pids})
-        own_pids = {pid: (pid, *pids)[-1] for pid, pids in inner.items()}
+        pids, cgroups, found = {pid for one in seen.values() for pid in one.pids}, self.host.cgroups, set[_Finding]()
+        inner, started = await cgroups.namespace_pids_in_thread(pids), await cgroups.started_in_thread(pids)
         slots = await self.thread.call(lambda: {key: self.files.slots(key) for key in seen}, "reading slots", TIMEOUT_S)
-        judged = {
-            (key, why): pids for key, one in seen.items() for why, pids in judge(one, own_pids, slots[key]).items()
-        }
-        judged = {one: pids for one, pids in judged.items() if one[1] != ABOVE or not self._is_shrinking(one[0])}
-        is_ending = self.host.node.settings.libgpushare.unlimited == "end"
-        ended = {pid for pids in judged.values() for pid in pids if is_ending}
-        started = await cgroups.started_in_thread(ended) if ended else {}
-        return {
-            (key, why, pid, started.get(pid, 0))
-            for (key, why), pids in judged.items()
-            for pid in (0, *(started.keys() & pids))
-        }
+        own_pids = {pid: (pid, *inner[pid])[-1] for pid in inner.keys() & started}
+        ends = self.host.node.settings.libgpushare.unlimited == "end"
+        for key, one in seen.items():
+            for why, ended in judge(one, own_pids, slots[key]).items():
+                if why != ABOVE or not self._is_shrinking(key):
+                    found |= {(key, why, 0, 0), *((key, why, pid, started[pid]) for pid in ended if ends)}
+        return found
 
     def _is_shrinking(self, key: ContainerKey) -> bool:
         node = self.host.node
@@ -192,9 +187,6 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         except AgentError as e:
             self._warn(key, NOT_LIMITED, f"is not limited, and {e}")
 
-    def _warn(self, key: ContainerKey, reason: str, text: str) -> bool:
-        """False while no pod is known to tell it."""
-        pods = self.host.node.claim_pods.using(key.pod_uid)
-        for pod in pods:
+    def _warn(self, key: ContainerKey, reason: str, text: str) -> None:
+        for pod in self.host.node.claim_pods.using(key.pod_uid):
             self.host.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
-        return bool(pods)
