@@ -42,6 +42,7 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     judge,
     seen_in,
 )
+from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -100,33 +101,31 @@ def test_the_processes_of_a_claim_count_together() -> None:
 
 
 JUDGED: dict[str, tuple[Seen, Mapping[int, int], Sequence[Slot] | None, dict[str, list[int]]]] = {
-    "its slot lives": (Seen(pids={90}, computing={90}), {90: 7}, [Slot(7, 0)], {}),
+    "its slot lives": (Seen(pids={90}, computing={90}), {90: 7}, [(7, 0)], {}),
     "no slot": (Seen(pids={90}, computing={90}), {90: 7}, [], {NO_LIBRARY: [90]}),
-    "another one's slot": (Seen(pids={90}, computing={90}), {90: 7}, [Slot(8, 0)], {NO_LIBRARY: [90]}),
+    "another one's slot": (Seen(pids={90}, computing={90}), {90: 7}, [(8, 0)], {NO_LIBRARY: [90]}),
     "it has ended since, or is about to": (Seen(pids={90}, computing={90}), {}, [], {}),
     "only draws": (Seen(pids={90}), {90: 7}, [], {}),
     "its file cannot be read": (Seen(pids={90}, computing={90}), {90: 7}, None, {}),
     "two PID namespaces, one slot: not known whose": (
-        *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [Slot(7, 0)], {NO_LIBRARY: []}),
+        *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [(7, 0)], {NO_LIBRARY: []}),
     ),
     "two PID namespaces, both limited": (
-        *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [Slot(7, 0), Slot(7, 0)], {}),
+        *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [(7, 0), (7, 0)], {}),
     ),
-    "all slots are taken": (Seen(pids={90}, computing={90}), {90: 999}, [Slot(1, 0)] * MOST_SLOTS, {}),
+    "all slots are taken": (Seen(pids={90}, computing={90}), {90: 999}, [(1, 0)] * MOST_SLOTS, {}),
     "above, whatever its slots say": (
         Seen(pids={90}, computing={90}, excess_bytes=1),
         {90: 7},
-        [Slot(7, 0)],
+        [(7, 0)],
         {ABOVE: []},
     ),
     "above by drawing": (Seen(pids={90}, excess_bytes=1), {90: 7}, [], {ABOVE: []}),
     "above by a lot": (
-        *(Seen(pids={90}, computing={90}, excess_bytes=ENDED_BYTES + 1), {90: 7}, [Slot(7, 0)], {ABOVE: [90]}),
+        *(Seen(pids={90}, computing={90}, excess_bytes=ENDED_BYTES + 1), {90: 7}, [(7, 0)], {ABOVE: [90]}),
     ),
     "above, and nothing can be read": (Seen(pids={90}, computing={90}, excess_bytes=1), {90: 7}, None, {ABOVE: []}),
-    "functions that the library does not know": (
-        *(Seen(pids={90}, computing={90}), {90: 7}, [Slot(7, 2)], {UNKNOWN: []}),
-    ),
+    "functions that the library does not know": (*(Seen(pids={90}, computing={90}), {90: 7}, [(7, 2)], {UNKNOWN: []}),),
 }
 
 
@@ -166,9 +165,9 @@ def take_slot(files: GpushareFiles, stack: ExitStack, index: int, pid: int, unho
 def test_a_slot_counts_while_its_process_holds_the_lock(files: GpushareFiles, open_files: ExitStack) -> None:
     """A dead process's PID is in the file until another one clears it, and may be a living one's."""
     held, dead = take_slot(files, open_files, 0, 7), take_slot(files, open_files, 255, 8, 3)
-    assert files.slots(KEY) == [Slot(7, 0), Slot(8, 3)]
+    assert files.slots(KEY) == [(7, 0), (8, 3)]
     os.close(dead)
-    assert files.slots(KEY) == [Slot(7, 0)]
+    assert files.slots(KEY) == [(7, 0)]
     os.pwrite(held, bytes(4), _FIRST_SLOT)
     assert files.slots(KEY) == []
 
@@ -224,6 +223,8 @@ class Host(Struct, eq=False):
 
     def warn(self, _pod: Pod, reason: str, text: str) -> None:
         self.events.append((reason, text))
+
+    warn_of = IsolationHost.warn_of
 
     def request(self) -> None:
         self.requests += 1

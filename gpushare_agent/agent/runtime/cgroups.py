@@ -326,15 +326,12 @@ class Cgroups:
         if Path("/proc/self/ns/pid").stat().st_ino != _HOSTS_PID_NAMESPACE:
             raise Unavailable(f"{refused}the agent is not in the host's PID namespace")
         try:
-            process = os.pidfd_open(pid)
-            try:
+            with os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as process:
                 # Asked with the descriptor open: whatever the PID names from here on, the signal reaches the process of now.
                 owner = self.identify(pid)
                 if self.started([pid]).get(pid) != started or owner is None or owner.pod_uid not in pods:
                     return False
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            finally:
-                os.close(process)
+                signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
         except ProcessLookupError:
             return False
         except OSError as e:

@@ -173,17 +173,12 @@ class DriverLimits(Struct, IsolationPart, kw_only=True, eq=False):
             self._note(key, problems[key])
 
     def _note(self, key: ContainerKey, problem: str) -> None:
+        """An Event of the pod, once for each problem."""
         before = self._problems.pop(key, "")
         if problem:
             self._problems[key] = problem
-        if problem == before:
-            return
-        if problem:
-            log.error("memory_limit_missing", pod_uid=key.pod_uid, container=key.container, why=problem)
-            # An Event of the pod, once for each problem.
-            self.on_missing(key, problem)
-        else:
-            log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
+            if problem != before:
+                self.on_missing(key, problem)
 
     def _users(self, shares: Shares, key: ContainerKey) -> list[ContainerKey]:
         """The containers with this allocation."""

@@ -246,7 +246,7 @@ class GpushareFiles:
         try:
             with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
                 found = read_slots(_read(file, USAGE_BYTES))
-                return found and [one for place, one in enumerate(found) if one.pid > 0 and _is_locked(file, place)]
+                return found and [one for place, one in enumerate(found) if one[0] > 0 and _is_locked(file, place)]
         except NotFound:
             return []
         except AgentError:

@@ -189,19 +189,16 @@ def read_paid(head: bytes) -> list[Paid]:
     ]
 
 
-class Slot(Struct, frozen=True):
-    """A process under the library: its PID in its own PID namespace, and how many functions it was given that the library
-    does not know."""
-
-    pid: int
-    unhooked: int
+Slot = tuple[int, int]
+"""A process under the library: its PID in its own PID namespace, and how many functions it was given that the library does
+not know."""
 
 
 def read_slots(usage: bytes) -> list[Slot] | None:
     """All slots of a whole file, also those of no process, which have no PID above 0; None of a file of another layout."""
     if _USAGE_HEAD.unpack_from(usage) != (b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS):
         return None
-    return [Slot(*found) for found in _SLOT.iter_unpack(usage[_FIRST_SLOT : _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES])]
+    return list(_SLOT.iter_unpack(usage[_FIRST_SLOT : _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES]))
 
 
 def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:

@@ -94,14 +94,14 @@ def judge(seen: Seen, own_pids: Mapping[int, int], slots: Sequence[Slot] | None)
     those that live; `slots` is None where they cannot be read."""
     found: dict[str, Collection[int]] = {}
     computing = {pid: own for pid in seen.computing if (own := own_pids.get(pid)) is not None}
-    with_slot = Counter(slot.pid for slot in slots or ())
+    with_slot = Counter(pid for pid, _ in slots or ())
     # More than one process of a PID are in several PID namespaces, as of the containers that use one claim. With all slots
     # taken the library refuses the next process its context.
     if slots is not None and len(slots) < MOST_SLOTS and Counter(computing.values()) - with_slot:
         found[NO_LIBRARY] = [pid for pid, own in computing.items() if own not in with_slot]
     elif seen.excess_bytes > 0:
         found[ABOVE] = seen.pids & own_pids.keys() if seen.excess_bytes > ENDED_BYTES else ()
-    if any(slot.unhooked for slot in slots or ()):
+    if any(unhooked for _, unhooked in slots or ()):
         found[UNKNOWN] = ()
     return found
 
@@ -127,9 +127,8 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
-        if usage is not None:
-            self._usage = usage
-            self._reconciler.request()
+        self._usage = usage or self._usage
+        self._reconciler.request()
 
     def problem(self, key: ContainerKey) -> str:
         """Why the share of an allocation is not limited, empty where nothing was found."""
@@ -159,7 +158,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
                 await self._end(key, why, pid, started)
             elif (key, why) not in self._told:
                 self._told.add((key, why))
-                self._warn(key, NOT_LIMITED, f"is not limited: {why}")
+                self.host.warn_of(key, NOT_LIMITED, f"is not limited: {why}")
 
     async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
         """Raises Unavailable."""
@@ -183,10 +182,6 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         pods = {pod.uid for pod in self.host.node.claim_pods.using(key.pod_uid)}
         try:
             if await self.host.cgroups.end_in_thread(pid, started, pods):
-                self._warn(key, ENDED, f"had a process that was ended (libgpushare.unlimited): {why}")
+                self.host.warn_of(key, ENDED, f"had a process that was ended (libgpushare.unlimited): {why}")
         except AgentError as e:
-            self._warn(key, NOT_LIMITED, f"is not limited, and {e}")
-
-    def _warn(self, key: ContainerKey, reason: str, text: str) -> None:
-        for pod in self.host.node.claim_pods.using(key.pod_uid):
-            self.host.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
+            self.host.warn_of(key, NOT_LIMITED, f"is not limited, and {e}")
