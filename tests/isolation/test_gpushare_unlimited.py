@@ -42,7 +42,8 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     judge,
     seen_in,
 )
-from gpushare_agent.agent.isolation.part import IsolationHost
+from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
 from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -133,6 +134,39 @@ JUDGED: dict[str, tuple[Seen, Mapping[int, int], Sequence[Slot] | None, dict[str
 def test_a_container_is_judged(case: str) -> None:
     seen, own_pids, slots, expected = JUDGED[case]
     assert {why: sorted(pids) for why, pids in judge(seen, own_pids, slots).items()} == expected
+
+
+class Failing(IsolationPart):
+    def problem(self, key: ContainerKey) -> str:
+        return NO_LIBRARY if key == KEY else ""
+
+
+class Chosen(Struct):
+    """A host of which every share is under one isolation."""
+
+    name: str
+
+    def chosen(self, _: Allocation) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("isolation", "memory_by", "compute_by"),
+    [("gpushare", "nobody", "nobody"), ("gpushare+driver", "driver", "nobody")],
+)
+def test_nobody_claims_to_limit_such_a_container(isolation: str, memory_by: str, compute_by: str) -> None:
+    """But the driver, where that limits its memory too; its neighbours are limited as before."""
+    parts = {"gpushare": Failing(), "driver": IsolationPart()}
+    isolations = Isolations(
+        host=Chosen(isolation),  # type: ignore[arg-type]
+        kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
+    )  # fmt: skip
+    own, other = (allocation(pod("share", container(cores=30, blocks=8), uid=UID), name, ids(0, range(30)), ids(0, range(8)))
+                  for name in ("main", "other"))  # fmt: skip
+    kept, neighbours = isolations.kept(own), isolations.kept(other)
+    assert kept is not None and (kept.memory_by, kept.compute_by) == (memory_by, compute_by)
+    assert neighbours is not None and neighbours.compute_by == "gpushare"
+    assert (isolations.problem(own.key), isolations.problem(other.key)) == (NO_LIBRARY, "")
 
 
 # ---- slots on real files ----

@@ -46,12 +46,12 @@ ENDED_BYTES = 1024 * MIB
 """Above the limit by more, a container's processes are ended although all have a slot."""
 NOT_LIMITED, ENDED = "ShareNotLimited", "UnlimitedProcessEnded"
 NO_LIBRARY = (
-    "a program uses the GPU without libgpushare: it is linked statically, for musl (Alpine), from Nix, in a chroot, or older"
+    "a program uses the GPU without libgpushare: it is static, for musl (Alpine), of 32 bits, from Nix, in a chroot, or older"
     " than the isolation. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older pod again"
 )
 ABOVE = (
-    "its processes have more memory of a GPU than its limit: a program takes it past libgpushare, as by Vulkan, dlmopen or"
-    " a dlsym of its own. Use isolation gpushare+driver, or a whole GPU"
+    "its processes have more memory of a GPU than its limit: a program takes it past libgpushare, as by Vulkan, OpenGL or"
+    " dlmopen. Use isolation gpushare+driver, or a whole GPU"
 )
 UNKNOWN = "a program uses functions of CUDA that this libgpushare does not know, nor limit. Update the agent"
 
