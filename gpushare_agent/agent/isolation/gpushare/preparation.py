@@ -135,19 +135,14 @@ class Preparation:
         if key in self._cutting:
             return
         self._cutting.add(key)
-        self._warn_once(
-            key, "private_cache_too_large", size_bytes=size, then="it is shortened, now and whenever it grows again"
-        )
+        self._warn_once(key, "private_cache_too_large", size_bytes=size, then="it is shortened whenever it grows")
         try:
             thread = self._threads.setdefault(key, DaemonThread("gpushare-cutting", advice=_ADVICE))
-            await thread.call(
-                partial(self.files.cut, key), f"shortening the file of {key.container}", REMOVAL_TIMEOUT_S
-            )
+            await thread.call(partial(self.files.cut, key), f"cutting the file of {key.container}", REMOVAL_TIMEOUT_S)
         except NotFound:  # the pod has ended
             return
         except AgentError as e:  # a tenant that executes its file keeps everybody from writing to it
-            then = "it stays large and is tried again; to end the pod frees it"
-            self._warn_once(key, "private_cache_not_cut", error=str(e), then=then)
+            self._warn_once(key, "private_cache_not_cut", error=str(e), then="to end the pod frees it")
         finally:
             self._cutting.discard(key)
 

@@ -35,18 +35,16 @@ from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
 
-PAUSE_S = 2.0
-"""Between two looks: a round comes each second while the use is read."""
 SETTLED_S = 5.0
+"""And two looks are half as far apart at least: a round comes each second while the use is read."""
 PROCESS_BYTES = 16 * MIB
 """What each process may have more than the library counts: NVML's granule, and a pool's rest (14 MiB on an H200)."""
 CODE_BYTES = 128 * MIB
 """What a container may: code that the driver loads when the share is full is counted, and not refused."""
 ENDED_BYTES = 1024 * MIB
 """Above the limit by more, a container's processes are ended although all have a slot."""
-NOT_LIMITED, ENDED = "ShareNotLimited", "UnlimitedProcessEnded"
 NO_LIBRARY = (
-    "a program uses the GPU without libgpushare: it is static, for musl (Alpine), of 32 bits, from Nix, in a chroot, or older"
+    "a program uses the GPU without libgpushare: it is static, of musl (Alpine), of 32 bits, of Nix, in a chroot, or older"
     " than the isolation. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older pod again"
 )
 ABOVE = (
@@ -136,7 +134,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        await self._reconciler.run(self.look, lambda: None, pause_s=PAUSE_S)
+        await self._reconciler.run(self.look, lambda: None, pause_s=SETTLED_S / 2)
 
     async def look(self) -> None:
         """Judges the last round. What cannot be read now is judged after the next one."""
@@ -158,7 +156,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
                 await self._end(key, why, pid, started)
             elif (key, why) not in self._told:
                 self._told.add((key, why))
-                self.host.warn_of(key, NOT_LIMITED, f"is not limited: {why}")
+                self.host.warn_of(key, "ShareNotLimited", f"is not limited: {why}")
 
     async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
         """Raises Unavailable."""
@@ -182,6 +180,8 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         pods = {pod.uid for pod in self.host.node.claim_pods.using(key.pod_uid)}
         try:
             if await self.host.cgroups.end_in_thread(pid, started, pods):
-                self.host.warn_of(key, ENDED, f"had a process that was ended (libgpushare.unlimited): {why}")
+                self.host.warn_of(
+                    key, "UnlimitedProcessEnded", f"had a process that was ended (libgpushare.unlimited): {why}"
+                )
         except AgentError as e:
-            self.host.warn_of(key, NOT_LIMITED, f"is not limited, and {e}")
+            self.host.warn_of(key, "ShareNotLimited", f"is not limited, and {e}")
