@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -53,6 +54,7 @@ from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind, ProcessSample, UsageRound
 from gpushare_agent.core.settings.settings import Settings, load_settings
+from tests.agent.support_agent import poll_until
 from tests.isolation.support_library import fake_library
 from tests.support_core import allocation, container, ids, pod
 
@@ -334,6 +336,21 @@ async def test_a_process_without_a_slot_is_told_once_and_only_after_a_while(
     assert (len(host.events), watch.problem(KEY)) == (1, NO_LIBRARY)
     await host.look(watch)
     assert (watch.problem(KEY), watch._since) == ("", {})
+
+
+async def test_without_a_round_nothing_is_judged(host: Host, program: Callable[[], int]) -> None:
+    """The driver may not answer for a while: what was found stays, and one round does not become two."""
+    pid, watch = program(), host.watch()
+    host.show(pid)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(watch.run())
+        watch.usage_sampled(round_of(process(pid)))
+        await poll_until(lambda: bool(watch._since), "the first look")
+        host.now += 60
+        watch.usage_sampled(None)
+        await asyncio.sleep(0)
+        assert not watch._reconciler._is_requested.is_set() and watch.problem(KEY) == ""
+        task.cancel()
 
 
 async def test_a_slot_has_the_pid_in_the_containers_own_namespace(

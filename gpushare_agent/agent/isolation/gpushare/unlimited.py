@@ -125,8 +125,9 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
-        self._usage = usage or self._usage
-        self._reconciler.request()
+        if usage is not None:  # else the last round would count as two
+            self._usage = usage
+            self._reconciler.request()
 
     def problem(self, key: ContainerKey) -> str:
         """Why the share of an allocation is not limited, empty where nothing was found."""
@@ -180,8 +181,6 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         pods = {pod.uid for pod in self.host.node.claim_pods.using(key.pod_uid)}
         try:
             if await self.host.cgroups.end_in_thread(pid, started, pods):
-                self.host.warn_of(
-                    key, "UnlimitedProcessEnded", f"had a process that was ended (libgpushare.unlimited): {why}"
-                )
+                self.host.warn_of(key, "UnlimitedProcessEnded", f"had a process ended (libgpushare.unlimited): {why}")
         except AgentError as e:
             self.host.warn_of(key, "ShareNotLimited", f"is not limited, and {e}")
