@@ -53,6 +53,9 @@ MIN_FIRST_WIDTH = 15
 PAID = "*"
 """Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
+NOT_LIMITED = "!"
+"""Follows the memory of a container that runs without a limit."""
+NOT_LIMITED_NOTE = "! without a limit: explain POD and the pod's Events say why, and what to do"
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
 
@@ -156,7 +159,7 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
             STATE: container["phase"],
             CORES_COLUMN: cores,
             SM: percent(usage.get("sm_ratio")) + (PAID if usage.get("sm_source") == SmSource.LIBRARY else ""),
-            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
+            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}" + (NOT_LIMITED if container.get("not_limited") else ""),
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
         # Any other word is the kubelet's reason why a container does not run, such as CrashLoopBackOff.
@@ -180,8 +183,10 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 
 def notes(lines: Sequence[Line]) -> list[Text]:
-    """The meaning of a mark in these lines."""
-    return [Text(PAID_NOTE, style="dim")] if any(line.cells.get(SM, "").endswith(PAID) for line in lines) else []
+    """The meaning of each mark in these lines."""
+    cells = [(column, text[-1:]) for line in lines for column, text in line.cells.items()]
+    marks = {(SM, PAID): PAID_NOTE, (MEMORY_COLUMN, NOT_LIMITED): NOT_LIMITED_NOTE}
+    return [Text(note, style="dim") for mark, note in marks.items() if mark in cells]
 
 
 def _ratio(used: float | None, whole: float | None) -> float | None:

@@ -237,6 +237,30 @@ async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]
     assert "ignored" not in await explained(capsys, [decision()], "train")
 
 
+async def test_a_container_that_runs_without_a_limit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is now, in every form; of that pod alone, and not where an agent before it does not say."""
+    document, record = busy_node(), decision()
+    [shown] = [one for one in document["containers"] if one["container"] == "trainer"]
+    for uid, why in ((record.pod_uid, "no library"), ("another", "no library"), (record.pod_uid, "")):
+        shown |= {"pod_uid": uid, "container": record.container, "not_limited": why}
+        async with json_server(agent_answers(document, record)) as agent:
+            assert await call("explain", f"--server={agent.url}", "train") == 0
+            text = capsys.readouterr().out
+            assert await call("explain", f"--server={agent.url}", "train", "--output=json") == 0
+        is_said = uid == record.pod_uid and bool(why)
+        assert ("  limits  no library" in text) is is_said
+        [found] = json.loads(capsys.readouterr().out)["decisions"]
+        assert found.get("not_limited", "") == (why if is_said else "")
+
+
+async def test_an_agent_that_does_not_describe_its_node_still_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = agent_answers(busy_node(), decision())
+    del answers["/api/v1/node"]
+    async with json_server(answers) as agent:
+        assert await call("explain", f"--server={agent.url}", "train") == 0
+    assert "container main got GPU 0" in capsys.readouterr().out
+
+
 # --- nothing is known ---
 
 
@@ -347,6 +371,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         "/api/v1/namespaces/default/pods/train",
         AGENTS,
         f"{proxy}/api/v1/decisions",
+        f"{proxy}/api/v1/node",
     ]
     assert server.seen[1].query["fieldSelector"] == "spec.nodeName=n1"
     assert server.seen[2].query == {"pod": "train", "namespace": "default", "limit": "500"}

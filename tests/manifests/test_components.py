@@ -51,6 +51,7 @@ COMPONENTS = {
     "driver-container",
     "driver-from-host",
     "driver-limits",
+    "end-unlimited",
     "gpushare",
     "isolation-none",
     "kubelet-directory",
@@ -324,6 +325,15 @@ def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() 
     mount = host_mounts(agent, spec)[settings.runtime.cgroup_root]
     assert mount["host"] == "/sys/fs/cgroup" and not mount.get("readOnly")
     assert volumes_are_those_mounted(spec)
+
+
+def test_the_component_end_unlimited_gives_the_setting_and_the_right_together() -> None:
+    """To signal processes of any user, and nothing else; an agent without it ends nobody."""
+    spec = patched("components/end-unlimited/end-unlimited.yaml")
+    (agent,), (before,) = spec["containers"], pod_spec()["containers"]
+    assert effective_settings(spec).libgpushare.unlimited == "end"
+    assert effective_settings(pod_spec()).libgpushare.unlimited == "warn"
+    assert agent["securityContext"] == before["securityContext"] | {"capabilities": {"drop": ["ALL"], "add": ["KILL"]}}
 
 
 def test_the_init_container_of_vcuda_makes_every_driver_volume_from_the_hosts_files() -> None:
