@@ -19,7 +19,6 @@ from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import BusyProcess, GpuBusy
-from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
 from tests.agent.support_agent import open_child, poll_until
 from tests.gpushare.conftest import MachineWith
