@@ -107,38 +107,45 @@ void register_process(void)
    tables, and maybe locks that other threads held: at its first call all of that is made new. Most children only call exec, so not
    before. A child of clone or _Fork, which run no handlers, is known by the page that the kernel wipes. */
 enum { IS_CHILD, IS_FORGETTING, IS_SETTLED };
-static _Atomic uint32_t *mark;
+static _Atomic(_Atomic uint32_t *) mark;
 
 void notice_fork(void)
 {
     uint32_t found = IS_CHILD;
-    if (atomic_load_explicit(mark, memory_order_acquire) == IS_SETTLED)
+    _Atomic uint32_t *own = atomic_load_explicit(&mark, memory_order_acquire);
+    if (atomic_load_explicit(own, memory_order_acquire) == IS_SETTLED)
         return;
-    if (atomic_compare_exchange_strong(mark, &found, IS_FORGETTING)) {
+    if (atomic_compare_exchange_strong(own, &found, IS_FORGETTING)) {
         memset((void *)gpus, 0, sizeof gpus); /* CUDA_VISIBLE_DEVICES may be another one */
         forget_region();
         forget_memory();
         forget_graphs();
         forget_launches();
-        atomic_store_explicit(mark, IS_SETTLED, memory_order_release);
+        atomic_store_explicit(own, IS_SETTLED, memory_order_release);
     }
-    while (atomic_load_explicit(mark, memory_order_acquire) != IS_SETTLED) /* another thread of the child is at it */
+    while (atomic_load_explicit(own, memory_order_acquire) != IS_SETTLED) /* another thread of the child is at it */
         sched_yield();
 }
 
 static void mark_child(void)
 {
     leave_hook();
-    atomic_store(mark, IS_CHILD);
+    atomic_store(atomic_load(&mark), IS_CHILD);
 }
 
 void watch_forks(void)
 {
     static _Atomic uint32_t without_page;
-    void *page = mmap(NULL, sizeof *mark, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    mark = page == MAP_FAILED ? &without_page : page;
+    _Atomic uint32_t *none = NULL;
+    if (atomic_load_explicit(&mark, memory_order_acquire))
+        return;
+    void *page = mmap(NULL, sizeof *none, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    _Atomic uint32_t *own = page == MAP_FAILED ? &without_page : page;
     if (page != MAP_FAILED)
-        (void)madvise(page, sizeof *mark, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
-    atomic_store(mark, IS_SETTLED);
-    pthread_atfork(NULL, NULL, mark_child);
+        (void)madvise(page, sizeof *own, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
+    atomic_store(own, IS_SETTLED);
+    if (atomic_compare_exchange_strong(&mark, &none, own))
+        pthread_atfork(NULL, NULL, mark_child);
+    else if (page != MAP_FAILED)
+        munmap(page, sizeof *own); /* another thread was first */
 }
