@@ -22,7 +22,7 @@ void read_graph_memory(CUdevice device, bool trims)
 {
     if (device < 0 || device >= MOST_GPU_ORDINALS)
         return;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     if (reserved[device] || !trims) {
         CUstreamCaptureMode mode = relax_capture();
         if (trims)
@@ -35,16 +35,16 @@ void read_graph_memory(CUdevice device, bool trims)
             give_bytes(gpu_of_device(device), GRAPH, reserved[device] - found);
         reserved[device] = found;
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 /* Another thread's launch may count on what is reserved. */
 HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     CUresult result = real(device);
     read_graph_memory(device, false);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -182,7 +182,7 @@ static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream),
 {
     int gpu = gpu_of_device(device);
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     read_graph_memory(device, false);
     uint64_t lacking = lacking_for(bytes, device);
     bool is_taken = lacking == 0 || take_bytes(gpu, GRAPH, lacking);
@@ -195,7 +195,7 @@ static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream),
         result = real(executable, stream);
         read_graph_memory(device, false);
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 

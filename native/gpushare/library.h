@@ -63,6 +63,12 @@ bool enter_nvml_hook(void);
 
 /* ---- region.c: limits and use ---- */
 
+/* Locks are held without cancellation: a thread that ended there would leave them locked for ever. So is what waits in a call of ours. */
+void hold(pthread_mutex_t *guard);
+void release(pthread_mutex_t *guard);
+void forbid_cancel(void);
+void allow_cancel(void);
+
 /* A GPU's limits as they are now. */
 struct limits {
     bool limits_memory, limits_cores, has_ceiling;

@@ -287,6 +287,7 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
 {
     if (!SEE(has_outstanding) || now < SEE(polled_at) + apart || pthread_mutex_trylock(&guard) != 0)
         return;
+    forbid_cancel(); /* as hold does */
     CUstreamCaptureMode mode = relax_capture();
     unsigned kept = 0;
     STORE(polled_at, now);
@@ -311,7 +312,7 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
     outstanding_count = kept;
     STORE(has_outstanding, kept);
     restore_capture(mode);
-    pthread_mutex_unlock(&guard);
+    release(&guard);
 }
 
 /* ---- scale and share ---- */
@@ -429,7 +430,8 @@ static double keep_up(int gpu, struct limits *limits, uint64_t now, uint64_t pol
     return share;
 }
 
-/* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. */
+/* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. Or the thread is cancelled, as
+   in any wait: no lock is held, and what its launch has paid is not given back. */
 static double sleep_and_keep_up(int gpu, struct limits *limits, uint64_t *now, double ns)
 {
     ns = within(ns, SHORTEST_WAIT_NS, LONGEST_WAIT_NS);
@@ -448,7 +450,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
 {
     unsigned ahead = 0;
     bool is_late = false;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     for (unsigned i = 0; i < outstanding_count; i++) {
         const struct span *one = &outstanding[i];
         if (!is_in_stream(one, launch->stream, launch->is_per_thread, &open_span, gpu))
@@ -457,7 +459,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
             one->begun_at > done_at ? one->begun_at : done_at; /* another thread's `now` may be later than this one's */
         is_late |= !ahead++ && now > since && now - since > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
     }
-    pthread_mutex_unlock(&guard);
+    release(&guard);
     return ahead >= most || is_late;
 }
 
@@ -565,14 +567,14 @@ static void close_span(struct span *span, uint64_t now)
     one.cost = one.launches == 1 ? one.cost : NULL;
     one.after = recorded(one.stream, one.is_per_thread);
     one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread) : NULL;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     if (one.is_first)
         elsewhere += (one.is_dense - elsewhere) / (elsewhere_samples < 2 * WEIGHT ? ++elsewhere_samples : 2 * WEIGHT);
     bool is_kept = one.after && outstanding_count < OUTSTANDING;
     if (is_kept)
         outstanding[outstanding_count++] = one;
     STORE(has_outstanding, outstanding_count);
-    pthread_mutex_unlock(&guard);
+    release(&guard);
     if (!is_kept) {
         destroy(one.after), destroy(one.behind);
         drop(&one);
@@ -728,7 +730,7 @@ void end_wait(uint64_t ns)
 void forget_launches_of(CUcontext context)
 {
     unsigned kept = 0;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     atomic_fetch_add(&generation, 1);
     for (unsigned i = 0; i < outstanding_count; i++) {
         if (outstanding[i].context != context)
@@ -741,7 +743,7 @@ void forget_launches_of(CUcontext context)
     for (struct latest *last = latest; last < latest + MOST_GPUS; last++)
         if (last->context == context)
             *last = (struct latest){0};
-    pthread_mutex_unlock(&guard);
+    release(&guard);
 }
 
 void forget_launches(void)

@@ -175,10 +175,12 @@ static bool is_without_processors(int node)
 {
     char path[sizeof GPUSHARE_NODES + 32], first = '\n';
     snprintf(path, sizeof path, GPUSHARE_NODES "/node%d/cpulist", node);
+    forbid_cancel();
     int file = open(path, O_RDONLY | O_CLOEXEC);
     bool is_read = file >= 0 && read(file, &first, 1) >= 0;
     if (file >= 0)
         close(file);
+    allow_cancel();
     return is_read && first == '\n';
 }
 
@@ -351,7 +353,7 @@ static void read_pool(struct known_pool *known)
 
 static void read_pools(CUdevice device, bool trims)
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->device == device) {
@@ -360,7 +362,7 @@ static void read_pools(CUdevice device, bool trims)
             read_pool(known);
         }
     restore_capture(mode);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 /* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. Drivers before
@@ -398,7 +400,7 @@ static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
     static int said;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
@@ -406,7 +408,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
             say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
         if (pools_count < MOST_POOLS)
             return true;
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
         return false;
     }
     read_pool(use->pool);
@@ -417,7 +419,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, POOL, use->lacking);
     }
     if (!is_taken)
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
     else
         use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
     return is_taken;
@@ -427,7 +429,7 @@ static void end_pool(const struct pool_use *use)
 {
     if (use->pool)
         read_pool(use->pool);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
@@ -480,19 +482,19 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
-    pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
+    hold(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             read_pool(known);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
 /* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
     CUresult result = real(pool);
     for (struct known_pool *known = pools; known < pools + pools_count && result == CUDA_SUCCESS; known++)
@@ -501,7 +503,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
             *known = pools[--pools_count];
             break;
         }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -725,7 +727,7 @@ static bool count_context(CUcontext context, CUdevice device, uint64_t used_befo
 {
     int gpu = gpu_of_device(device);
     bool is_kept = true;
-    pthread_mutex_lock(&contexts_guard);
+    hold(&contexts_guard);
     unsigned known = 0;
     while (known < contexts_count && contexts[known].context != context)
         known++;
@@ -735,21 +737,21 @@ static bool count_context(CUcontext context, CUdevice device, uint64_t used_befo
         if (is_kept)
             contexts[contexts_count++] = (struct known_context){.context = context, .device = device, .bytes = bytes};
     }
-    pthread_mutex_unlock(&contexts_guard);
+    release(&contexts_guard);
     return is_kept;
 }
 
 /* With it goes what was allocated in it. */
 static void drop_context(CUcontext context)
 {
-    pthread_mutex_lock(&contexts_guard);
+    hold(&contexts_guard);
     for (unsigned i = 0; i < contexts_count; i++)
         if (contexts[i].context == context) {
             give_bytes(gpu_of_device(contexts[i].device), CONTEXT, contexts[i].bytes);
             contexts[i] = contexts[--contexts_count];
             break;
         }
-    pthread_mutex_unlock(&contexts_guard);
+    release(&contexts_guard);
     if (context) {
         forget_launches_of(context);
         give_all_of(context);

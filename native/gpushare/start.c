@@ -26,18 +26,21 @@ void say_once(int *said, const char *format, ...)
     va_list values;
     sigset_t pipe_signal, before, pending;
     struct pollfd error = {.fd = STDERR_FILENO, .events = POLLOUT};
-    if (atomic_exchange((_Atomic int *)said, 1) || poll(&error, 1, LONGEST_WAIT_MS) != 1)
+    if (atomic_exchange((_Atomic int *)said, 1))
         return;
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
     sigemptyset(&pipe_signal);
     sigaddset(&pipe_signal, SIGPIPE);
+    forbid_cancel();
     pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
     sigpending(&pending);
-    if (dprintf(STDERR_FILENO, "gpushare: %s\n", text) < 0 && errno == EPIPE && !sigismember(&pending, SIGPIPE))
+    if (poll(&error, 1, LONGEST_WAIT_MS) == 1 && dprintf(STDERR_FILENO, "gpushare: %s\n", text) < 0 && errno == EPIPE &&
+        !sigismember(&pending, SIGPIPE))
         sigtimedwait(&pipe_signal, NULL, &(struct timespec){0}); /* ours, taken away before the program could see it */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    allow_cancel();
 }
 
 /* ---- GPUs ---- */
@@ -97,7 +100,9 @@ void register_process(void)
     int before = errno;
     container_names(pod_uid, container);
     struct vdevice_names names = {.addr = GPUSHARE_DIRECTORY "/vcuda.sock", .pod_uid = pod_uid, .name = container, .id = ""};
+    forbid_cancel();
     (void)register_vdevice(&names, LONGEST_WAIT_MS);
+    allow_cancel();
     errno = before;
 }
 
