@@ -63,16 +63,17 @@ static bool refer(enum class class, uint64_t value, int by, struct allocation *f
     uint64_t hash = hash_of(class, value);
     struct shard *shard = shard_of(hash);
     pthread_mutex_lock(&shard->guard);
-    struct allocation **at = find_in(shard, hash, class, value), *one = *at;
+    struct allocation **at = find_in(shard, hash, class, value), *one = *at, *last = NULL;
     if (one) {
         one->references += (unsigned)by;
         *found = *one;
         if (one->references == 0) {
+            last = one;
             *at = one->next;
-            free(one);
         }
     }
     pthread_mutex_unlock(&shard->guard);
+    free(last); /* a program's own may wait for a thread that is about to call the driver */
     return one != NULL;
 }
 
@@ -96,6 +97,7 @@ void amend(const struct allocation *changed)
 
 static void give_all_of(CUcontext context)
 {
+    struct allocation *given = NULL;
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
         pthread_mutex_lock(&shard->guard);
         for (unsigned i = 0; i < BUCKETS; i++)
@@ -106,9 +108,14 @@ static void give_all_of(CUcontext context)
                 }
                 give_bytes(one->gpu, one->kind, one->bytes);
                 *at = one->next;
-                free(one);
+                one->next = given;
+                given = one;
             }
         pthread_mutex_unlock(&shard->guard);
+    }
+    for (struct allocation *next; given; given = next) {
+        next = given->next;
+        free(given);
     }
 }
 

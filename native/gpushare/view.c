@@ -167,17 +167,15 @@ HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v3, (nvmlDevice_t device, unsigne
 
 /* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in
    the program may use it, too. */
-static pthread_once_t nvml_begun = PTHREAD_ONCE_INIT;
-static bool has_nvml;
-
-static void begin_nvml(void) { has_nvml = has_real(SLOT_nvmlInit_v2) && REAL(nvmlInit_v2)() == NVML_SUCCESS; }
+static _Atomic bool has_nvml;
 
 uint64_t used_on_whole_gpu(CUdevice device)
 {
     char bus_id[32];
     nvmlDevice_t handle;
     nvmlMemory_t memory;
-    pthread_once(&nvml_begun, begin_nvml);
+    if (!has_nvml)
+        has_nvml = has_real(SLOT_nvmlInit_v2) && REAL(nvmlInit_v2)() == NVML_SUCCESS;
     if (!has_nvml || REAL(cuDeviceGetPCIBusId)(bus_id, sizeof bus_id, device) != CUDA_SUCCESS ||
         REAL(nvmlDeviceGetHandleByPciBusId_v2)(bus_id, &handle) != NVML_SUCCESS ||
         REAL(nvmlDeviceGetMemoryInfo)(handle, &memory) != NVML_SUCCESS)

@@ -75,6 +75,11 @@ def lines(
     return output.splitlines()
 
 
+def forwarding(share: Container, forwarder: Path) -> dict[str, str]:
+    driver = share.machine.built.driver
+    return {"LD_LIBRARY_PATH": f"{forwarder.parent}:{driver}", "FORWARDS_TO": str(driver / "libcuda.so.1")}
+
+
 @pytest.mark.parametrize("way", ["use", "ask"])
 @pytest.mark.parametrize("begins", [[], ["-DAT_START"]])
 def test_a_driver_that_forwards_to_another_one_is_limited_once(
@@ -83,7 +88,7 @@ def test_a_driver_that_forwards_to_another_one_is_limited_once(
     """As WSL2's: it asks for the other one's functions, which are not ours to replace. What its cuGetProcAddress answers
     lies in the other one, and is known by the version."""
     forwarder = part("forwards/libcuda.so.1", "-DFORWARDS", *begins)
-    env = {"LD_LIBRARY_PATH": str(forwarder.parent), "FORWARDS_TO": str(share.machine.built.driver / "libcuda.so.1")}
+    env = forwarding(share, forwarder)
     assert lines(share, program, way, "libcuda.so.1", env=env) == ["8"]
 
 
@@ -165,15 +170,27 @@ def test_python_asks_for_a_function_that_is_not_there(
     assert lines(share, Path(python), *words, env={"LD_LIBRARY_PATH": str(tmp_path)}) == ["False"]
 
 
-@pytest.mark.parametrize(
-    ("function", "device", "needs"), [("cuInit", "NULL", "cuda"), ("nvmlDeviceGetMemoryInfo", "room[2]", "nvidia-ml")]
+CALLS = (
+    ("cuInit", "0", "(void)room", "cuda"),
+    ("nvmlDeviceGetMemoryInfo", "room[0],room[1]", "(void)0", "nvidia-ml"),
+    ("cuDevicePrimaryCtxRetain", "room,0", "cuInit(0)", "cuda"),
+    ("cuCtxCreate_v2", "room,0,0", "cuInit(0)", "cuda"),
 )
+
+
+@pytest.mark.parametrize(("function", "arguments", "before", "needs"), CALLS)
 def test_a_library_may_call_the_driver_when_it_is_loaded(
-    share: Container, program: Path, part: Part, function: str, device: str, needs: str
+    share: Container, program: Path, part: Part, function: str, arguments: str, before: str, needs: str
 ) -> None:
-    """Its thread has the loader's lock then, for which another one waits that calls the driver, too. Both are answered."""
-    plugin = part("libplugin.so", f"-DCALLS={function}", f"-DDEVICE={device}", needs=needs)
-    assert lines(share, program, "plugin", str(plugin)) == ["0"]
+    """Its thread has the loader's lock then, for which another one waits that calls the driver, too: to open that, or in the
+    driver, which opens a library of its own. Both are answered."""
+    options = [f"-DCALLS={function}", f"-DARGUMENTS={arguments}", f"-DBEFORE={before}"]
+    plugin = part("libplugin.so", *options, needs=needs)
+    env = {}
+    if needs == "cuda":
+        forwarder = part("forwards/libcuda.so.1", "-DFORWARDS", "-DOPENS")
+        env = forwarding(share, forwarder)
+    assert lines(share, program, "plugin", str(plugin), env=env) == ["0"]
 
 
 def test_a_driver_that_comes_later_than_the_first_call_is_found(
@@ -191,7 +208,7 @@ def test_a_driver_that_comes_later_than_the_first_call_is_found(
 
 def test_a_child_of_a_fork_while_the_driver_is_opened_has_a_driver(share: Container, program: Path, part: Part) -> None:
     forwarder = part("forwards/libcuda.so.1", "-DFORWARDS", "-DFORKS")
-    env = {"LD_LIBRARY_PATH": str(forwarder.parent), "FORWARDS_TO": str(share.machine.built.driver / "libcuda.so.1")}
+    env = forwarding(share, forwarder)
     assert lines(share, program, "fork", env=env) == ["0 0"]
 
 

@@ -122,6 +122,7 @@ def test_each_function_s_versions_are_the_headers(include: Path) -> None:
         "cuMemAllocAsync_ptsz": ("cuMemAllocAsync", 11020, True),
         "cuCtxCreate_v4": ("cuCtxCreate", 12050, False),
         "cuGetProcAddress_v2": ("cuGetProcAddress", 12000, False),
+        "cuGetProcAddress_v2_ptsz": ("cuGetProcAddress", 12000, True),
         "cuLaunchKernel_ptsz": ("cuLaunchKernel", 7000, True),
     }
     assert {name: known[name] for name in expected} == expected

@@ -1,10 +1,10 @@
 /* Libraries around finding_program, one for each -D:
  *
  *   FORWARDS    a libcuda.so.1 that opens another one, $FORWARDS_TO, and calls that, as WSL2's does: at its first call, or with
- *               AT_START in its constructor
+ *               AT_START in its constructor; with OPENS it opens a library in each call, as a driver does in some
  *   OWN_NAMES   functions of the program's own under the driver's names, such as a recorder has
  *   WRAPS       such a function that calls the next one, and says that it was there
- *   CALLS, DEVICE   the function, and its first argument, of a plugin: its constructor calls the driver while another thread, which began to do so before, waits for the loader
+ *   CALLS, ARGUMENTS   a plugin that calls this function: its constructor calls the driver while another thread, which began to do so before, waits for the loader
  *   FORKS       a library that libcuda.so.1 needs, which stops the thread that opens it until the program has forked
  */
 #define _GNU_SOURCE
@@ -22,7 +22,8 @@
     F(cuInit) F(cuDriverGetVersion) F(cuDeviceGetCount) F(cuDeviceGet) F(cuDeviceGetUuid_v2) F(cuDeviceTotalMem_v2)              \
     F(cuDeviceGetAttribute) F(cuDevicePrimaryCtxRetain) F(cuDevicePrimaryCtxGetState) F(cuCtxSetCurrent) F(cuCtxGetCurrent)      \
     F(cuCtxGetDevice) F(cuMemAlloc_v2) F(cuMemFree_v2) F(cuMemGetInfo_v2) F(cuGetProcAddress_v2) F(cuDeviceGetPCIBusId)          \
-    F(cuMemPoolTrimTo) F(cuMemPoolGetAttribute) F(cuDeviceGetGraphMemAttribute) F(cuThreadExchangeStreamCaptureMode)
+    F(cuGetProcAddress_v2_ptsz) F(cuCtxCreate_v2) F(cuMemPoolTrimTo) F(cuMemPoolGetAttribute) \
+    F(cuDeviceGetGraphMemAttribute) F(cuThreadExchangeStreamCaptureMode)
 #define POINTER(name) static int (*p_##name)(void *, void *, void *, void *, void *, void *);
 NAMES(POINTER)
 
@@ -39,10 +40,16 @@ static void find(void)
     NAMES(FIND)
 }
 
+#ifdef OPENS
+#define OPEN_ONE dlclose(dlopen("libdl.so.2", RTLD_NOW))
+#else
+#define OPEN_ONE (void)0
+#endif
 #define FORWARD(name)                                            \
     int name(void *a, void *b, void *c, void *d, void *e, void *f) \
     {                                                            \
         find();                                                  \
+        OPEN_ONE;                                                \
         return p_##name ? p_##name(a, b, c, d, e, f) : 801;      \
     }
 NAMES(FORWARD)
@@ -63,8 +70,8 @@ int cuMemAlloc_v2(unsigned long long *address, size_t bytes)
 #endif
 
 #ifdef CALLS
-extern int CALLS(void *, void *);
-static char room[3][256];
+extern int CALLS(), cuInit(unsigned);
+static _Thread_local char room[2][256];
 static int results[2];
 static _Atomic pid_t other;
 
@@ -72,7 +79,7 @@ static void *call(void *unused)
 {
     (void)unused;
     other = (pid_t)syscall(SYS_gettid);
-    results[1] = CALLS(DEVICE, room[1]);
+    results[1] = CALLS(ARGUMENTS);
     return NULL;
 }
 
@@ -93,10 +100,11 @@ static char state_of(pid_t thread)
 static pthread_t thread;
 __attribute__((constructor)) static void begin(void)
 {
+    BEFORE;
     pthread_create(&thread, NULL, call, NULL);
     while (!other || state_of(other) != 'S')
         sched_yield();
-    results[0] = CALLS(DEVICE, room[0]);
+    results[0] = CALLS(ARGUMENTS);
 }
 
 int ask_plugin(void)

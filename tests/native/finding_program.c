@@ -65,6 +65,10 @@ static void *find_by_driver(void *driver, const char *name, int version)
     void *function = NULL;
     CUdriverProcAddressQueryResult status;
     PFN_cuGetProcAddress_v12000 ask = (PFN_cuGetProcAddress_v12000)dlsym(driver, "cuGetProcAddress_v2");
+    cuuint64_t flags = CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM;
+    /* As the runtime does, which asks for it by itself. */
+    if (ask && ask("cuGetProcAddress", &function, 12080, flags, &status) == CUDA_SUCCESS && function)
+        ask = (PFN_cuGetProcAddress_v12000)function;
     return ask && ask(name, &function, version, 0, &status) == CUDA_SUCCESS ? function : NULL;
 }
 
