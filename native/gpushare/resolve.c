@@ -8,7 +8,7 @@
  *   cuGetProcAddress                 the hooks below; the CUDA runtime asks for everything in this way
  *
  * So the library has a dlsym of its own, before libc's, and every program of the container calls it: it must be as good as none for
- * all that is not of the driver, at any time, in a constructor before ours or within malloc.
+ * all that is not the driver's, also under the driver's names, at any time, in a constructor before ours or within malloc.
  */
 #define _GNU_SOURCE
 #include "library.h"
@@ -134,7 +134,8 @@ static struct driver *driver_of(unsigned slot) { return slot < FIRST_OF_NVML ? &
 
 /* By the name that every program uses, and the loader's own search: where the file lies is each distribution's business.
    Each thread that comes meanwhile does the same, with the same result. A lock that one of them held would be waited for by a library's
-   constructor that calls the driver, and the loader's lock, which that constructor's thread has, by the one with the lock. */
+   constructor that calls the driver, and the loader's lock, which that constructor's thread has, by the one with the lock. `mode`:
+   RTLD_NOLOAD, or 0. */
 static bool find_driver(struct driver *driver, int mode)
 {
     if (atomic_load_explicit(&driver->is_found, memory_order_acquire))
