@@ -287,7 +287,7 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
 {
     if (!SEE(has_outstanding) || now < SEE(polled_at) + apart || pthread_mutex_trylock(&guard) != 0)
         return;
-    forbid_cancel(); /* as hold does */
+    forbid_cancel(); /* the other sections with the lock call nothing in which a thread can be cancelled */
     CUstreamCaptureMode mode = relax_capture();
     unsigned kept = 0;
     STORE(polled_at, now);
@@ -312,7 +312,8 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
     outstanding_count = kept;
     STORE(has_outstanding, kept);
     restore_capture(mode);
-    release(&guard);
+    pthread_mutex_unlock(&guard);
+    allow_cancel();
 }
 
 /* ---- scale and share ---- */
@@ -450,7 +451,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
 {
     unsigned ahead = 0;
     bool is_late = false;
-    hold(&guard);
+    pthread_mutex_lock(&guard);
     for (unsigned i = 0; i < outstanding_count; i++) {
         const struct span *one = &outstanding[i];
         if (!is_in_stream(one, launch->stream, launch->is_per_thread, &open_span, gpu))
@@ -459,7 +460,7 @@ static bool are_enough_ahead(const struct launch *launch, int gpu, unsigned most
             one->begun_at > done_at ? one->begun_at : done_at; /* another thread's `now` may be later than this one's */
         is_late |= !ahead++ && now > since && now - since > 2 * one->paid + SLACK_NS + (uint64_t)others_ns;
     }
-    release(&guard);
+    pthread_mutex_unlock(&guard);
     return ahead >= most || is_late;
 }
 
@@ -567,14 +568,14 @@ static void close_span(struct span *span, uint64_t now)
     one.cost = one.launches == 1 ? one.cost : NULL;
     one.after = recorded(one.stream, one.is_per_thread);
     one.behind = one.after && one.is_single && event_samples < WEIGHT ? recorded(one.stream, one.is_per_thread) : NULL;
-    hold(&guard);
+    pthread_mutex_lock(&guard);
     if (one.is_first)
         elsewhere += (one.is_dense - elsewhere) / (elsewhere_samples < 2 * WEIGHT ? ++elsewhere_samples : 2 * WEIGHT);
     bool is_kept = one.after && outstanding_count < OUTSTANDING;
     if (is_kept)
         outstanding[outstanding_count++] = one;
     STORE(has_outstanding, outstanding_count);
-    release(&guard);
+    pthread_mutex_unlock(&guard);
     if (!is_kept) {
         destroy(one.after), destroy(one.behind);
         drop(&one);
@@ -730,7 +731,7 @@ void end_wait(uint64_t ns)
 void forget_launches_of(CUcontext context)
 {
     unsigned kept = 0;
-    hold(&guard);
+    pthread_mutex_lock(&guard);
     atomic_fetch_add(&generation, 1);
     for (unsigned i = 0; i < outstanding_count; i++) {
         if (outstanding[i].context != context)
@@ -743,7 +744,7 @@ void forget_launches_of(CUcontext context)
     for (struct latest *last = latest; last < latest + MOST_GPUS; last++)
         if (last->context == context)
             *last = (struct latest){0};
-    release(&guard);
+    pthread_mutex_unlock(&guard);
 }
 
 void forget_launches(void)

@@ -136,10 +136,8 @@ static struct driver *driver_of(unsigned slot) { return slot < FIRST_OF_NVML ? &
    Each thread that comes meanwhile does the same, with the same result. A lock that one of them held would be waited for by a library's
    constructor that calls the driver, and the loader's lock, which that constructor's thread has, by the one with the lock. `mode`:
    RTLD_NOLOAD, or 0. */
-static bool find_driver(struct driver *driver, int mode)
+static bool open_driver(struct driver *driver, int mode)
 {
-    if (atomic_load_explicit(&driver->is_found, memory_order_acquire))
-        return true;
     dlsym_function *find = real_dlsym();
     watch_forks();
     if (!find || (!mode && now_ns() - driver->missed_at < RETRY_NS))
@@ -160,6 +158,9 @@ static bool find_driver(struct driver *driver, int mode)
         driver->missed_at = now_ns();
     return handle != NULL;
 }
+
+static bool find_driver(struct driver *driver, int mode)
+{ return atomic_load_explicit(&driver->is_found, memory_order_acquire) || open_driver(driver, mode); }
 
 static bool is_present(unsigned slot)
 { return real_functions[slot] != (slot < FIRST_OF_NVML ? (void *)answer_not_supported : (void *)answer_not_found); }
