@@ -159,7 +159,7 @@ static bool open_driver(struct driver *driver, int mode)
     return handle != NULL;
 }
 
-static bool find_driver(struct driver *driver, int mode)
+static inline bool find_driver(struct driver *driver, int mode)
 { return atomic_load_explicit(&driver->is_found, memory_order_acquire) || open_driver(driver, mode); }
 
 static bool is_present(unsigned slot)
