@@ -98,7 +98,9 @@ def generate(include: Path, output: Path, compiler: Sequence[str] = ("cc",)) -> 
         f"enum slot {{\n{slots},\n    SLOTS,\n    FIRST_OF_NVML = SLOT_{first_nvml}\n}};\n", encoding="utf-8"
     )
     (output / "table.c").write_text("\n".join(_table(used, hooked, known)) + "\n", encoding="utf-8")
-    exported = "".join(f" {name};" for name in ("dlsym", "dlvsym", "__asan_default_options", *hooked))
+    exported = "".join(
+        f" {name};" for name in ("dlmopen", "dlopen", "dlsym", "dlvsym", "__asan_default_options", *hooked)
+    )
     (output / "exports.map").write_text(f"{{ global:{exported} local: *; }};\n", encoding="utf-8")
 
 

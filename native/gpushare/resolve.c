@@ -18,15 +18,6 @@
 #include <link.h>
 #include <stdatomic.h>
 
-#if defined(__has_attribute)
-#if __has_attribute(musttail)
-#define TAIL_CALL __attribute__((musttail)) return
-#endif
-#endif
-#ifndef TAIL_CALL
-#define TAIL_CALL return /* gcc makes a tail call of it from -O2 on */
-#endif
-
 typedef void *dlsym_function(void *handle, const char *name);
 typedef void *dlvsym_function(void *handle, const char *name, const char *version);
 
@@ -34,7 +25,7 @@ typedef void *dlvsym_function(void *handle, const char *name, const char *versio
 
 /* Until libc's dlsym is found nothing is called: a sanitizer of the program's looks for functions before its own strcmp can be called,
    and a program's malloc may be what has called us. So the comparisons are here, and the loader's list is read. */
-static int compare(const char *one, const char *other)
+int compare(const char *one, const char *other)
 {
     for (; *one && *one == *other; one++)
         other++;
@@ -96,7 +87,7 @@ static bool is_of_libc(const char *path)
 }
 
 /* Without the loader's lock: both are there from the program's start, so before what other threads open and close. */
-static void *find_in_libc(const char *name, _Atomic(void *) *known)
+void *find_in_libc(const char *name, _Atomic(void *) *known)
 {
     void *found = atomic_load_explicit(known, memory_order_acquire);
     for (const struct link_map *object = found ? NULL : _r_debug.r_map; object && !found; object = object->l_next)
@@ -180,6 +171,7 @@ static bool enter(struct driver *driver)
 bool enter_hook(void) { return enter(&cuda); }
 bool enter_nvml_hook(void) { return enter(&nvml); }
 void leave_hook(void) { is_inside = false; }
+bool is_in_hook(void) { return is_inside; }
 
 /* ---- dlsym ---- */
 
@@ -198,15 +190,20 @@ static const struct table_entry *entry_named(const char *name)
 }
 
 /* The first letters decide, so that all other names cost next to nothing. */
-static const struct table_entry *hooked_entry(const char *name)
+const struct table_entry *hooked_entry(const char *name)
 {
-    bool may_be = !is_inside && name && ((name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v'));
-    return may_be ? entry_named(name) : NULL;
+    if (is_inside || !name)
+        return NULL;
+    if (name[0] == 'd' && name[1] == 'l')
+        return loader_named(name);
+    return (name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v') ? entry_named(name) : NULL;
 }
 
 /* The driver's function of that name, if the program has loaded the driver: a question must not load it. */
-static void *loaded_function(const struct table_entry *entry)
+void *loaded_function(const struct table_entry *entry)
 {
+    if (entry->since < 0)
+        return loader_function(entry);
     unsigned slot = (unsigned)(entry - table);
     return find_driver(driver_of(slot), RTLD_NOLOAD) && is_present(slot) ? real_functions[slot] : NULL;
 }
@@ -218,7 +215,7 @@ static void *hook_or_found(const struct table_entry *entry, void *found, const c
 {
     void *real = found ? loaded_function(entry) : NULL;
     if (found != entry->hook)
-        return found && found == real ? entry->hook : found;
+        return found && found == real && entry->since != OPENS ? entry->hook : found;
     if (real)
         return entry->hook;
     /* Kept here, so that it is no tail call: behind this library is meant, not behind the caller's. */
@@ -260,7 +257,7 @@ static int look_into(struct dl_phdr_info *object, size_t size, void *data)
 static bool is_hook_next(const struct table_entry *entry, void *caller)
 {
     void *real = loaded_function(entry);
-    struct next next = {.name = entry->name, .caller = (uintptr_t)caller, .driver = (uintptr_t)real};
+    struct next next = {.name = entry->name, .caller = (uintptr_t)caller, .driver = entry->since == OPENS ? 0 : (uintptr_t)real};
     dl_iterate_phdr(look_into, &next);
     return next.found == entry->hook || next.has_driver;
 }
@@ -273,7 +270,7 @@ EXPORTED void *dlsym(void *restrict handle, const char *restrict name)
         return NULL;
     if (entry && handle != RTLD_NEXT)
         return hook_or_found(entry, find(handle, name), NULL);
-    if (entry && is_hook_next(entry, __builtin_return_address(0)))
+    if (entry && entry->since != OPENS && is_hook_next(entry, __builtin_return_address(0)))
         return hook_or_found(entry, entry->hook, NULL);
     TAIL_CALL find(handle, name);
 }
@@ -284,7 +281,7 @@ EXPORTED void *dlvsym(void *restrict handle, const char *restrict name, const ch
     dlvsym_function *find = real_dlvsym();
     if (!find)
         return NULL;
-    if (entry && handle != RTLD_NEXT)
+    if (entry && (handle != RTLD_NEXT || entry->since == FINDS)) /* with a version it passes over libraries like ours */
         return hook_or_found(entry, find(handle, name, version), version);
     if (entry && is_hook_next(entry, __builtin_return_address(0)))
         return hook_or_found(entry, entry->hook, version);
