@@ -1,4 +1,4 @@
-/* Plugins that are opened with RTLD_DEEPBIND, as databases, PHP, JVMs and Python open theirs.
+/* Plugins that are opened with RTLD_DEEPBIND, as PHP opens all of its own.
  *
  * Such a plugin finds the names of its own dependencies first: libc's dlsym and the driver's functions before ours. Without the flag
  * programs break whose symbols clash. So it stays, and when libc's dlopen has returned, what the plugin and the objects that came with

@@ -1,11 +1,12 @@
 /* Finding the driver's functions, and giving programs ours in their place.
  *
- * A program comes by a function of libcuda.so.1 in one of four ways, and each must end at the hook:
+ * A program comes by a function of libcuda.so.1 in one of five ways, and each must end at the hook:
  *
  *   linked, or dlsym(RTLD_DEFAULT)   the loader takes the first library that exports the name: ours, because it is preloaded
  *   dlsym(handle of libcuda.so.1)    the dlsym below
  *   dlsym(RTLD_NEXT)                 the dlsym below; the loader would pass over us
  *   cuGetProcAddress                 the hooks below; the CUDA runtime asks for everything in this way
+ *   a plugin of RTLD_DEEPBIND        deepbind.c; the loader takes the first of the plugin's own libraries
  *
  * So the library has a dlsym of its own, before libc's, and every program of the container calls it: it must be as good as none for
  * all that is not the driver's, also under the driver's names, at any time, in a constructor before ours or within malloc.
