@@ -67,7 +67,11 @@ def build_gpushare(
         command = [*compiler, *_FLAGS, f"-I{SOURCES}", f"-I{CALL.parent}", f"-I{scratch}", f"-I{include}"]
         command += [f'-DGPUSHARE_{name}="{directory}"' for name in ("DIRECTORY", "NODES")] if directory else []
         command += [*map(str, sorted(SOURCES.glob("*.c"))), str(CALL), str(scratch / "table.c"), *flags]
-        command += ["-Wl,-z,now", "-Wl,-soname,libgpushare.so", f"-Wl,--version-script={scratch / 'exports.map'}"]
+        command += [
+            "-Wl,-z,now,-Bsymbolic",
+            "-Wl,-soname,libgpushare.so",
+            f"-Wl,--version-script={scratch / 'exports.map'}",
+        ]
         # zig keeps what it compiled of the C library; without a place of the caller's it goes with the rest.
         caches = {"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
         run([*command, "-o", str(scratch / "library"), "-ldl", "-lpthread"], env=caches | dict(os.environ))

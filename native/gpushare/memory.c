@@ -63,16 +63,17 @@ static bool refer(enum class class, uint64_t value, int by, struct allocation *f
     uint64_t hash = hash_of(class, value);
     struct shard *shard = shard_of(hash);
     pthread_mutex_lock(&shard->guard);
-    struct allocation **at = find_in(shard, hash, class, value), *one = *at;
+    struct allocation **at = find_in(shard, hash, class, value), *one = *at, *last = NULL;
     if (one) {
         one->references += (unsigned)by;
         *found = *one;
         if (one->references == 0) {
+            last = one;
             *at = one->next;
-            free(one);
         }
     }
     pthread_mutex_unlock(&shard->guard);
+    free(last); /* a program's own may wait for a thread that is about to call the driver */
     return one != NULL;
 }
 
@@ -98,6 +99,7 @@ static void give_size(int gpu, enum kind kind, uint64_t bytes);
 
 static void give_all_of(CUcontext context)
 {
+    struct allocation *given = NULL;
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
         pthread_mutex_lock(&shard->guard);
         for (unsigned i = 0; i < BUCKETS; i++)
@@ -108,9 +110,14 @@ static void give_all_of(CUcontext context)
                 }
                 give_size(one->gpu, one->kind, one->bytes);
                 *at = one->next;
-                free(one);
+                one->next = given;
+                given = one;
             }
         pthread_mutex_unlock(&shard->guard);
+    }
+    for (struct allocation *next; given; given = next) {
+        next = given->next;
+        free(given);
     }
 }
 
@@ -236,10 +243,12 @@ static bool is_without_processors(int node)
 {
     char path[sizeof GPUSHARE_NODES + 32], first = '\n';
     snprintf(path, sizeof path, GPUSHARE_NODES "/node%d/cpulist", node);
+    forbid_cancel();
     int file = open(path, O_RDONLY | O_CLOEXEC);
     bool is_read = file >= 0 && read(file, &first, 1) >= 0;
     if (file >= 0)
         close(file);
+    allow_cancel();
     return is_read && first == '\n';
 }
 
@@ -426,7 +435,7 @@ void read_pools(int gpu, bool trims)
 {
     if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0)
         return;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if ((known->gpu == gpu || gpu == EVERY_GPU) && known->reserved) { /* it gets more by allocations, which read it */
@@ -435,7 +444,7 @@ void read_pools(int gpu, bool trims)
             read_pool(known);
         }
     restore_capture(mode);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 void read_freed(void)
@@ -466,9 +475,9 @@ static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device, int alloc
 
 static void remember_pool(CUmemoryPool pool, CUdevice device, int allocation)
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     add_pool(pool, device, allocation);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 /* Drivers before CUDA 13 do not say where a pool is. What a program has made is known; so it is the one that a GPU has from the start. */
@@ -538,12 +547,12 @@ static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
     static int said;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
         say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
         return false;
     }
     if (use->pool->device < 0)
@@ -556,7 +565,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
     }
     if (!is_taken)
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
     else
         use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
     return is_taken;
@@ -565,7 +574,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
 static void end_pool(const struct pool_use *use)
 {
     read_pool(use->pool);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
@@ -612,19 +621,19 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
-    pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
+    hold(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
     struct known_pool *known = find_pool(pool);
     if (known)
         read_pool(known);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
 /* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
     CUresult result = real(pool);
     struct known_pool *known = result ? NULL : find_pool(pool);
@@ -632,7 +641,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
         charge_difference(known->gpu, known->kind, known->reserved, &known->reserved, used);
         *known = pools[--pools_count];
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -963,7 +972,7 @@ static CUresult keep_context(CUresult result, struct known_context *made, const 
 {
     CUcontext context = result ? NULL : *found;
     bool is_kept = false;
-    pthread_mutex_lock(&contexts_guard);
+    hold(&contexts_guard);
     unsigned known = 0;
     while (known < contexts_count && contexts[known].context != context)
         known++;
@@ -972,7 +981,7 @@ static CUresult keep_context(CUresult result, struct known_context *made, const 
         contexts[contexts_count++] = *made;
         is_kept = true;
     }
-    pthread_mutex_unlock(&contexts_guard);
+    release(&contexts_guard);
     if (!is_kept)
         give_bytes(gpu_of_device(made->device), CONTEXT, made->bytes);
     return result;
@@ -981,14 +990,14 @@ static CUresult keep_context(CUresult result, struct known_context *made, const 
 /* With it goes what was allocated in it. */
 static void drop_context(CUcontext context)
 {
-    pthread_mutex_lock(&contexts_guard);
+    hold(&contexts_guard);
     for (unsigned i = 0; i < contexts_count; i++)
         if (contexts[i].context == context) {
             give_bytes(gpu_of_device(contexts[i].device), CONTEXT, contexts[i].bytes);
             contexts[i] = contexts[--contexts_count];
             break;
         }
-    pthread_mutex_unlock(&contexts_guard);
+    release(&contexts_guard);
     if (context) {
         forget_launches_of(context);
         give_all_of(context);
@@ -1015,7 +1024,7 @@ HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, 
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     if (is_primary_known(device))
         return real(context, device);
-    pthread_mutex_lock(&primary_guard); /* of threads that begin at once each would else ask for a context */
+    hold(&primary_guard); /* of threads that begin at once each would else ask for a context */
     if (is_primary_known(device)) {
         result = real(context, device);
     } else if (reserve_context(device, &made)) {
@@ -1023,7 +1032,7 @@ HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, 
         if (result == CUDA_SUCCESS && made.bytes)
             primary[device] = *context;
     }
-    pthread_mutex_unlock(&primary_guard);
+    release(&primary_guard);
     return result;
 }
 
@@ -1164,7 +1173,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
     if (!each || REAL(cuCtxGetLimit)(&before, limit) != CUDA_SUCCESS)
         return real(limit, value);
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     bool is_known = look_up(LIMIT, now.value, &had);
     now.bytes = is_known ? had.bytes : 0;
     now.handle = is_known ? had.handle : before;
@@ -1181,7 +1190,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
         else
             remember(&now);
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 

@@ -2014,6 +2014,13 @@ CUresult CUDAAPI cuGetProcAddress_v2(const char *name, void **function, int vers
     return find_function(name, function, version, flags, status ? status : &unwanted);
 }
 
+/* For programs whose default streams are the threads' own. */
+CUresult CUDAAPI cuGetProcAddress_v2_ptsz(const char *name, void **function, int version, cuuint64_t flags,
+                                          CUdriverProcAddressQueryResult *status);
+CUresult CUDAAPI cuGetProcAddress_v2_ptsz(const char *name, void **function, int version, cuuint64_t flags,
+                                          CUdriverProcAddressQueryResult *status)
+{ return cuGetProcAddress_v2(name, function, version, flags | CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, status); }
+
 /* NVIDIA's own libraries ask for tables that are not documented. */
 CUresult CUDAAPI cuGetExportTable(const void **table, const CUuuid *id)
 {
