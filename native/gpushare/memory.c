@@ -1011,8 +1011,8 @@ static bool is_primary_active(CUdevice device)
     return REAL(cuDevicePrimaryCtxGetState)(device, &flags, &is_active) == CUDA_SUCCESS && is_active;
 }
 
-static CUcontext primary[MOST_CONTEXTS]; /* by ordinal */
-static pthread_mutex_t primary_guard = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic(CUcontext) primary[MOST_CONTEXTS]; /* by ordinal */
+static _Atomic bool is_beginning[MOST_CONTEXTS];
 
 /* Not by what the driver says is active: after fork that may be the parent's. */
 static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
@@ -1022,17 +1022,18 @@ HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, 
 {
     struct known_context made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (is_primary_known(device))
+    /* Of threads that begin at once one counts it. No lock may be held here: the driver may wait for the loader's. Where the one is
+       refused and the others are not, theirs is in what the agent observes. */
+    if (is_primary_known(device) || atomic_exchange(&is_beginning[device], true))
         return real(context, device);
-    hold(&primary_guard); /* of threads that begin at once each would else ask for a context */
-    if (is_primary_known(device)) {
+    if (is_primary_known(device)) { /* by now */
         result = real(context, device);
     } else if (reserve_context(device, &made)) {
         result = keep_context(real(context, device), &made, context);
         if (result == CUDA_SUCCESS && made.bytes)
             primary[device] = *context;
     }
-    release(&primary_guard);
+    is_beginning[device] = false;
     return result;
 }
 
@@ -1215,9 +1216,10 @@ void forget_memory(void)
     for (struct shard *shard = shards; shard < shards + SHARDS && has_any; shard++)
         *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    contexts_guard = primary_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pools_count = contexts_count = 0;
-    memset(primary, 0, sizeof primary);
+    memset((void *)primary, 0, sizeof primary);
+    memset((void *)is_beginning, 0, sizeof is_beginning);
     for (int i = 0; i < 2 * MOST_GPUS; i++)
         shared_pages[i % 2][i / 2] = (struct shared_pages){.guard = PTHREAD_MUTEX_INITIALIZER};
 }
