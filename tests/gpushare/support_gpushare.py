@@ -23,7 +23,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_config,
     encode_usage,
 )
-from native.build_gpushare import build_gpushare
+from native.build_gpushare import SOURCES, build_gpushare
 from tests.gpushare.usage_reader import GpuUsage, ProcessUsage, read_usage
 from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
 
@@ -54,6 +54,7 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
     build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
     build_program(programs / "hard_program", NATIVE / "hard_program.c", linked)
+    build_program(programs / "every_hook", NATIVE / "every_hook.c", [f"-I{SOURCES}", "-ldl"])
     build_program(programs / "tenant", NATIVE / "tenant.c", linked)
     build_program(programs / "meter", NATIVE / "fake_driver" / "meter.c")
     build_gpushare(cuda_include(), library, directory=".")
@@ -147,9 +148,10 @@ class Container:
         preload: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         program = self.machine.built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
-        return self.start_command([*prefix, str(program), way, str(version), *actions], preload=preload, env=env)
+        return self.start_command([*prefix, str(program), way, str(version), *actions], preload=preload, env=env, stdin=stdin)
 
     def start_command(
         self,

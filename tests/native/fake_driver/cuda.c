@@ -14,9 +14,17 @@
 #include "machine.h"
 #include "symbols.h"
 
-#define PER_THREAD(function) extern __typeof__(function) function##_ptsz __attribute__((alias(#function)))
+#ifdef __aarch64__
+#define JUMP "b "
+#else
+#define JUMP "jmp "
+#endif
+/* A function of its own, at an address of its own, as in NVIDIA's: it does the same. */
+#define PER_THREAD(function)                                                                               \
+    __asm__(".text\n.globl " #function "_ptsz\n.type " #function "_ptsz, %function\n" #function "_ptsz: " JUMP #function "\n"); \
+    extern __typeof__(function) function##_ptsz
 #define QUEUE_NS 100000000ull
-#define FIRST_ADDRESS 0x7f0000000000ull
+#define FIRST_ADDRESS 0x7f0000200000ull /* its lower half is not 0 */
 #define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
 #define LEAST_OF_OWN_PAGES (1u << 20)
@@ -805,6 +813,18 @@ CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address)
     return free_allocation(address);
 }
 
+/* It has but the lower half of an address. */
+CUresult CUDAAPI cuMemFree(CUdeviceptr_v1 lower)
+{
+    CUdeviceptr address = 0;
+    log_call("cuMemFree");
+    pthread_mutex_lock(&memory.guard);
+    for (size_t i = 0; i < memory.count; i++)
+        address = (CUdeviceptr_v1)memory.all[i].address == lower ? memory.all[i].address : address;
+    pthread_mutex_unlock(&memory.guard);
+    return lower && !address ? CUDA_ERROR_INVALID_VALUE : free_allocation(address);
+}
+
 CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
 {
     log_call("cuMemAllocManaged");
@@ -818,6 +838,17 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t 
     (void)element;
     *pitch = (width + 511) & ~(size_t)511;
     return allocate(address, *pitch * height, current_gpu(), PLAIN);
+}
+
+CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *address, unsigned int *pitch, unsigned int width, unsigned int height,
+                                 unsigned int element)
+{
+    CUdeviceptr whole_address = 0;
+    size_t whole_pitch = 0;
+    log_call("cuMemAllocPitch");
+    CUresult result = cuMemAllocPitch_v2(&whole_address, &whole_pitch, width, height, element);
+    *pitch = (unsigned)whole_pitch;
+    return *address = (CUdeviceptr_v1)whole_address, result;
 }
 
 CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
@@ -1156,8 +1187,16 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocati
 CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)
 {
     log_call("cuMemImportFromShareableHandle");
-    (void)shared, (void)type;
-    return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS;
+    (void)type;
+    *handle = FOREIGN_ADDRESS; /* another process's, unless this one has exported it */
+    pthread_mutex_lock(&memory.guard);
+    for (allocation *at = memory.all; at < memory.all + memory.count; at++)
+        if (at->kind == OF_HANDLE && (int)(at->address >> 21 & 0xffff) == (int)(intptr_t)shared) {
+            *handle = at->address;
+            at->references++;
+        }
+    pthread_mutex_unlock(&memory.guard);
+    return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
@@ -1215,6 +1254,18 @@ CUresult CUDAAPI cuArrayCreate_v2(CUarray *array, const CUDA_ARRAY_DESCRIPTOR *o
 {
     log_call("cuArrayCreate_v2");
     return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+}
+
+CUresult CUDAAPI cuArrayCreate(CUarray *array, const CUDA_ARRAY_DESCRIPTOR_v1 *of)
+{
+    log_call("cuArrayCreate");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+}
+
+CUresult CUDAAPI cuArray3DCreate(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of)
+{
+    log_call("cuArray3DCreate");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels));
 }
 
 CUresult CUDAAPI cuArray3DCreate_v2(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of)
@@ -1405,6 +1456,26 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
     return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, stream, parameters);
 }
 PER_THREAD(cuLaunchCooperativeKernel);
+
+CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *all, unsigned int count, unsigned int flags)
+{
+    CUresult result = CUDA_SUCCESS;
+    log_call("cuLaunchCooperativeKernelMultiDevice");
+    (void)flags;
+    for (const CUDA_LAUNCH_PARAMS *one = all; one < all + count && result == CUDA_SUCCESS; one++)
+        result = run_kernel(one->function, one->gridDimX, one->gridDimY, one->gridDimZ,
+                            one->blockDimX * one->blockDimY * one->blockDimZ, one->hStream, one->kernelParams);
+    return result;
+}
+
+/* Of CUDA 3. */
+CUresult CUDAAPI cuLaunchGridAsync(CUfunction function, int width, int height, CUstream stream)
+{
+    log_call("cuLaunchGridAsync");
+    return run_kernel(function, (unsigned)width, (unsigned)height, 1, 1, stream, NULL);
+}
+CUresult CUDAAPI cuLaunchGrid(CUfunction function, int width, int height) { return cuLaunchGridAsync(function, width, height, NULL); }
+CUresult CUDAAPI cuLaunch(CUfunction function) { return cuLaunchGrid(function, 1, 1); }
 
 /* What pools keep above their thresholds goes back with the wait. */
 static CUresult wait_for(CUdevice device, int lane)
@@ -1744,6 +1815,16 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
     return CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *text, size_t size)
+{
+    (void)failed, (void)text, (void)size;
+    return cuGraphInstantiateWithFlags(made, from, 0);
+}
+CUresult CUDAAPI cuGraphInstantiate_v2(CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *text, size_t size)
+{
+    return cuGraphInstantiate(made, from, failed, text, size);
+}
+
 /* The kernels of another graph of the same shape, which are read now. */
 CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecUpdateResultInfo *why)
 {
@@ -1761,6 +1842,13 @@ CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecU
         updated->nodes[i].duration_ns = newer->nodes[i].duration_ns;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGraphExecUpdate(CUgraphExec of, CUgraph from, CUgraphNode *failed, CUgraphExecUpdateResult *why)
+{
+    CUgraphExecUpdateResultInfo found = {0};
+    CUresult result = cuGraphExecUpdate_v2(of, from, &found);
+    return (void)failed, *why = found.result, result;
 }
 
 CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
@@ -1872,6 +1960,13 @@ CUresult CUDAAPI cuGetProcAddress_v2(const char *name, void **function, int vers
     log_call("cuGetProcAddress_v2");
     CUdriverProcAddressQueryResult unwanted;
     return find_function(name, function, version, flags, status ? status : &unwanted);
+}
+
+extern __typeof__(cuGetProcAddress_v2) cuGetProcAddress_v2_ptsz;
+CUresult CUDAAPI cuGetProcAddress_v2_ptsz(const char *name, void **function, int version, cuuint64_t flags,
+                                          CUdriverProcAddressQueryResult *status)
+{
+    return cuGetProcAddress_v2(name, function, version, flags | CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, status);
 }
 
 /* NVIDIA's own libraries ask for tables that are not documented. */

@@ -1,0 +1,57 @@
+"""Each hook of libgpushare: a program comes by it, and it does what it is there for."""
+
+from __future__ import annotations
+
+import pytest
+
+from native.gpushare.generate import HOOKS, read_hooks, versions
+from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import Container, Machine, finish
+from tests.native.build import CannotBuildError, cuda_include
+
+pytestmark = pytest.mark.isolation
+
+KINDS = read_hooks(HOOKS.read_text(encoding="utf-8"))
+HOOKED = [name for name, kind in KINDS.items() if kind == "hook"]
+UNSEEN = {"cuEventSynchronize": "what it waits is in the host's time of a span alone, which nothing shows"}
+"""Hooks whose effect no program of a test can see, and why."""
+
+
+def container(machine: Machine) -> Container:
+    return machine.container(memory_mib=2560, cores=9000)
+
+
+def has_effect(share: Container, name: str) -> bool:
+    """Whether a program that calls the function sees what its hook does."""
+    other = None
+    if "RunningProcesses" in name:
+        other = share.machine.container("other").start("wait", stdin=-1)
+        assert other.stdout is not None and other.stdin is not None
+        while '"wait"' not in other.stdout.readline():
+            assert other.poll() is None
+    command = [str(share.machine.built.programs / "every_hook"), "does", name]
+    ended = finish(share.start_command(command, env={"FAKE_GPU_LOG": "1"}))
+    if other is not None:
+        other.communicate()
+    assert ended.code == 0, ended.error[-2000:]
+    return bool(ended.step("does")["has_effect"])
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKED if name not in UNSEEN])
+def test_each_hook_has_its_effect(machine_with: MachineWith, name: str) -> None:
+    assert has_effect(container(machine_with()), name)
+
+
+def test_a_program_comes_by_each_hook(machine_with: MachineWith) -> None:
+    """By dlsym with the driver's handle and with RTLD_NEXT, and by cuGetProcAddress as of the function's version."""
+    try:
+        typedefs = (cuda_include() / "cudaTypedefs.h").read_text(encoding="utf-8")
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    known = versions({name: kind for name, kind in KINDS.items() if kind != "pass"}, typedefs)
+    words = [str(word) for name in HOOKED for word in (name, *known[name][:2], int(known[name][2]))]
+    share = container(machine_with())
+    ended = finish(share.start_command([str(share.machine.built.programs / "every_hook"), "finds", *words]))
+    assert ended.code == 0, ended.error[-2000:]
+    found = {step["action"]: (step["by_name"], step["next"], step["asked"]) for step in ended.steps}
+    assert found == dict.fromkeys(HOOKED, (1, 1, 1))
