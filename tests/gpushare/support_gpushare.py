@@ -45,11 +45,20 @@ class GpushareBuilt:
     virtual_time: Path
 
 
+def built_in(directory: Path) -> GpushareBuilt:
+    return GpushareBuilt(
+        driver=directory / "driver",
+        programs=directory / "programs",
+        library=directory / "libgpushare.so",
+        virtual_time=directory / "libvirtualtime.so",
+    )
+
+
 def build_for_gpushare(directory: Path) -> GpushareBuilt:
     """The library looks for its files in the working directory. Raises CannotBuildError."""
-    driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
+    built = built_in(directory)
+    driver, programs, source = build_fake_driver(built.driver), built.programs, NATIVE / "gpu_program.c"
     programs.mkdir()
-    source, library = NATIVE / "gpu_program.c", directory / "libgpushare.so"
     build_program(programs / "gpu_program", source, ["-ldl"])
     linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
     build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
@@ -57,10 +66,9 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     build_program(programs / "every_hook", NATIVE / "every_hook.c", [f"-I{SOURCES}", "-ldl"])
     build_program(programs / "tenant", NATIVE / "tenant.c", linked)
     build_program(programs / "meter", NATIVE / "fake_driver" / "meter.c")
-    build_gpushare(cuda_include(), library, directory=".")
-    virtual_time = directory / "libvirtualtime.so"
-    build_program(virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
-    return GpushareBuilt(driver=driver, programs=programs, library=library, virtual_time=virtual_time)
+    build_gpushare(cuda_include(), built.library, directory=".")
+    build_program(built.virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
+    return built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +159,9 @@ class Container:
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         program = self.machine.built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
-        return self.start_command([*prefix, str(program), way, str(version), *actions], preload=preload, env=env, stdin=stdin)
+        return self.start_command(
+            [*prefix, str(program), way, str(version), *actions], preload=preload, env=env, stdin=stdin
+        )
 
     def start_command(
         self,

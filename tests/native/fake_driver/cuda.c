@@ -495,7 +495,7 @@ CUresult CUDAAPI cuCtxGetLimit(size_t *value, CUlimit limit)
 /* --- streams: of a context, and so of a GPU. The others are the current context's own --- */
 
 enum { OWN_LANES = 8 };
-typedef struct { context *in; unsigned lane; } own_stream; /* a lane: with slice_us, one of eight in turn */
+typedef struct { context *in; unsigned lane, flags; } own_stream; /* a lane: with slice_us, one of eight in turn */
 
 static const own_stream *own_of(CUstream of) { return of > CU_STREAM_PER_THREAD ? (const own_stream *)of : NULL; }
 static context *context_of(CUstream of) { return own_of(of) ? own_of(of)->in : current_context(); }
@@ -505,11 +505,10 @@ static unsigned lane_of(CUstream of) { return own_of(of) ? own_of(of)->lane : 0;
 CUresult CUDAAPI cuStreamCreate(CUstream *made, unsigned int flags)
 {
     static unsigned count;
-    (void)flags;
     if (current_gpu() < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     own_stream *fresh = malloc(sizeof *fresh);
-    *fresh = (own_stream){.in = current_context(), .lane = config()->slice_ns ? 1 + count++ % OWN_LANES : 0};
+    *fresh = (own_stream){.in = current_context(), .flags = flags, .lane = config()->slice_ns ? 1 + count++ % OWN_LANES : 0};
     return *made = (CUstream)fresh, CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *made, unsigned int flags, int priority)
@@ -524,6 +523,37 @@ CUresult CUDAAPI cuStreamDestroy_v2(CUstream of)
     return own_of(of) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 CUresult CUDAAPI cuStreamDestroy(CUstream of) { return cuStreamDestroy_v2(of); }
+
+/* One capture at a time, of a stream. Meanwhile a call that may wait for the GPU is refused and ends it, unless its thread says that it
+   means it (cuda.h, cuThreadExchangeStreamCaptureMode), and so does whatever uses the legacy stream, which waits for the others. */
+static struct graph *captured;
+static struct { CUstream in; CUstreamCaptureMode mode; pthread_t by; int is_spoilt; } capture;
+static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+static CUresult spoil_capture(CUresult result) { return capture.is_spoilt = 1, result; }
+static int is_captured(CUstream of) { return captured && of == capture.in; }
+static int is_implied(CUstream of)
+{
+    return captured && (!of || of == CU_STREAM_LEGACY) && own_of(capture.in) && !(own_of(capture.in)->flags & CU_STREAM_NON_BLOCKING);
+}
+static int is_unsafe(void)
+{
+    if (!captured || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return 0;
+    if (pthread_equal(capture.by, pthread_self()))
+        return capture.mode != CU_STREAM_CAPTURE_MODE_RELAXED;
+    return thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture.mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+}
+#define UNLESS_UNSAFE \
+    if (is_unsafe())  \
+    return spoil_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+    CUstreamCaptureMode before = thread_mode;
+    thread_mode = *mode;
+    return *mode = before, CUDA_SUCCESS;
+}
 
 CUresult CUDAAPI cuStreamGetCtx(CUstream of, CUcontext *found)
 {
@@ -784,6 +814,7 @@ static CUresult free_allocation(CUdeviceptr address)
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     log_call("cuMemAlloc_v2");
+    UNLESS_UNSAFE;
     return allocate(address, bytes, current_gpu(), PLAIN);
 }
 
@@ -810,6 +841,7 @@ CUresult CUDAAPI cuMemAlloc_v3(size_t bytes, CUdeviceptr *address, void *options
 CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address)
 {
     log_call("cuMemFree_v2");
+    UNLESS_UNSAFE;
     return free_allocation(address);
 }
 
@@ -948,7 +980,7 @@ typedef struct graph {
     struct graph *next;
     graph_node nodes[MAX_NODES];
 } graph;
-static graph *captured, *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
+static graph *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
 static uint64_t graphs_reserved[MAX_GPUS];
 
 /* Pools: each GPU has one of its own; a program makes others. */
@@ -1031,6 +1063,7 @@ CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
 CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool of, size_t least)
 {
     log_call("cuMemPoolTrimTo");
+    UNLESS_UNSAFE;
     pthread_mutex_lock(&memory.guard);
     trim((pool *)of, least);
     pthread_mutex_unlock(&memory.guard);
@@ -1076,8 +1109,7 @@ static CUresult capture_memory(CUdeviceptr *address, size_t bytes, const pool *f
 CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream)
 {
     log_call("cuMemAllocFromPoolAsync");
-    (void)stream;
-    if (captured)
+    if (is_captured(stream))
         return capture_memory(address, bytes, (pool *)from);
     return allocate_from(address, bytes, ((pool *)from)->device, OF_POOL, (pool *)from);
 }
@@ -1099,8 +1131,7 @@ CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     CUgraphNode unwanted;
     log_call("cuMemFreeAsync");
-    (void)stream;
-    return captured ? cuGraphAddMemFreeNode(&unwanted, (CUgraph)captured, NULL, 0, address) : free_allocation(address);
+    return is_captured(stream) ? cuGraphAddMemFreeNode(&unwanted, (CUgraph)captured, NULL, 0, address) : free_allocation(address);
 }
 PER_THREAD(cuMemFreeAsync);
 
@@ -1390,6 +1421,8 @@ static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (is_implied(stream))
+        return spoil_capture(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     if (takes_turns(device))
         return push_kernel(minors[device], lane_of(stream), duration_ns, width, is_timed), CUDA_SUCCESS;
     uint64_t done_at = run_on_gpu(minors[device], duration_ns);
@@ -1421,7 +1454,7 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = x, .gridDimY = y, .gridDimZ = z, .blockDimX = threads,
                                       .blockDimY = 1, .blockDimZ = 1};
     uint64_t duration_ns = duration_of(function, blocks_of(&kernel), parameters); /* parameters are the launch's own: read now */
-    if (captured)
+    if (is_captured(stream))
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
     CUresult result = have_stack(function, context_of(stream));
@@ -1482,6 +1515,7 @@ static CUresult wait_for(CUdevice device, int lane)
 {
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    UNLESS_UNSAFE;
     if (takes_turns(device))
         wait_for_lane(minors[device], lane);
     else
@@ -1501,6 +1535,7 @@ PER_THREAD(cuStreamSynchronize);
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     log_call("cuEventCreate");
+    UNLESS_UNSAFE;
     (void)flags;
     return (*event = calloc(1, sizeof(gpu_event))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -1514,7 +1549,7 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (captured) /* the real driver makes it a node of the graph */
+    if (is_captured(stream)) /* the real driver makes it a node of the graph */
         return CUDA_SUCCESS;
     recorded->ordinal = device;
     if (takes_turns(device))
@@ -1528,6 +1563,7 @@ PER_THREAD(cuEventRecord);
 CUresult CUDAAPI cuEventQuery(CUevent event)
 {
     log_call("cuEventQuery");
+    UNLESS_UNSAFE;
     gpu_event *of = (gpu_event *)event;
     return (takes_turns(of->ordinal) ? is_event_done(minors[of->ordinal], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
@@ -1552,8 +1588,10 @@ CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) {
 CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
 {
     log_call("cuStreamIsCapturing");
-    (void)stream;
-    return *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+    *status = !is_captured(stream) ? CU_STREAM_CAPTURE_STATUS_NONE
+              : capture.is_spoilt  ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                   : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return is_implied(stream) ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
 }
 PER_THREAD(cuStreamIsCapturing);
 
@@ -1572,18 +1610,19 @@ CUresult CUDAAPI cuGraphCreate(CUgraph *made, unsigned int flags)
 
 CUresult CUDAAPI cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 {
-    (void)stream, (void)mode;
-    return captured ? CUDA_ERROR_ILLEGAL_STATE : cuGraphCreate((CUgraph *)&captured, 0);
+    if (captured || !stream || stream == CU_STREAM_LEGACY)
+        return captured ? CUDA_ERROR_ILLEGAL_STATE : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    capture = (__typeof__(capture)){.in = stream, .mode = mode, .by = pthread_self()};
+    return cuGraphCreate((CUgraph *)&captured, 0);
 }
 
 CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *made)
 {
-    (void)stream;
-    if (!captured)
+    if (!is_captured(stream))
         return CUDA_ERROR_ILLEGAL_STATE;
-    *made = (CUgraph)captured;
+    *made = capture.is_spoilt ? NULL : (CUgraph)captured;
     captured = NULL;
-    return CUDA_SUCCESS;
+    return *made ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 }
 
 CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
@@ -1715,7 +1754,8 @@ static uint64_t used_by_graphs(CUdevice device)
 
 static void forget_graphs(void)
 {
-    captured = mapped_graphs = NULL;
+    captured = NULL;
+    mapped_graphs = NULL;
     memset(graphs_reserved, 0, sizeof graphs_reserved);
 }
 
@@ -1748,6 +1788,7 @@ CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attrib
 CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
 {
     log_call("cuDeviceGraphMemTrim");
+    UNLESS_UNSAFE;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     pthread_mutex_lock(&memory.guard);
