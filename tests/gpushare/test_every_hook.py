@@ -51,8 +51,12 @@ def test_each_hook_has_its_effect(machine_with: MachineWith, name: str) -> None:
 
 
 def test_a_capture_is_not_spoilt_by_what_the_library_asks_the_driver(machine_with: MachineWith) -> None:
-    """In another stream, where the program launches and allocates; in the mode that forbids most, which stays the program's."""
+    """In another stream, where the program launches and allocates; in the mode that forbids most, which stays as it was."""
     assert has_effect(container(machine_with()), "captures")
+
+
+def test_an_array_takes_what_its_format_says(machine_with: MachineWith) -> None:
+    assert has_effect(container(machine_with()), "formats")
 
 
 def test_a_program_comes_by_each_hook(machine_with: MachineWith) -> None:

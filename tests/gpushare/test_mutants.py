@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,30 +192,32 @@ def with_fault(fault: Fault) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=str(fault), marks=marked(str(fault))) for fault in FAULTS])
-def test_with_a_fault_a_test_fails(builder: Builder, gpushare: GpushareBuilt, tmp_path: Path, fault: Fault) -> None:
+def test_with_a_fault_a_test_fails(
+    builder: Builder,
+    gpushare: GpushareBuilt,
+    tmp_path: Path,
+    fault: Fault,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """By which one it was seen is in the file of `--junitxml`."""
     for path in (gpushare.driver, gpushare.programs, gpushare.virtual_time):
         (tmp_path / path.name).symlink_to(path)
     builder.build(tmp_path / gpushare.library.name, with_fault(fault))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        f"--built={tmp_path}",
-    ]
-    done = subprocess.run(
-        [*command, "-m", "isolation", *fault.tests],
-        cwd=ROOT,
-        env=os.environ | {"PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, (
-        f"no test has seen it\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
-    )
+    flaky: list[str] = []
+    while seen_by := failing(tmp_path, *fault.tests, *(f"--deselect={test}" for test in flaky)):
+        if failing(tmp_path, seen_by) and not failing(gpushare.library.parent, seen_by):
+            record_property("seen_by", seen_by)
+            return
+        flaky.append(seen_by)  # it fails for another reason, as on a machine that is busy
+    raise AssertionError(f"no test has seen it; {flaky=}")
+
+
+def failing(built: Path, *tests: str) -> str:
+    """The first of these tests that fails with what is built there; empty: none does."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "isolation", f"--built={built}"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    env = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+    assert done.returncode == (pytest.ExitCode.TESTS_FAILED if found else pytest.ExitCode.OK), done.stdout + done.stderr
+    return found[0] if found else ""

@@ -3,6 +3,7 @@
  *
  *   every_hook does NAME             {"has_effect": true}
  *   every_hook captures              launches and allocates next to a capture, which is to come to its end
+ *   every_hook formats               arrays of several formats: what is held of each
  *   every_hook finds NAME BASE VERSION PER_THREAD...   whether each is the library's, by dlsym and by cuGetProcAddress
  *
  * The share is to be one of 2,560 MiB and of some cores, with nothing used.
@@ -462,6 +463,25 @@ static int captures(void)
     return nodes == 1 && mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
 }
 
+static int has_formats(void)
+{
+    static const struct { CUarray_format format; unsigned channels, halves; /* of a byte */ } known[] = {
+        {CU_AD_FORMAT_UNSIGNED_INT8, 1, 2}, {CU_AD_FORMAT_SIGNED_INT16, 2, 8}, {CU_AD_FORMAT_HALF, 4, 16},
+        {CU_AD_FORMAT_FLOAT, 4, 32},        {CU_AD_FORMAT_BC1_UNORM, 4, 1},    {CU_AD_FORMAT_NV12, 3, 3},
+        {CU_AD_FORMAT_UNORM_INT8X2, 2, 4},  {CU_AD_FORMAT_UNORM_INT16X4, 4, 16},
+    };
+    int is_right = 1;
+    begin();
+    for (unsigned i = 0; i < sizeof known / sizeof *known; i++) {
+        CUDA_ARRAY_DESCRIPTOR of = {.Width = WIDTH, .Height = HEIGHT, .Format = known[i].format, .NumChannels = known[i].channels};
+        uint64_t before = held(), expected = (uint64_t)WIDTH * HEIGHT * known[i].halves / 2;
+        MUST(F(cuArrayCreate_v2)(&array, &of));
+        is_right &= held() - before == expected;
+        MUST(F(cuArrayDestroy)(array));
+    }
+    return is_right;
+}
+
 int main(int count, char **words)
 {
     int file = open("usage", O_RDONLY);
@@ -472,6 +492,8 @@ int main(int count, char **words)
         return 2;
     if (strcmp(words[1], "captures") == 0)
         printf("{\"action\": \"captures\", \"has_effect\": %d}\n", captures());
+    else if (strcmp(words[1], "formats") == 0)
+        printf("{\"action\": \"formats\", \"has_effect\": %d}\n", has_formats());
     else if (strcmp(words[1], "finds") == 0)
         find_all(count - 2, words + 2);
     else
