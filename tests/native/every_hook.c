@@ -83,6 +83,7 @@ static uint64_t launches(void) { return usage->gpu[0].launches; }
 
 #define TAKES(call) ({ uint64_t before = held(); MUST(call); held() >= before + BYTES; })
 #define GIVES(call) ({ uint64_t before = held(); MUST(call); held() + BYTES <= before; })
+#define ENDS(call) ({ int had = held() > BYTES; MUST(call); had && held() == 0; }) /* with all that was taken in a context */
 #define KEEPS(call) ({ uint64_t before = held(); MUST(call); held() == before; })
 #define LAUNCHES(call) ({ uint64_t before = launches(); MUST(call); launches() == before + 1; })
 #define SHOWS(total, call) ({ MUST(call); (uint64_t)(total) == SHARE; })
@@ -276,15 +277,18 @@ static nvmlDevice_t gpu(void)
 /* ---- all of them ---- */
 
 static void take_context(void) { MUST(F(cuInit)(0)); }
-static void leave_none(void)
+static void retain_context(void)
 {
     MUST(F(cuInit)(0));
     MUST(F(cuDevicePrimaryCtxRetain)(&context, 0));
+    MUST(F(cuCtxSetCurrent)(context));
+    allocate();
 }
 static void make_context(void)
 {
     MUST(F(cuInit)(0));
     MUST(F(cuCtxCreate_v2)(&context, 0, 0));
+    allocate();
 }
 
 static int has_effect(const char *wanted)
@@ -397,16 +401,16 @@ static int has_effect(const char *wanted)
     ON(cuCtxSynchronize_v2, MEASURES(F(cuLaunchKernel)(KERNEL, NULL), F(cuCtxSynchronize_v2)(context)))
 
     CASE(cuDevicePrimaryCtxRetain, take_context(), TAKES(F(cuDevicePrimaryCtxRetain)(&context, 0)))
-    CASE(cuDevicePrimaryCtxRelease, leave_none(), GIVES(F(cuDevicePrimaryCtxRelease)(0)))
-    CASE(cuDevicePrimaryCtxRelease_v2, leave_none(), GIVES(F(cuDevicePrimaryCtxRelease_v2)(0)))
-    CASE(cuDevicePrimaryCtxReset, leave_none(), GIVES(F(cuDevicePrimaryCtxReset)(0)))
-    CASE(cuDevicePrimaryCtxReset_v2, leave_none(), GIVES(F(cuDevicePrimaryCtxReset_v2)(0)))
+    CASE(cuDevicePrimaryCtxRelease, retain_context(), ENDS(F(cuDevicePrimaryCtxRelease)(0)))
+    CASE(cuDevicePrimaryCtxRelease_v2, retain_context(), ENDS(F(cuDevicePrimaryCtxRelease_v2)(0)))
+    CASE(cuDevicePrimaryCtxReset, retain_context(), ENDS(F(cuDevicePrimaryCtxReset)(0)))
+    CASE(cuDevicePrimaryCtxReset_v2, retain_context(), ENDS(F(cuDevicePrimaryCtxReset_v2)(0)))
     CASE(cuCtxCreate, take_context(), TAKES(F(cuCtxCreate)(&context, 0, 0)))
     CASE(cuCtxCreate_v2, take_context(), TAKES(F(cuCtxCreate_v2)(&context, 0, 0)))
     CASE(cuCtxCreate_v3, take_context(), TAKES(F(cuCtxCreate_v3)(&context, NULL, 0, 0, 0)))
     CASE(cuCtxCreate_v4, take_context(), TAKES(F(cuCtxCreate_v4)(&context, NULL, 0, 0)))
-    CASE(cuCtxDestroy, make_context(), GIVES(F(cuCtxDestroy)(context)))
-    CASE(cuCtxDestroy_v2, make_context(), GIVES(F(cuCtxDestroy_v2)(context)))
+    CASE(cuCtxDestroy, make_context(), ENDS(F(cuCtxDestroy)(context)))
+    CASE(cuCtxDestroy_v2, make_context(), ENDS(F(cuCtxDestroy_v2)(context)))
 
     ON(cuMemGetInfo, SHOWS(total_32, F(cuMemGetInfo)(&free_32, &total_32)))
     ON(cuMemGetInfo_v2, SHOWS(total, F(cuMemGetInfo_v2)(&free_bytes, &total)))
