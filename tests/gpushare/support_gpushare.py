@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,17 @@ class Container:
 
     def usage(self) -> tuple[GpuUsage, list[ProcessUsage]]:
         return read_usage((self.directory / USAGE_NAME).read_bytes())
+
+
+@contextmanager
+def neighbour(machine: Machine) -> Iterator[None]:
+    """Another container's program, which has a context on the GPU."""
+    with machine.container("neighbour").start("wait", stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while '"wait"' not in process.stdout.readline():
+            assert process.poll() is None, process.communicate()
+        yield
+        process.communicate(timeout=DEADLINE_S)
 
 
 def finish(process: subprocess.Popen[str]) -> Ended:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from native.gpushare.generate import HOOKS, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Container, Machine, finish
+from tests.gpushare.support_gpushare import Container, Machine, finish, neighbour
 from tests.native.build import CannotBuildError, cuda_include
 
 pytestmark = pytest.mark.isolation
@@ -23,24 +25,16 @@ def container(machine: Machine) -> Container:
 
 def has_effect(share: Container, *words: str) -> bool:
     """Whether a program that calls a function sees what its hook does; in virtual time, so always in the same way."""
-    other = None
-    if "RunningProcesses" in words[-1]:
-        other = share.machine.container("other").start("wait", stdin=-1)
-        assert other.stdout is not None and other.stdin is not None
-        while '"wait"' not in other.stdout.readline():
-            assert other.poll() is None
     machine = share.machine
     clock = machine.directory / "clock"
     clock.write_bytes(b"")
-    ended = finish(
-        share.start_command(
-            [str(machine.built.programs / "every_hook"), *words],
-            preload=[machine.built.virtual_time, machine.built.library],
-            env={"FAKE_GPU_LOG": "1", "VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": "1"},
-        )
-    )
-    if other is not None:
-        other.communicate()
+    command = [str(machine.built.programs / "every_hook"), *words]
+    env = {"FAKE_GPU_LOG": "1", "VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": "1"}
+    if words == ("forks",):
+        env = {}  # the clock is for one process
+    with neighbour(machine) if "RunningProcesses" in words[-1] else nullcontext():
+        preload = [machine.built.virtual_time, machine.built.library]
+        ended = finish(share.start_command(command, preload=preload, env=env))
     assert ended.code == 0, ended.error[-2000:]
     return bool(ended.step(words[0])["has_effect"])
 
@@ -53,6 +47,12 @@ def test_each_hook_has_its_effect(machine_with: MachineWith, name: str) -> None:
 def test_a_capture_is_not_spoilt_by_what_the_library_asks_the_driver(machine_with: MachineWith) -> None:
     """In another stream, where the program launches and allocates; in the mode that forbids most, which stays as it was."""
     assert has_effect(container(machine_with()), "captures")
+
+
+@pytest.mark.parametrize("action", ["ends", "forks"])
+def test_events_of_what_has_ended_are_not_asked_for(machine_with: MachineWith, action: str) -> None:
+    """A context has ended, or the process is another one: the driver may do anything then; the fake one ends the program."""
+    assert has_effect(container(machine_with()), action)
 
 
 def test_an_array_takes_what_its_format_says(machine_with: MachineWith) -> None:

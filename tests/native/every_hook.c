@@ -4,6 +4,7 @@
  *   every_hook does NAME             {"has_effect": true}
  *   every_hook captures              launches and allocates next to a capture, which is to come to its end
  *   every_hook formats               arrays of several formats: what is held of each
+ *   every_hook ends, forks           launches in one context after the other, in a child of fork
  *   every_hook finds NAME BASE VERSION PER_THREAD...   whether each is the library's, by dlsym and by cuGetProcAddress
  *
  * The share is to be one of 2,560 MiB and of some cores, with nothing used.
@@ -20,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "format.h"
@@ -486,6 +488,39 @@ static int has_formats(void)
     return is_right;
 }
 
+/* The library has events of what was launched; in the next context, or process, they are no more. */
+static void launch_some(void)
+{
+    CUmodule module;
+    MUST(F(cuModuleLoadData)(&module, ""));
+    MUST(F(cuModuleGetFunction)(&spin, module, "spin"));
+    for (int i = 0; i < 200; i++)
+        MUST(F(cuLaunchKernel)(KERNEL, NULL));
+}
+static int ends(void)
+{
+    for (int i = 0; i < 4; i++) {
+        make_context();
+        launch_some();
+        MUST(F(cuCtxDestroy_v2)(context));
+    }
+    return 1;
+}
+static int forks(void)
+{
+    int status = -1;
+    make_context();
+    launch_some();
+    pid_t child = fork();
+    if (child == 0) {
+        make_context();
+        launch_some();
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+    return status == 0;
+}
+
 int main(int count, char **words)
 {
     int file = open("usage", O_RDONLY);
@@ -496,6 +531,10 @@ int main(int count, char **words)
         return 2;
     if (strcmp(words[1], "captures") == 0)
         printf("{\"action\": \"captures\", \"has_effect\": %d}\n", captures());
+    else if (strcmp(words[1], "ends") == 0)
+        printf("{\"action\": \"ends\", \"has_effect\": %d}\n", ends());
+    else if (strcmp(words[1], "forks") == 0)
+        printf("{\"action\": \"forks\", \"has_effect\": %d}\n", forks());
     else if (strcmp(words[1], "formats") == 0)
         printf("{\"action\": \"formats\", \"has_effect\": %d}\n", has_formats());
     else if (strcmp(words[1], "finds") == 0)

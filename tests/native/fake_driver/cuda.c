@@ -218,7 +218,7 @@ enum { MAX_CONTEXTS = 256, DEEPEST_STACK = 32, THREADS_OF_SM = 2048 };
 enum { DEFAULT_STACK = 1 << 10, DEFAULT_FIFO = 1 << 20, DEFAULT_HEAP = 8 << 20, LARGEST_STACK = 512 << 10 };
 typedef struct {
     CUdevice device;
-    unsigned references, modules;
+    unsigned references, modules, generation; /* `generation`: how many contexts of this handle have ended */
     int is_live;
     uint64_t stack, fifo, heap, taken; /* limits; what they take, beyond the defaults, which a context begins with */
 } context;
@@ -245,8 +245,8 @@ static CUresult begin_context(context *made, CUdevice device)
 {
     if (!open_context(minors[device]))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    unsigned references = made->references; /* a primary one that was reset has them still */
-    *made = (context){.device = device, .references = references, .is_live = 1, .stack = DEFAULT_STACK, .fifo = DEFAULT_FIFO,
+    unsigned references = made->references, generation = made->generation; /* a primary one that was reset is retained still */
+    *made = (context){.device = device, .references = references, .generation = generation, .is_live = 1, .stack = DEFAULT_STACK, .fifo = DEFAULT_FIFO,
                       .heap = DEFAULT_HEAP};
     return CUDA_SUCCESS;
 }
@@ -260,6 +260,7 @@ static void end_context(context *ended)
     give_memory(minors[ended->device], ended->taken, 0);
     close_context(minors[ended->device]);
     ended->is_live = 0;
+    ended->generation++;
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *found, CUdevice device)
@@ -614,7 +615,8 @@ static void forget_graphs(void);
 static void begin_anew_in_child(void)
 {
     memory = (__typeof__(memory)){.guard = PTHREAD_MUTEX_INITIALIZER, .next = memory.next};
-    memset(contexts, 0, sizeof contexts);
+    for (context *one = contexts; one < contexts + MAX_CONTEXTS; one++)
+        *one = (context){.generation = one->generation + 1};
     contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     stack.depth = 0;
     forget_pools();
@@ -1531,26 +1533,42 @@ CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext of) { return wait_for(gpu_of(or_c
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) { return wait_for(gpu_of_stream(stream), (int)lane_of(stream)); }
 PER_THREAD(cuStreamSynchronize);
 
+/* Who uses an event whose context has ended, or a parent's in a child of fork, may get anything from NVIDIA's driver. */
+static gpu_event *live(CUevent event)
+{
+    gpu_event *of = (gpu_event *)event;
+    if (of->in && ((const context *)of->in)->generation != of->generation) {
+        fprintf(stderr, "[driver] an event of a context that has ended\n");
+        abort();
+    }
+    return of;
+}
+
 /* An event: the time at which what was given to the GPU before it will be done. */
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     log_call("cuEventCreate");
     UNLESS_UNSAFE;
     (void)flags;
-    return (*event = calloc(1, sizeof(gpu_event))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    if (current_gpu() < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    gpu_event *made = calloc(1, sizeof *made);
+    *made = (gpu_event){.in = current_context(), .generation = current_context()->generation};
+    return *event = (CUevent)made, CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(live(event)), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 {
     log_call("cuEventRecord");
-    gpu_event *recorded = (gpu_event *)event;
+    CUgraphNode unwanted;
+    gpu_event *recorded = live(event);
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (is_captured(stream)) /* the real driver makes it a node of the graph */
-        return CUDA_SUCCESS;
+    if (is_captured(stream))
+        return add_node(&unwanted, captured, (graph_node){.type = CU_GRAPH_NODE_TYPE_EVENT_RECORD});
     recorded->ordinal = device;
     if (takes_turns(device))
         push_event(minors[device], lane_of(stream), recorded);
@@ -1564,12 +1582,12 @@ CUresult CUDAAPI cuEventQuery(CUevent event)
 {
     log_call("cuEventQuery");
     UNLESS_UNSAFE;
-    gpu_event *of = (gpu_event *)event;
+    gpu_event *of = live(event);
     return (takes_turns(of->ordinal) ? is_event_done(minors[of->ordinal], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 CUresult CUDAAPI cuEventSynchronize(CUevent event)
 {
-    gpu_event *of = (gpu_event *)event;
+    gpu_event *of = live(event);
     while (takes_turns(of->ordinal) && !is_event_done(minors[of->ordinal], of))
         sleep_until(now_ns() + 2000);
     sleep_until(of->done_at);
