@@ -442,6 +442,10 @@ static void find_all(int count, char **words)
         printf("{\"action\": \"%s\", \"by_name\": %d, \"next\": %d, \"asked\": %d}\n", words[i], is_ours(by_name) != 0,
                dlsym(RTLD_NEXT, words[i]) == by_name, words[i][0] == 'n' || asked == by_name);
     }
+    unsigned unhooked = 0; /* what was found by its name and version alone, because its address is not known */
+    for (unsigned i = 0; i < MOST_SLOTS; i++)
+        unhooked += (unsigned)usage->slot[i].unhooked;
+    printf("{\"action\": \"unhooked\", \"count\": %u}\n", unhooked);
 }
 
 /* In another stream than the one that is captured, until the share is full and the library looks for what is unused. */
