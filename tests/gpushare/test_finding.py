@@ -81,7 +81,7 @@ def forwarding(share: Container, forwarder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", ["use", "ask"])
-@pytest.mark.parametrize("begins", [[], ["-DAT_START"]])
+@pytest.mark.parametrize("begins", [[], ["-DAT_START"], ["-DNESTS"]])
 def test_a_driver_that_forwards_to_another_one_is_limited_once(
     share: Container, program: Path, part: Part, begins: list[str], way: str
 ) -> None:

@@ -66,6 +66,7 @@ DEEP = f"{PLUGINS}::test_a_plugin_of_rtld_deepbind_is_limited_and_bound_to_its_o
 MODULES = f"{COUNTED}::test_modules_are_counted_by_the_first_observation_while_a_program_goes_on_allocating"
 MEANWHILE = f"{COUNTED}::test_what_a_program_held_meanwhile_is_not_taken_for_more"
 CONTEXT = f"{COUNTED}::test_a_context_costs_what_the_agent_has_measured_until_it_sees_more_or_less"
+EXPORTER = f"{COUNTED}::test_exported_memory_counts_for_the_importer_once_the_exporter_has_ended"
 SIZES = f"{COUNTED}::test_memory_of_any_size_ends_within_a_page_of_the_share"
 MANAGED = f"{COUNTED}::test_managed_memory_is_in_no_observation_and_stays_counted"
 OWN_GPU = f"{GPUS}::test_memory_counts_on_its_own_gpu_whichever_is_current"
@@ -124,8 +125,8 @@ FAULTS = [
     no_effect("take_bytes", "return false;", "cuMemAlloc_v2"),
     no_effect("give_bytes", "return;", "cuMemFree_v2"),
     Fault("charge_bytes", "return;", [SIZES, *OF_MEMORY]),
-    Fault("reclaim_dead", "return;", [KILLED]),
-    Fault("clear_dead", "return;", [KILLED]),
+    Fault("reclaim_dead", "return;", [EXPORTER, *OF_MEMORY]),
+    Fault("clear_dead", "return;", [EXPORTER, *OF_MEMORY]),
     Fault("is_above", "return false;", [KILLED]),
     Fault("attribute", "return;", [QUIET]),
     Fault("attribute", "if (seen->observed_at) believe_more(gpu, seen); return;", [QUIET, CONTEXT]),
