@@ -87,6 +87,13 @@ def test_a_pool_counts_on_the_gpu_whose_memory_it_has(machine_with: MachineWith,
     assert taken(share, 2, place, pool, TAKE, "free", pool, TAKE) == [10, 8, 10, 8]
 
 
+def test_nvml_shows_a_share_of_its_own_gpu_alone(machine_with: MachineWith) -> None:
+    """The container has one of the second GPU, and asks of the first."""
+    limits = [GpuLimits(uuid=list(gpus(2))[1], memory_bytes=2560 << 20)]
+    _, share = prepared(machine_with(memory_mib=GPU_MIB, gpus=2), limits)
+    assert share.run("nvml", env={"FAKE_GPU_GPUS": "2"}).step("nvml")["total_mib"] == GPU_MIB
+
+
 SHARES_MIB = (1024, 2560, None)
 """Of three GPUs; the third has no limit, and of the fourth the agent knows nothing."""
 OTHER_GPU_MIB, OTHER_BLOCK_MIB = 5120, 128
