@@ -206,7 +206,7 @@ FAULTS = [
     no_effect("remember_graph", "return result;", "cuGraphInstantiate"),
     no_effect("forget_graph", "return result;", "cuGraphExecUpdate"),
     no_effect("launch_with_more_memory", "return real(executable, stream);", "cuGraphInstantiate"),
-    Fault("lacking_for", "return bytes;", [GRAPHS, *OF_MEMORY]),
+    Fault("lacking_for", "return bytes;", [GRAPHS]),
     no_effect("take_lacking", "return true;", "cuGraphInstantiate"),
     Fault(
         "instantiate_and_upload",
