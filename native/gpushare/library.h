@@ -120,6 +120,7 @@ struct allocation {
 bool remember(const struct allocation *allocation);
 bool look_up(enum class class, uint64_t value, struct allocation *found);
 bool take_out(enum class class, uint64_t value, struct allocation *found);
+void put_back(struct allocation taken_out); /* the driver has not freed it */
 void amend(const struct allocation *changed); /* the one of its class and value, if that is known still */
 
 /* What dead processes had, and what pools and graphs keep unused. It costs system calls and the driver's locks, and changes what

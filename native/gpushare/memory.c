@@ -96,13 +96,14 @@ void amend(const struct allocation *changed)
 
 static void give_size(int gpu, enum kind kind, uint64_t bytes);
 
-static void give_all_of(CUcontext context)
+/* With the context itself, unless it was only reset. */
+static void give_all_of(CUcontext context, bool has_ended)
 {
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
         pthread_mutex_lock(&shard->guard);
         for (unsigned i = 0; i < BUCKETS; i++)
             for (struct allocation **at = &shard->bucket[i], *one; (one = *at) != NULL;) {
-                if (one->context != context) {
+                if (one->context != context || (one->class == USE && !has_ended)) {
                     at = &one->next;
                     continue;
                 }
@@ -214,18 +215,18 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
     return result;
 }
 
+void put_back(struct allocation taken_out)
+{
+    taken_out.references = 1;
+    remember(&taken_out);
+}
+
 static void settle_freed(bool is_taken_out, const struct allocation *freed, CUresult result)
 {
     if (is_taken_out && result == CUDA_SUCCESS)
         give_size(freed->gpu, freed->kind, freed->bytes);
     else if (is_taken_out)
-        remember(&(struct allocation){.value = freed->value,
-                                      .class = freed->class,
-                                      .kind = freed->kind,
-                                      .gpu = freed->gpu,
-                                      .references = 1,
-                                      .bytes = freed->bytes,
-                                      .context = freed->context});
+        put_back(*freed);
 }
 
 /* ---- locations ---- */
@@ -935,64 +936,39 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
 
 /* ---- contexts: what one takes the agent has measured; until it has, and where it is wrong, what is observed says it ---- */
 
-enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
-static struct known_context {
-    CUcontext context;
-    CUdevice device;
-    uint64_t bytes;
-} contexts[MOST_CONTEXTS];
-static unsigned contexts_count;
-static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
+enum { MOST_PRIMARY = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
 
 /* Before the driver makes it, which takes it a third of a second: the agent must not see what is not counted yet. false: the container
    has no room for it. Without limits' files a program may still compute, so it gets its context. */
-static bool reserve_context(CUdevice device, struct known_context *made)
+static bool reserve_context(CUdevice device, struct allocation *made)
 {
     struct limits limits;
-    int gpu = gpu_of_device(device);
-    *made = (struct known_context){.device = device};
-    if (gpu < 0 || !own_slot())
+    *made = (struct allocation){.class = USE, .kind = CONTEXT, .gpu = gpu_of_device(device), .references = 1};
+    if (made->gpu < 0 || !own_slot())
         return true;
-    read_limits(gpu, &limits);
+    read_limits(made->gpu, &limits);
     made->bytes = limits.context ? limits.context : DEFAULT_CONTEXT_BYTES;
-    return reserve_bytes(gpu, device, CONTEXT, made->bytes);
+    return reserve_bytes(made->gpu, device, CONTEXT, made->bytes);
 }
 
 /* One that is known already costs nothing. */
-static CUresult keep_context(CUresult result, struct known_context *made, const CUcontext *found)
+static CUresult keep_context(CUresult result, struct allocation *made, const CUcontext *found)
 {
-    CUcontext context = result ? NULL : *found;
-    bool is_kept = false;
-    pthread_mutex_lock(&contexts_guard);
-    unsigned known = 0;
-    while (known < contexts_count && contexts[known].context != context)
-        known++;
-    if (result == CUDA_SUCCESS && made->bytes && known == contexts_count && known < MOST_CONTEXTS) {
-        made->context = context;
-        contexts[contexts_count++] = *made;
-        is_kept = true;
-    }
-    pthread_mutex_unlock(&contexts_guard);
-    if (!is_kept)
-        give_bytes(gpu_of_device(made->device), CONTEXT, made->bytes);
+    struct allocation known;
+    made->context = result ? NULL : *found;
+    made->value = (uintptr_t)made->context;
+    if (result != CUDA_SUCCESS || look_up(USE, made->value, &known))
+        give_bytes(made->gpu, CONTEXT, made->bytes);
+    else if (made->bytes)
+        remember(made);
     return result;
 }
 
 /* With it goes what was allocated in it. */
 static void drop_context(CUcontext context)
 {
-    pthread_mutex_lock(&contexts_guard);
-    for (unsigned i = 0; i < contexts_count; i++)
-        if (contexts[i].context == context) {
-            give_bytes(gpu_of_device(contexts[i].device), CONTEXT, contexts[i].bytes);
-            contexts[i] = contexts[--contexts_count];
-            break;
-        }
-    pthread_mutex_unlock(&contexts_guard);
-    if (context) {
-        forget_launches_of(context);
-        give_all_of(context);
-    }
+    forget_launches_of(context);
+    give_all_of(context, true);
 }
 
 static bool is_primary_active(CUdevice device)
@@ -1002,35 +978,38 @@ static bool is_primary_active(CUdevice device)
     return REAL(cuDevicePrimaryCtxGetState)(device, &flags, &is_active) == CUDA_SUCCESS && is_active;
 }
 
-static CUcontext primary[MOST_CONTEXTS]; /* by ordinal */
+static CUcontext primary[MOST_PRIMARY]; /* by ordinal */
+/* Held over the driver's calls: a thread that retains one while another thread releases it would else have one that is not counted. */
 static pthread_mutex_t primary_guard = PTHREAD_MUTEX_INITIALIZER;
-
-/* Not by what the driver says is active: after fork that may be the parent's. */
-static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
 
 /* The runtime's way: one context of a GPU for the whole process, counted by the driver. It is created at the first of these calls. */
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
-    struct known_context made;
+    struct allocation made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (is_primary_known(device))
-        return real(context, device);
-    pthread_mutex_lock(&primary_guard); /* of threads that begin at once each would else ask for a context */
-    if (is_primary_known(device)) {
+    pthread_mutex_lock(&primary_guard);
+    /* Not by what the driver says is active: after fork that may be the parent's. */
+    if (device < 0 || device >= MOST_PRIMARY || primary[device]) {
         result = real(context, device);
     } else if (reserve_context(device, &made)) {
         result = keep_context(real(context, device), &made, context);
-        if (result == CUDA_SUCCESS && made.bytes)
-            primary[device] = *context;
+        primary[device] = made.bytes ? made.context : NULL;
     }
     pthread_mutex_unlock(&primary_guard);
     return result;
 }
 
-static CUresult settle_primary(CUresult result, CUdevice device)
+/* Who has retained one that is reset still has it, but nothing is in it any more. */
+static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
 {
-    if (result == CUDA_SUCCESS && device >= 0 && device < MOST_CONTEXTS && primary[device] && !is_primary_active(device)) {
-        drop_context(primary[device]);
+    if (result != CUDA_SUCCESS || device < 0 || device >= MOST_PRIMARY || !primary[device])
+        return result;
+    bool has_ended = !is_primary_active(device);
+    if (has_ended || is_reset) {
+        forget_launches_of(primary[device]);
+        give_all_of(primary[device], has_ended);
+    }
+    if (has_ended) {
         primary[device] = NULL;
         read_pools(gpu_of_device(device), false);
         read_graph_memory(device, true);
@@ -1038,18 +1017,17 @@ static CUresult settle_primary(CUresult result, CUdevice device)
     return result;
 }
 
-HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
-HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
-/* Who has retained it still has it, but nothing is in it any more. */
-HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device))
+static CUresult release_primary(CUresult (*real)(CUdevice), CUdevice device, bool is_reset)
 {
-    CUresult result = real(device);
-    if (result == CUDA_SUCCESS && is_primary_known(device) && device >= 0 && device < MOST_CONTEXTS) {
-        forget_launches_of(primary[device]);
-        give_all_of(primary[device]);
-    }
-    return settle_primary(result, device);
+    pthread_mutex_lock(&primary_guard);
+    CUresult result = settle_primary(real(device), device, is_reset);
+    pthread_mutex_unlock(&primary_guard);
+    return result;
 }
+
+HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return release_primary(real, device, false); }
+HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
+HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return release_primary(real, device, true); }
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
 
 /* It retains the primary context. */
@@ -1061,19 +1039,21 @@ HOOK(cuGreenCtxCreate, (CUgreenCtx * green, CUdevResourceDesc resources, CUdevic
     if (result != CUDA_SUCCESS)
         return result;
     result = real(green, resources, device, flags);
-    settle_primary(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
+    release_primary(REAL(cuDevicePrimaryCtxRelease_v2), device, false);
     return result;
 }
 HOOK(cuGreenCtxDestroy, (CUgreenCtx green), (green))
 {
+    pthread_mutex_lock(&primary_guard);
     CUresult result = real(green);
-    for (CUdevice device = 0; device < MOST_CONTEXTS; device++) /* nobody says of which it was */
-        settle_primary(result, device);
+    for (CUdevice device = 0; device < MOST_PRIMARY; device++) /* nobody says of which it was */
+        settle_primary(result, device, false);
+    pthread_mutex_unlock(&primary_guard);
     return result;
 }
 
 #define CREATE_CONTEXT(call)                    \
-    struct known_context made;                  \
+    struct allocation made;                     \
     if (!reserve_context(device, &made))        \
         return CUDA_ERROR_OUT_OF_MEMORY;        \
     CUresult result = call;                     \
@@ -1103,17 +1083,19 @@ HOOK(cuCtxAttach, (CUcontext *context, unsigned int flags), (context, flags))
 {
     struct allocation use;
     CUresult result = real(context, flags);
-    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)*context, 1, &use))
-        remember(&(struct allocation){.value = (uintptr_t)*context, .class = USE, .gpu = -1, .references = 1, .context = *context});
+    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)*context, 1, &use)) /* who has created it is another user */
+        remember(&(struct allocation){.value = (uintptr_t)*context, .class = USE, .gpu = -1, .references = 2, .context = *context});
     return result;
 }
 
 HOOK(cuCtxDetach, (CUcontext context), (context))
 {
-    struct allocation use;
+    struct allocation use = {.gpu = -1};
     CUresult result = real(context);
-    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)context, -1, &use)) /* nobody but who has created it */
+    if (result == CUDA_SUCCESS && (!refer(USE, (uintptr_t)context, -1, &use) || use.references == 0)) {
+        give_bytes(use.gpu, CONTEXT, use.bytes);
         drop_context(context);
+    }
     return result;
 }
 
@@ -1203,11 +1185,14 @@ HOOK(cuCheckpointProcessRestore, (int pid, CUcheckpointRestoreArgs *how), (pid, 
 void forget_memory(void)
 {
     bool has_any = atomic_exchange(&has_allocations, false); /* else its pages stay the parent's: most children only call exec */
-    for (struct shard *shard = shards; shard < shards + SHARDS && has_any; shard++)
-        *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
+    for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
+        shard->guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* also who only asks for an address holds it */
+        if (has_any)
+            memset(shard->bucket, 0, sizeof shard->bucket); /* what hung in it is lost: free() may not be called here */
+    }
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    contexts_guard = primary_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    pools_count = contexts_count = 0;
+    primary_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pools_count = 0;
     memset(primary, 0, sizeof primary);
     for (int i = 0; i < 2 * MOST_GPUS; i++)
         shared_pages[i % 2][i / 2] = (struct shared_pages){.guard = PTHREAD_MUTEX_INITIALIZER};

@@ -110,6 +110,10 @@ def test_children_of_a_program_with_busy_threads_begin_anew(share: Container) ->
     assert blocks(share) == 8
 
 
+def test_a_lock_that_a_thread_held_over_an_empty_table_is_free_in_a_child(share: Container) -> None:
+    assert run(share, "fork-frees") == (100, 0, "")
+
+
 def test_a_child_of_a_fork_within_a_call_begins_anew(share: Container) -> None:
     """At each of the driver's reallocations: two for 65 allocations, one for each mapping."""
     assert run(share, "fork-within") == (4, 0, "")

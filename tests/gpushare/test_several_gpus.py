@@ -139,6 +139,13 @@ def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith
     assert steps == 3 * [("take", taken, 2, full), ("give", taken, 0, [0, 0])], (ended.code, ended.error)
 
 
+def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWith) -> None:
+    share = machine_with(memory_mib=OTHER_GPU_MIB, context_mib=8).container(memory_mib=1024)
+    ended = share.run("contexts", "0", "0", way="other_gpu")
+    steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
+    assert steps == 2 * [("take", 128, 2, [1024]), ("give", 128, 0, [0])], ended.error
+
+
 @pytest.mark.parametrize("current", ["0", "-1"])
 @pytest.mark.parametrize(
     ("kind", "target", "rate"),

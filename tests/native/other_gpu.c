@@ -19,6 +19,7 @@
  *   destroy, detach, attached, reset, release, green    three times what fits in a context with a heap of a block more, which then ends
  *                          so; attached: a second user detaches first; green: a green context has it, too
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
+ *   contexts               twice as many contexts as fit
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -266,6 +267,21 @@ static int make_green_contexts(const char *program)
     return 0;
 }
 
+static int make_contexts(const char *program)
+{
+    for (int round = 0; round < 2; round++) {
+        CUcontext made[MOST];
+        CUresult result = CUDA_SUCCESS;
+        for (count = 0; count < MOST && (result = cuCtxCreate_v2(&made[count], 0, target)) == CUDA_SUCCESS; count++)
+            cuCtxPopCurrent_v2(NULL);
+        say(program, "take", result);
+        for (int i = 0; i < count; i++)
+            result = cuCtxDestroy_v2(made[i]);
+        say(program, "give", result);
+    }
+    return 0;
+}
+
 static int launch(const char *kind, double seconds)
 {
     struct timespec now;
@@ -319,6 +335,8 @@ int main(int words, char **word)
         return end_contexts(word[0], word[1]);
     if (is(word[1], "parts"))
         return make_green_contexts(word[0]);
+    if (is(word[1], "contexts"))
+        return make_contexts(word[0]);
     for (int i = 0; i < GPUS && cuDevicePrimaryCtxRetain(&contexts[i], i) == CUDA_SUCCESS; i++) {
         cuCtxSetCurrent(contexts[i]);
         cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING);
