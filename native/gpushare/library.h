@@ -46,6 +46,7 @@ bool enter_nvml_hook(void);
 /* HOOK(cuMemFree_v2, (CUdeviceptr address), (address)) { … } defines the hook of that name. In its body `real` is the driver's
    function. HOOK_ALSO gives the same body to another name, such as the …_ptsz of one. */
 #define HOOK_EXPORT(name, body, enter, result_type, parameters, arguments)                      \
+    static_assert(IS_HOOK_##name >= 0, "hooks.in has it as a hook");                            \
     EXPORTED result_type name parameters                                                        \
     {                                                                                           \
         if (!enter())                                                                           \
