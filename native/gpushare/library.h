@@ -82,6 +82,9 @@ struct usage_slot *own_slot(void); /* NULL: none is free, or no region */
 /* Takes memory for this process if the container has it left. give_bytes gives it back. */
 bool take_bytes(int gpu, enum kind kind, uint64_t bytes);
 void give_bytes(int gpu, enum kind kind, uint64_t bytes);
+/* Memory of a context that was taken, once the driver has made it, for which it needs longer than an observation is waited for: until
+   then it counts as asked for, so nobody concludes from what is observed that it is not there. */
+void hold_context(int gpu, uint64_t bytes);
 /* What the driver reported afterwards, so it is not refused. */
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
 uint64_t held_bytes(int gpu, const struct limits *limits); /* by all processes, with what is attributed to none */

@@ -957,6 +957,7 @@ static CUresult keep_context(CUresult result, struct allocation *made, const CUc
     struct allocation known;
     made->context = result ? NULL : *found;
     made->value = (uintptr_t)made->context;
+    hold_context(made->gpu, made->bytes);
     if (result != CUDA_SUCCESS || look_up(USE, made->value, &known))
         give_bytes(made->gpu, CONTEXT, made->bytes);
     else if (made->bytes)
@@ -1154,6 +1155,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
     if (wanted > now.bytes)
         reserved = wanted - now.bytes;
     if (!reserved || reserve_bytes(gpu, device, CONTEXT, reserved)) {
+        hold_context(gpu, reserved);
         result = real(limit, value);
         /* The driver may have rounded it. Where it refuses, it stays as it was. */
         uint64_t found = REAL(cuCtxGetLimit)(&before, limit) == CUDA_SUCCESS ? bytes_above(now.handle, before, each) : now.bytes;

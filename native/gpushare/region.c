@@ -582,11 +582,12 @@ static int ask_for(struct usage_slot *own, int gpu, enum kind kind, uint64_t byt
     attribute(gpu, &limits->seen, &all, bytes);
     uint64_t held = with_unattributed(gpu, all.held);
     bool is_full = is_above(limits->memory, held, bytes), has_room = !is_above(limits->memory, held, all.pending);
-    if (has_room) {
+    if (has_room)
         raise_window(gpu, &all);
+    if (has_room && kind != CONTEXT)
         change_held(own, gpu, kind, bytes);
-    }
-    ADD(own->pending[gpu], (uint64_t)-bytes);
+    if (!has_room || kind != CONTEXT)
+        ADD(own->pending[gpu], (uint64_t)-bytes);
     return has_room ? 1 : is_full ? 0 : -1;
 }
 
@@ -601,10 +602,8 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
         return false;
     }
     read_limits(gpu, &limits);
-    if (!limits.limits_memory) {
-        charge_bytes(gpu, kind, bytes);
-        return true;
-    }
+    if (!limits.limits_memory)
+        limits.memory = UINT64_MAX;
     int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
     for (int tries = 0; answer < 0 && tries < CONTENTION_TRIES; tries++) {
         /* Each withdraws and asks again at another time. */
@@ -615,6 +614,15 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
     if (answer <= 0)
         ADD(usage->gpu[gpu].refused, 1);
     return answer > 0;
+}
+
+void hold_context(int gpu, uint64_t bytes)
+{
+    struct usage_slot *own = own_slot();
+    if (!own || gpu < 0 || !bytes)
+        return;
+    change_held(own, gpu, CONTEXT, bytes);
+    ADD(own->pending[gpu], (uint64_t)-bytes);
 }
 
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes)

@@ -4,6 +4,7 @@ it. A context takes 300 MiB, a page has 2 MiB.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -199,6 +200,20 @@ def test_a_context_costs_what_the_agent_has_measured_until_it_sees_more_or_less(
             forget_ends(share)
             observe(share, real_mib, SETTLED_NS if real_mib < known_mib else 0)
         assert blocks(goes_on(program)) == [of_share]
+
+
+def test_a_context_that_the_driver_is_making_stays_counted(share: Container) -> None:
+    """It takes longer than an observation is waited for, which finds nothing of it."""
+    with running(share, "wait", TAKE, "wait") as program:
+        steps_until_wait([program])
+        slow = share.start("info", env={"FAKE_GPU_STOPS_IN": "cuDevicePrimaryCtxRetain"})
+        try:
+            os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WNOWAIT)
+            observe(share, CONTEXT_MIB, SETTLED_NS)
+            assert blocks(goes_on(program)) == [7]
+        finally:
+            slow.kill()
+            slow.communicate()
 
 
 @pytest.mark.parametrize("share_mib", [299, 300])
