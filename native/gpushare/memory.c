@@ -386,6 +386,7 @@ static struct known_pool {
     CUdevice device; /* whose memory it has, whichever uses it; -1: the host's, or another process's */
     int gpu;
     enum kind kind;
+    bool has_grown; /* by more than it lacked: what is free in it is in pieces, or of a stream that is not so far */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -535,6 +536,13 @@ static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
     return wanted > known->reserved ? round_up(wanted - known->reserved, chunk) : 0;
 }
 
+/* One that has grown so is also refused what lies in it, if the share is exceeded: it would grow again. */
+static bool take_lacking_in(struct pool_use *use, uint64_t bytes)
+{
+    use->lacking = lacking_in(use->pool, bytes);
+    return (use->lacking == 0 && !use->pool->has_grown) || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
+}
+
 /* Holds the guard until end_pool, unless it refuses. */
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
@@ -550,12 +558,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     if (use->pool->device < 0)
         return true;
     read_pool(use->pool);
-    use->lacking = lacking_in(use->pool, bytes);
-    bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
-    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
-        use->lacking = lacking_in(use->pool, bytes);
-        is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
-    }
+    bool is_taken = take_lacking_in(use, bytes);
+    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) /* trimmed, this pool may lack more than before */
+        is_taken = take_lacking_in(use, bytes);
     if (!is_taken)
         pthread_mutex_unlock(&reserves_guard);
     else
@@ -565,7 +570,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
 
 static void end_pool(const struct pool_use *use)
 {
+    uint64_t counted = use->pool->reserved;
     read_pool(use->pool);
+    use->pool->has_grown |= use->pool->reserved > counted;
     pthread_mutex_unlock(&reserves_guard);
 }
 
@@ -626,13 +633,14 @@ HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
     pthread_mutex_lock(&reserves_guard);
-    uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
-    CUresult result = real(pool);
-    struct known_pool *known = result ? NULL : find_pool(pool);
+    struct known_pool *known = find_pool(pool);
     if (known) {
-        charge_difference(known->gpu, known->kind, known->reserved, &known->reserved, used);
-        *known = pools[--pools_count];
+        REAL(cuMemPoolTrimTo)(pool, 0); /* as its end does */
+        read_pool(known);
     }
+    CUresult result = real(pool);
+    if (known && result == CUDA_SUCCESS)
+        *known = pools[--pools_count];
     pthread_mutex_unlock(&reserves_guard);
     return result;
 }

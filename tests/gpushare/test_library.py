@@ -113,7 +113,9 @@ CHANGES = (
 TAKES_UNHEARD = (
     "cuMemGetBlock cuMemGetSlab_v2 cuGetArenaSpace cuMemGetOwnership cuMemPrefetchQuery cuGraphExecGetInstance"
 )
-TELLS_OF_MEMORY = "nvmlDeviceGetMemoryInfo_v3 nvmlDeviceGetProcessDetails nvmlDeviceGetMemInfo nvmlDeviceGetFbUsage nvmlDeviceGetVramUsed"
+TELLS_OF_MEMORY = (
+    "nvmlDeviceGetMemoryInfo_v3 nvmlDeviceGetProcessDetails nvmlDeviceGetMemInfo nvmlDeviceGetFbUsage nvmlDeviceGetVram"
+)
 
 
 def test_every_function_is_classified(include: Path) -> None:

@@ -146,6 +146,17 @@ def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWit
     assert steps == 2 * [("take", 128, 2, [1024]), ("give", 128, 0, [0])], ended.error
 
 
+@pytest.mark.parametrize(("kind", "blocks", "mib"), [("ordered", 6, 6 * OTHER_BLOCK_MIB), ("ended", 22, 22 * 32)])
+def test_a_pool_that_has_more_than_is_in_use_ends_at_the_share(
+    machine_with: MachineWith, kind: str, blocks: int, mib: int
+) -> None:
+    """Chunks of pools that are no more; and freed memory that the driver may not give again yet, for which it takes more
+    than anybody could count before, once."""
+    ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run(kind, "0", "0", way="other_gpu")
+    [step] = ended.steps
+    assert (step["blocks"], step["result"], step["mib"]) == (blocks, 2, [CONTEXT_MIB + mib]), ended.error
+
+
 @pytest.mark.parametrize("current", ["0", "-1"])
 @pytest.mark.parametrize(
     ("kind", "target", "rate"),

@@ -20,6 +20,8 @@
  *                          so; attached: a second user detaches first; green: a green context has it, too
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
  *   contexts               twice as many contexts as fit
+ *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
+ *   ended                  pools that are destroyed with 512 bytes in them
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -282,6 +284,30 @@ static int make_contexts(const char *program)
     return 0;
 }
 
+/* Until one is refused. */
+static int take_of_pools(const char *program, const char *kind)
+{
+    CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
+    CUresult result = cuDevicePrimaryCtxRetain(&contexts[0], target);
+    int is_allowed = 0;
+    cuCtxSetCurrent(contexts[0]);
+    if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
+                                cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
+        return 3;
+    for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
+        if (is(kind, "ended") && cuMemPoolCreate(&pool, &properties))
+            return 3;
+        result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
+        if (result == CUDA_SUCCESS && is(kind, "ordered"))
+            cuMemFreeAsync(taken[count], NULL);
+        if (is(kind, "ended") && cuMemPoolDestroy(pool))
+            return 4;
+    }
+    say(program, "take", result);
+    return 0;
+}
+
 static int launch(const char *kind, double seconds)
 {
     struct timespec now;
@@ -335,6 +361,8 @@ int main(int words, char **word)
         return end_contexts(word[0], word[1]);
     if (is(word[1], "parts"))
         return make_green_contexts(word[0]);
+    if (is(word[1], "ordered ended"))
+        return take_of_pools(word[0], word[1]);
     if (is(word[1], "contexts"))
         return make_contexts(word[0]);
     for (int i = 0; i < GPUS && cuDevicePrimaryCtxRetain(&contexts[i], i) == CUDA_SUCCESS; i++) {

@@ -560,9 +560,9 @@ typedef enum { PLAIN, MANAGED, OF_POOL, OF_HANDLE, OF_HOST } memory_kind;
    GPU the next time (cuda.h, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). It grows by whole chunks (measured, H200). */
 typedef struct pool {
     CUdevice device;
-    uint64_t used, reserved, used_high, reserved_high, threshold;
+    uint64_t used, reserved, used_high, reserved_high, threshold, waiting; /* freed, but for no other stream before a wait */
     CUmemLocation at;
-    int is_managed, is_of_host, is_destroyed, is_imported, is_anywhere;
+    int is_managed, is_of_host, is_destroyed, is_imported, is_anywhere, is_ordered;
     struct pool *next;
 } pool;
 /* Memory of less than a MiB shares a page with others of its context; other memory has pages of its own. */
@@ -610,7 +610,8 @@ static uint64_t whole(uint64_t bytes, uint64_t of) { return (bytes + of - 1) / o
 /* What a pool lacks for so many bytes; it has them afterwards, or nothing has changed. */
 static int reserve_in(pool *of, size_t bytes)
 {
-    uint64_t lacking = of->used + bytes > of->reserved ? whole(of->used + bytes - of->reserved, POOL_CHUNK) : 0;
+    uint64_t wanted = of->used + of->waiting + bytes;
+    uint64_t lacking = wanted > of->reserved ? whole(wanted - of->reserved, POOL_CHUNK) : 0;
     if (lacking && !of->is_of_host && !take_memory(minors[of->device], lacking, of->is_managed))
         return 0;
     of->used += bytes;
@@ -622,7 +623,7 @@ static int reserve_in(pool *of, size_t bytes)
 
 static void trim(pool *of, uint64_t least)
 {
-    uint64_t kept = whole(higher(of->used, least), POOL_CHUNK);
+    uint64_t kept = whole(higher(of->used + of->waiting, least), POOL_CHUNK);
     if (of->reserved > kept) {
         if (!of->is_of_host)
             give_memory(minors[of->device], of->reserved - kept, of->is_managed);
@@ -687,6 +688,7 @@ static void give_back(allocation *freed)
 {
     if (freed->of) {
         freed->of->used -= freed->bytes;
+        freed->of->waiting += freed->of->is_ordered ? freed->bytes : 0;
         if (freed->of->is_destroyed && !freed->of->used) /* nobody can wait for it any more */
             trim(freed->of, 0);
     } else if (freed->page) {
@@ -958,8 +960,10 @@ static CUresult trim_pools_of(CUdevice device)
     if (device >= 0)
         trim(&own_pools[device], own_pools[device].threshold);
     for (pool *one = made_pools; one; one = one->next)
-        if (one->device == device)
+        if (one->device == device) {
+            one->waiting = 0;
             trim(one, one->threshold);
+        }
     pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
@@ -1031,6 +1035,8 @@ CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool of, CUmemPool_attribute attr
 {
     if (attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)
         ((pool *)of)->threshold = *(cuuint64_t *)value;
+    if (attribute == CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES)
+        ((pool *)of)->is_ordered = !*(int *)value; /* all frees and allocations are taken to be of different streams */
     return CUDA_SUCCESS;
 }
 
