@@ -604,7 +604,8 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
     read_limits(gpu, &limits);
     if (!limits.limits_memory)
         limits.memory = UINT64_MAX;
-    int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
+    /* The window has 48 bits for pages of 4 KiB. */
+    int answer = bytes > UINT64_MAX >> 8 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
     for (int tries = 0; answer < 0 && tries < CONTENTION_TRIES; tries++) {
         /* Each withdraws and asks again at another time. */
         for (int i = 0; i <= (tries & 7) * (getpid() & 7); i++)
