@@ -191,7 +191,7 @@ static void give_size(int gpu, enum kind kind, uint64_t bytes)
 static bool reserve_size(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
 {
     uint64_t lacking = change_pages(gpu, &kind, bytes, false);
-    if ((lacking == 0 && gpu >= 0) || reserve_bytes(gpu, device, kind, lacking))
+    if (lacking == 0 || reserve_bytes(gpu, device, kind, lacking))
         return true;
     /* What other threads have put into a shared page meanwhile stays there, and the page is counted. */
     charge_bytes(gpu, kind, lacking - change_pages(gpu, &kind, bytes, true));
@@ -735,6 +735,8 @@ HOOK(cuMemUnmap, (CUdeviceptr address, size_t bytes), (address, bytes))
 /* ---- what is bound to an object of several GPUs stays, too, until it is unbound or the object ends ---- */
 
 #define ENDPOINT(id) ((uint64_t)1 << 63 | (id)) /* no handle has such a number */
+#define SPARSE(array) ((uint64_t)1 << 62 | (uintptr_t)(array))
+enum { ANY_GPU = -3 };
 
 static void unbind(uint64_t object, int gpu, uint64_t offset)
 {
@@ -743,7 +745,8 @@ static void unbind(uint64_t object, int gpu, uint64_t offset)
     struct allocation *ended = NULL, *one;
     pthread_mutex_lock(&shard->guard);
     for (struct allocation **at = &shard->bucket[hash / SHARDS % BUCKETS]; (one = *at) != NULL;)
-        if (one->class == BOUND && one->value == object && (gpu == EVERY_GPU || (one->gpu == gpu && one->bytes == offset))) {
+        if (one->class == BOUND && one->value == object &&
+            (gpu == EVERY_GPU || ((gpu == ANY_GPU || one->gpu == gpu) && one->bytes == offset))) {
             *at = one->next;
             one->next = ended;
             ended = one;
@@ -828,6 +831,31 @@ HOOK(cuLogicalEndpointUnbind, (CUlogicalEndpointId id, CUdevice device, cuuint64
      (id, device, offset, size))
 { return end_binding(real(id, device, offset, size), ENDPOINT(id), gpu_of_device(device), offset); }
 HOOK(cuLogicalEndpointDestroy, (CUlogicalEndpointId id), (id)) { return end_binding(real(id), ENDPOINT(id), EVERY_GPU, 0); }
+
+/* A sparse array has the memory of handles, too: a tile that is mapped again has another one's. */
+static uint64_t tile_of(const CUarrayMapInfo *of)
+{
+    __typeof__(of->subresource.sparseLevel) level = of->subresource.sparseLevel;
+    bool is_tail = of->subresourceType == CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL;
+    uint64_t numbers[] = {level.level, level.layer, level.offsetX, level.offsetY, level.offsetZ},
+             tail[] = {UINT64_MAX, of->subresource.miptail.layer, of->subresource.miptail.offset, 0, 0}, tile = 0;
+    for (unsigned i = 0; i < 5; i++)
+        tile = (tile + (is_tail ? tail : numbers)[i]) * 0x9e3779b97f4a7c15u;
+    return tile;
+}
+
+HOOK(cuMemMapArrayAsync, (CUarrayMapInfo * tiles, unsigned int count, CUstream stream), (tiles, count, stream))
+{
+    CUresult result = real(tiles, count, stream);
+    for (const CUarrayMapInfo *one = tiles; result == CUDA_SUCCESS && one < tiles + count; one++) {
+        unbind(SPARSE(one->resource.array), ANY_GPU, tile_of(one));
+        if (one->memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            bind(result, SPARSE(one->resource.array), tile_of(one), one->memHandle.memHandle);
+    }
+    return result;
+}
+HOOK_ALSO(cuMemMapArrayAsync_ptsz, cuMemMapArrayAsync, (CUarrayMapInfo * tiles, unsigned int count, CUstream stream),
+          (tiles, count, stream));
 
 /* ---- arrays: nobody says what one takes, so it is computed; rounding is in what the agent observes ---- */
 
@@ -925,22 +953,14 @@ HOOK(cuArray3DCreate, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of), (a
 HOOK(cuMipmappedArrayCreate, (CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels), (array, of, levels))
 { CREATE_ARRAY(array, of ? bytes_of_array(of, levels) : 0, real(array, of, levels)); }
 
-HOOK(cuArrayDestroy, (CUarray array), (array))
-{
-    struct allocation freed;
-    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
-    CUresult result = real(array);
-    settle_freed(is_known, &freed, result);
-    return result;
-}
-HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
-{
-    struct allocation freed;
-    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
-    CUresult result = real(array);
-    settle_freed(is_known, &freed, result);
-    return result;
-}
+#define DESTROY_ARRAY(array)                                    \
+    struct allocation freed;                                    \
+    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed); \
+    CUresult result = real(array);                              \
+    settle_freed(is_known, &freed, result);                     \
+    return end_binding(result, SPARSE(array), EVERY_GPU, 0)
+HOOK(cuArrayDestroy, (CUarray array), (array)) { DESTROY_ARRAY(array); }
+HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array)) { DESTROY_ARRAY(array); }
 
 /* ---- contexts: what one takes the agent has measured; until it has, and where it is wrong, what is observed says it ---- */
 

@@ -103,7 +103,7 @@ def share_of_several(machine: Machine, cores: Sequence[int] = (10000, 10000, 100
 OWN_KINDS = ("alloc", "managed", "pitch", "array", "mipmapped", "stack", "heap", "fifo")
 """Of the current context's GPU, whichever the thread has had current before."""
 KINDS = ("async", "chosen", "pool", "own", "managedpool", "anywhere", "vmm", "mapped", "domain")
-BOUND = ("bound", "bound2", "address", "address2", "endpoint", "place")
+BOUND = ("sparse", "sparse2", "bound", "bound2", "address", "address2", "endpoint", "place")
 GRAPHS = ("node", "captured", "uploaded")
 
 

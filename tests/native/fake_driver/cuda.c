@@ -1333,10 +1333,11 @@ static size_t bytes_of_array(size_t width, size_t height, size_t depth, CUarray_
     return width * (height ? height : 1) * (depth ? depth : 1) * bytes_of_format(format) * channels;
 }
 
-static CUresult make_array(void **array, size_t bytes)
+/* A sparse one has memory of handles alone, which is mapped to its tiles. */
+static CUresult make_array(void **array, size_t bytes, unsigned flags)
 {
     CUdeviceptr address = 0;
-    CUresult result = allocate(&address, bytes, current_gpu(), PLAIN);
+    CUresult result = allocate(&address, bytes, current_gpu(), flags & CUDA_ARRAY3D_SPARSE ? OF_HOST : PLAIN);
     *array = (void *)(uintptr_t)address;
     return result;
 }
@@ -1344,13 +1345,13 @@ static CUresult make_array(void **array, size_t bytes)
 CUresult CUDAAPI cuArrayCreate_v2(CUarray *array, const CUDA_ARRAY_DESCRIPTOR *of)
 {
     log_call("cuArrayCreate_v2");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels), 0);
 }
 
 CUresult CUDAAPI cuArray3DCreate_v2(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of)
 {
     log_call("cuArray3DCreate_v2");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels), of->Flags);
 }
 
 CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels)
@@ -1359,12 +1360,13 @@ CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRA
     log_call("cuMipmappedArrayCreate");
     for (unsigned level = 0; level < (levels ? levels : 1); level++)
         bytes += bytes_of_array(of->Width >> level, of->Height >> level, of->Depth >> level, of->Format, of->NumChannels);
-    return make_array((void **)array, bytes);
+    return make_array((void **)array, bytes, of->Flags);
 }
 
 CUresult CUDAAPI cuArrayDestroy(CUarray array)
 {
     log_call("cuArrayDestroy");
+    unbind((uintptr_t)array, -1, 0);
     return free_allocation((uintptr_t)array);
 }
 CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
@@ -1372,6 +1374,22 @@ CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
     log_call("cuMipmappedArrayDestroy");
     return free_allocation((uintptr_t)array);
 }
+
+CUresult CUDAAPI cuMemMapArrayAsync(CUarrayMapInfo *tiles, unsigned int count, CUstream stream)
+{
+    CUresult result = CUDA_SUCCESS;
+    (void)stream;
+    for (unsigned i = 0; i < count && result == CUDA_SUCCESS; i++) {
+        CUdeviceptr array = (uintptr_t)tiles[i].resource.array;
+        uint64_t at = tiles[i].subresource.sparseLevel.offsetX;
+        for (CUdevice device = 0; is_gpu(device); device++)
+            unbind(array, device, at);
+        if (tiles[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            result = bind(array, at, tiles[i].memHandle.memHandle);
+    }
+    return result;
+}
+PER_THREAD(cuMemMapArrayAsync);
 
 /* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it. No kernel is compiled: one named
    `spin` computes for its first parameter, nanoseconds in 64 bits; `timed` waits until so long after its begin, with slice_us;
