@@ -635,8 +635,10 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     pthread_mutex_lock(&reserves_guard);
     struct known_pool *known = find_pool(pool);
     if (known) {
+        CUstreamCaptureMode mode = relax_capture();
         REAL(cuMemPoolTrimTo)(pool, 0); /* as its end does */
         read_pool(known);
+        restore_capture(mode);
     }
     CUresult result = real(pool);
     if (known && result == CUDA_SUCCESS)

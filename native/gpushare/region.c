@@ -305,8 +305,9 @@ static void clear_slot(struct usage_slot *of)
 {
     STORE(of->pid, 0);
     for (int gpu = 0; gpu < MOST_GPUS; gpu++) {
-        if (LOAD(of->held[gpu]) != 0 || LOAD(usage->gpu[gpu].unattributed) != 0)
-            note_end(gpu, LOAD(of->held[gpu]) != 0);
+        bool had_memory = LOAD(of->held[gpu]) != 0 || LOAD(of->pending[gpu]) != 0;
+        if (had_memory || LOAD(usage->gpu[gpu].unattributed) != 0)
+            note_end(gpu, had_memory);
         STORE(of->held[gpu], 0);
         STORE(of->pending[gpu], 0);
         STORE(of->unseen[gpu], 0);

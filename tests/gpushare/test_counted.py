@@ -153,6 +153,17 @@ def test_memory_of_a_killed_process_that_the_driver_still_has_is_not_the_next_on
         assert blocks(goes_on(program)) == [of_share]
 
 
+def test_a_context_that_was_being_made_at_the_end_is_not_the_next_program_s(share: Container) -> None:
+    slow = share.start("info", env={"FAKE_GPU_STOPS_IN": "cuDevicePrimaryCtxRetain"})
+    os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WNOWAIT)
+    slow.kill()
+    slow.communicate()
+    with running(share, "wait", TAKE, "wait") as program:
+        steps_until_wait([program])
+        observe(share, 2 * CONTEXT_MIB)
+        assert blocks(goes_on(program)) == [8]
+
+
 def test_what_nobody_explains_ends_with_the_last_process(share: Container) -> None:
     """Of another one that has ended nothing is left but its slot."""
     with running(share, "wait", THREE, "wait") as program, running(share, "wait") as other:
