@@ -66,7 +66,10 @@ def sandbox(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Pass the default tests on the Python that runs nox: all without a session of their own below."""
     _install(session, ".[dev]")
-    _pytest(session, "not slow and not browser and not containers and not isolation and not suites and not e2e")
+    _pytest(
+        session,
+        "not slow and not browser and not containers and not isolation and not mutants and not suites and not e2e",
+    )
 
 
 def _install(session: nox.Session, package: str) -> None:
@@ -120,6 +123,16 @@ def isolation(session: nox.Session) -> None:
     session.run(
         *("python", "-m", "pytest", "-m", "isolation", *folders, *fake_driver, *session.posargs),
         env={"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
+    )
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Build libgpushare without each of its hooks in turn, and with other faults: a test must fail by each. Ten minutes;
+    `-- -m "mutants and smoke"` the few of .ci/run. Skipped with the reason without a C compiler."""
+    session.install(".[dev,isolation]")
+    session.run(
+        "python", "-m", "pytest", "-n", "2", "-m", "mutants", "tests/gpushare/test_mutants.py", *session.posargs
     )
 
 

@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent / "gpushare"
 CALL = SOURCES.parent / "vdevice.c"
 """Which gpu-client uses too."""
 _TIMEOUT_S = 600
-_FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class CannotBuildError(Exception):
@@ -64,10 +64,14 @@ def build_gpushare(
             generate(include, scratch, compiler)
         except (HooksError, OSError, subprocess.CalledProcessError) as error:
             raise CannotBuildError(str(error)) from error
-        command = [*compiler, *_FLAGS, f"-I{SOURCES}", f"-I{CALL.parent}", f"-I{scratch}", f"-I{include}"]
+        command = [*compiler, *FLAGS, f"-I{SOURCES}", f"-I{CALL.parent}", f"-I{scratch}", f"-I{include}"]
         command += [f'-DGPUSHARE_{name}="{directory}"' for name in ("DIRECTORY", "NODES")] if directory else []
         command += [*map(str, sorted(SOURCES.glob("*.c"))), str(CALL), str(scratch / "table.c"), *flags]
-        command += ["-Wl,-z,now", "-Wl,-soname,libgpushare.so", f"-Wl,--version-script={scratch / 'exports.map'}"]
+        command += [
+            "-Wl,-z,now,-Bsymbolic",
+            "-Wl,-soname,libgpushare.so",
+            f"-Wl,--version-script={scratch / 'exports.map'}",
+        ]
         # zig keeps what it compiled of the C library; without a place of the caller's it goes with the rest.
         caches = {"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
         run([*command, "-o", str(scratch / "library"), "-ldl", "-lpthread"], env=caches | dict(os.environ))

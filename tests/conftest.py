@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -12,7 +13,7 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ settings.load_profile("busy")  # a busy machine takes longer for an example than
 # A test reads what a command in this process wrote last, however busy the machine is.
 WRITER.flush_timeout_s = DEADLINE_S
 
+TEST_S, LONG_TEST_S = 5 * DEADLINE_S, 30 * DEADLINE_S
+"""How long an asynchronous test may take. A test bounds a wait of its own where it says what did not come about."""
 OPEN_FILES = 4096
 """What the floods of the tests need at most, with room to spare. Many systems start a user's programs with 1,024."""
 
@@ -75,6 +78,21 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_report_header() -> str:
     return f"open files: at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """An asynchronous test that hangs fails, at the line where it waits."""
+    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        item.obj = _bounded(item.obj, LONG_TEST_S if item.get_closest_marker("slow") else TEST_S)
+
+
+def _bounded(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def bounded(**arguments: Any) -> None:
+        async with asyncio.timeout(limit_s):
+            await test(**arguments)
+
+    return bounded
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 DEADLINE_S = 60.0
 
@@ -18,3 +20,19 @@ class Changes(asyncio.Event):
                 self.clear()
                 await self.wait()
                 await asyncio.sleep(0)  # whoever made the change has its turn
+
+
+async def poll_until(
+    condition: Callable[[], Any], what: str, *, deadline_s: float = DEADLINE_S, period_s: float = 0.005
+) -> Any:
+    """For what tells nobody of its change, such as another process. Returns what the condition gave, which may be
+    asynchronous. Raises TimeoutError with `what` did not come about."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                found = condition()
+                if found := await found if inspect.isawaitable(found) else found:
+                    return found
+                await asyncio.sleep(period_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"after {deadline_s:g} s: {what} did not come about") from error

@@ -41,11 +41,11 @@ class ShareReadiness:
     """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
     remedy. `claims` is None where no GPU is for claims."""
 
-    def __init__(self, looks: Mapping[str, Look], *, claims: DraPart | None = None, period_s: float = PERIOD_S) -> None:
+    def __init__(self, looks: Mapping[str, Look], *, claims: DraPart | None = None) -> None:
         self._looks = looks
         self._claims = claims
         self._problems: tuple[str, ...] = ("what shares need on this node has not been looked at yet",)
-        self.period_s = period_s
+        self.period_s = PERIOD_S
         self.is_met = asyncio.Event()
         """Shares and claims can be given, or could be once."""
 

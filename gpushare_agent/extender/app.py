@@ -10,7 +10,6 @@ import asyncio
 import base64
 import gc
 import os
-import signal
 import socket
 import time
 import uuid
@@ -27,7 +26,7 @@ from pydantic import ValidationError
 from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.kit.regular_file import read_regular
-from gpushare_agent.core.kit.supervision import forever, stop_task, wait_for
+from gpushare_agent.core.kit.supervision import forever, set_by_signals, stop_task, wait_for
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.core.kube.configuration import SERVICE_ACCOUNT
 from gpushare_agent.core.kube.events import EventRecorder
@@ -106,20 +105,12 @@ async def run(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
     # Before anything is read: the first list is what makes the most objects.
     gc.set_threshold(*GC_THRESHOLDS)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # A handler of the loop, not of the signal module: a bind under way must not be interrupted between two requests.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        async with AsyncExitStack() as stack:
-            # None where the process stops before the credentials are there: then nothing has to be undone.
-            api = await _open_api(settings, stack, stop)
-            if api is not None:
-                await serve(build(settings, api), stop, on_listed=_freeze_memory)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    stop = set_by_signals()
+    async with AsyncExitStack() as stack:
+        # None where the process stops before the credentials are there: then nothing has to be undone.
+        api = await _open_api(settings, stack, stop)
+        if api is not None:
+            await serve(build(settings, api), stop, on_listed=_freeze_memory)
     return 0
 
 

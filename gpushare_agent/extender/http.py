@@ -309,13 +309,11 @@ def tls_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext
     return context
 
 
-async def reload_certificate(
-    context: ssl.SSLContext, cert: Path, key: Path, *, period_s: float = CERTIFICATE_PERIOD_S
-) -> NoReturn:
+async def reload_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> NoReturn:
     """Certificates are renewed in place: new connections use the new one. The authorities are read only at the start."""
     seen = _stamps(cert, key)
     while True:
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(CERTIFICATE_PERIOD_S)
         now = _stamps(cert, key)
         # None: a file is not there at this moment; the certificate in use stays.
         if now == seen or now is None:

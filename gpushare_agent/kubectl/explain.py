@@ -27,7 +27,7 @@ from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
 from gpushare_agent.core.placement.mistakes import mistakes
-from gpushare_agent.kubectl.agent_client import AgentClient, open_agent, read_decisions, read_pod, target_of
+from gpushare_agent.kubectl.agent_client import AgentClient, open_agent, read_decisions, read_node, read_pod, target_of
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
 
@@ -93,7 +93,9 @@ def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
         facts.append(("do", _advice(decision["resource"], decision["reason"])))
-    facts.append(("ignored", plain(decision.get("ignored", ""))))
+    facts += [
+        (name, plain(decision.get(field, ""))) for name, field in (("ignored", "ignored"), ("limits", "not_limited"))
+    ]
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
@@ -180,6 +182,12 @@ async def run(call: Invocation) -> int:
             if place is None:
                 return 0
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
+        with suppress(AgentError):  # what was decided is shown also where the node cannot be read
+            containers = (await read_node(agent))["containers"]
+            limits = {(one.get("pod_uid"), one["container"]): one.get("not_limited") for one in containers}
+            for decision in chosen:
+                if why := limits.get((decision["pod_uid"], decision["container"])):
+                    decision["not_limited"] = why
 
     def tables(width: int) -> Sequence[RenderableType]:
         return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]

@@ -53,6 +53,9 @@ MIN_FIRST_WIDTH = 15
 PAID = "*"
 """Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
+NOT_LIMITED = "!"
+"""Follows the memory of a container that runs without a limit."""
+NOT_LIMITED_NOTE = "! without a limit: explain POD and the pod's Events say why, and what to do"
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
 
@@ -117,14 +120,14 @@ def _part_loads(container: documents.ContainerDocument, part: documents.Containe
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
 
 
-def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[Line]:
-    """The GPU, and why it is out of service. `state` where it is another than the document's."""
+def gpu_lines(gpu: documents.GpuDocument, width: int) -> list[Line]:
+    """The GPU, and why it is out of service."""
     usage, memory = gpu["usage"] or {}, gpu["memory"]
-    state, used = state or health_word(gpu), usage.get("memory_used_bytes")
+    used, style = usage.get("memory_used_bytes"), health_style(health_word(gpu))
     line = Line(
         cells={
             FIRST: f"{gpu_label(gpu)} {gpu['name']}",
-            STATE: state,
+            STATE: health_word(gpu),
             CORES_COLUMN: "whole" if is_given_whole(gpu) else f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
             SM: percent(usage.get("sm_ratio")),
             MEMORY_COLUMN: f"{gib(used)}/{gib(memory['capacity_bytes'])}",
@@ -134,11 +137,9 @@ def gpu_lines(gpu: documents.GpuDocument, width: int, state: str = "") -> list[L
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, memory["capacity_bytes"])},
         is_gpu=True,
-        style=health_style(state),
+        style=style,
     )
     text_width = max(1, width - len(REASON_INDENT))
-    # By the document's state: with `state` the caller has only replaced the word.
-    style = health_style(health_word(gpu))
     reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
 
@@ -158,7 +159,7 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
             STATE: container["phase"],
             CORES_COLUMN: cores,
             SM: percent(usage.get("sm_ratio")) + (PAID if usage.get("sm_source") == SmSource.LIBRARY else ""),
-            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
+            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}" + (NOT_LIMITED if container.get("not_limited") else ""),
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
         # Any other word is the kubelet's reason why a container does not run, such as CrashLoopBackOff.
@@ -182,8 +183,10 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 
 def notes(lines: Sequence[Line]) -> list[Text]:
-    """The meaning of a mark in these lines."""
-    return [Text(PAID_NOTE, style="dim")] if any(line.cells.get(SM, "").endswith(PAID) for line in lines) else []
+    """The meaning of each mark in these lines."""
+    cells = [(column, text[-1:]) for line in lines for column, text in line.cells.items()]
+    marks = {(SM, PAID): PAID_NOTE, (MEMORY_COLUMN, NOT_LIMITED): NOT_LIMITED_NOTE}
+    return [Text(note, style="dim") for mark, note in marks.items() if mark in cells]
 
 
 def _ratio(used: float | None, whole: float | None) -> float | None:

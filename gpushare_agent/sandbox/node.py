@@ -124,14 +124,13 @@ def paths_of_node(whole: NodePaths, name: str, count: int) -> NodePaths:
 
 
 @asynccontextmanager
-async def open_embedded_cluster(  # noqa: PLR0913 - the parts of a cluster, each by its name
+async def open_embedded_cluster(
     state: Path,
     *,
     node_names: Sequence[str],
     extender_url: str = "",
     names: ResourceNames | None = None,
     kubelet_version: str = "1.36",
-    seed: int = 0,
     times: KubeletTimes | None = None,
     scheduler_times: SchedulerTimes | None = None,
 ) -> AsyncIterator[EmbeddedCluster]:
@@ -145,7 +144,7 @@ async def open_embedded_cluster(  # noqa: PLR0913 - the parts of a cluster, each
     certificate = await asyncio.to_thread(make_certificate, paths.state)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(
-            EmbeddedApiServer(version=kubelet_version, seed=seed, history_limit=_HISTORY, certificate=certificate)
+            EmbeddedApiServer(version=kubelet_version, history_limit=_HISTORY, certificate=certificate)
         )
         api.write_kubeconfig(paths.kubeconfig)
         # Before the nodes: a Deployment may be applied while they start.
@@ -153,12 +152,12 @@ async def open_embedded_cluster(  # noqa: PLR0913 - the parts of a cluster, each
         scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api, names=names)
         if extender_url:
             extender = await stack.enter_async_context(open_extender_calls(extender_url))
-            scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times, seed=seed)
+            scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times)
         await stack.enter_async_context(running_task("scheduler", scheduler.run))
         nodes = []
         for number, name in enumerate(node_names):
             # Each node's own directory, so that agents share no path.
             own = prepare_state_directory(paths_of_node(paths, name, len(node_names)).state)
-            opened = open_node_on(api, own, name=name, seed=seed + number, times=times)
+            opened = open_node_on(api, own, name=name, seed=number, times=times)
             nodes.append(await stack.enter_async_context(opened))
         yield EmbeddedCluster(paths=paths, api=api, nodes=tuple(nodes))

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import signal
 import sys
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.kit.logs import setup_logging
-from gpushare_agent.core.kit.supervision import forever, stop_task
+from gpushare_agent.core.kit.supervision import forever, set_by_signals, stop_task
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
@@ -93,7 +92,7 @@ async def run(plan: Plan) -> int:
     ]
     # A report on standard output is for a program; a live sandbox speaks to a person.
     notify = Notices(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
-    stop = _stop_on_signals()
+    stop = set_by_signals()
     with owned_state_directory(plan.state) as paths:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         await _check_port(loaded.settings.web.addr, loaded.settings.web.port)
@@ -189,13 +188,6 @@ async def _check_port(host: str, port: int) -> None:
         raise StartupError(
             f"the agent's web server: {error}; choose another --port (0: any free) or --web.addr"
         ) from error
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Event, interrupted: int) -> int:

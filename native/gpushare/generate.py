@@ -85,7 +85,8 @@ def versions(kinds: Mapping[str, str], typedefs: str) -> dict[str, tuple[str, in
         variants[base, bool(suffix)].append((int(number or 1), name))
     known: dict[str, tuple[str, int, bool]] = {}
     for (base, is_per_thread), ordered in variants.items():
-        numbers = sorted(since[base, is_per_thread])[-len(ordered) :]  # headers drop the oldest
+        # Headers drop the oldest, and have no types for the one of a thread where it has the same.
+        numbers = sorted(since[base, is_per_thread] or since[base, False])[-len(ordered) :]
         padded = [0] * (len(ordered) - len(numbers)) + numbers
         known |= {name: (base, one, is_per_thread) for (_, name), one in zip(sorted(ordered), padded, strict=True)}
     return known
@@ -106,7 +107,9 @@ def generate(include: Path, output: Path, compiler: Sequence[str] = ("cc",)) -> 
         encoding="utf-8",
     )
     (output / "table.c").write_text("\n".join(_table(used, hooked, known)) + "\n", encoding="utf-8")
-    exported = "".join(f" {name};" for name in ("dlsym", "dlvsym", *hooked))
+    exported = "".join(
+        f" {name};" for name in ("dlmopen", "dlopen", "dlsym", "dlvsym", "__asan_default_options", *hooked)
+    )
     (output / "exports.map").write_text(f"{{ global:{exported} local: *; }};\n", encoding="utf-8")
 
 

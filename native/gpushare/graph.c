@@ -22,7 +22,7 @@ void read_graph_memory(CUdevice device, bool trims)
 {
     if (device < 0 || device >= MOST_GPU_ORDINALS)
         return;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     if (reserved[device] || !trims) {
         CUstreamCaptureMode mode = relax_capture();
         if (trims)
@@ -35,16 +35,16 @@ void read_graph_memory(CUdevice device, bool trims)
             give_bytes(gpu_of_device(device), GRAPH, reserved[device] - found);
         reserved[device] = found;
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 /* Another thread's launch may count on what is reserved. */
 HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     CUresult result = real(device);
     read_graph_memory(device, false);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -222,13 +222,13 @@ static CUresult launch_with_more_memory(CUresult (*real)(CUgraphExec, CUstream),
                                         const struct allocation *graph)
 {
     bool is_taken = true;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     FOR_EACH_DEVICE(device, graph->devices)
     is_taken = is_taken && take_lacking(bytes_of_nodes(graph->value, device), (CUdevice)device);
     CUresult result = is_taken ? real(executable, stream) : CUDA_ERROR_OUT_OF_MEMORY;
     FOR_EACH_DEVICE(device, graph->devices)
     read_graph_memory((CUdevice)device, false);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 

@@ -23,9 +23,10 @@ extern __typeof__(cuGetProcAddress_v2) cuGetProcAddress_v2_ptsz;
 
 /* ---- resolve.c: the driver's own functions ---- */
 
+enum { OPENS = -1, FINDS = -2 };
 struct table_entry {
     const char *name, *base; /* cuMemAlloc_v2; cuMemAlloc, as cuGetProcAddress calls it */
-    int since;               /* 3020: CUDA 3.2 */
+    int since;               /* 3020: CUDA 3.2; or what a function of the loader does, which has no base and is not in `table` */
     bool is_per_thread;      /* …_ptsz */
     void *hook;              /* NULL: only called */
 };
@@ -40,6 +41,20 @@ bool has_real(unsigned slot);
 bool enter_hook(void);
 void leave_hook(void);
 bool enter_nvml_hook(void);
+bool is_in_hook(void);
+int compare(const char *one, const char *other); /* strcmp, but none of a program's */
+void *find_in_libc(const char *name, _Atomic(void *) *known);
+const struct table_entry *hooked_entry(const char *name); /* NULL: we have none of that name, or are within a hook */
+void *loaded_function(const struct table_entry *entry);
+
+#if defined(__has_attribute)
+#if __has_attribute(musttail)
+#define TAIL_CALL __attribute__((musttail)) return
+#endif
+#endif
+#ifndef TAIL_CALL
+#define TAIL_CALL return /* gcc makes a tail call of it from -O2 on */
+#endif
 
 #define EXPORTED __attribute__((visibility("default")))
 #define UNPACK(...) __VA_ARGS__
@@ -62,7 +77,18 @@ bool enter_nvml_hook(void);
     static CUresult body_##name(__typeof__(name) *real, UNPACK parameters)
 #define HOOK_ALSO(other, name, parameters, arguments) HOOK_EXPORT(other, body_##name, enter_hook, CUresult, parameters, arguments)
 
+/* ---- deepbind.c ---- */
+
+const struct table_entry *loader_named(const char *name);
+void *loader_function(const struct table_entry *entry); /* libc's own */
+
 /* ---- region.c: limits and use ---- */
+
+/* Locks are held without cancellation: a thread that ended there would leave them locked for ever. So is what waits in a call of ours. */
+void hold(pthread_mutex_t *guard);
+void release(pthread_mutex_t *guard);
+void forbid_cancel(void);
+void allow_cancel(void);
 
 /* A GPU's limits as they are now. */
 struct limits {
@@ -116,9 +142,9 @@ struct allocation {
     int gpu; /* of a graph: -1 until it is launched */
     unsigned references;
     uint64_t bytes;
-    uint64_t handle;    /* of a mapping and of what is bound; of a limit: how high it was at first */
-    uint64_t devices;   /* of a graph: a bit for each of whose memory its nodes take */
-    CUcontext context;  /* whose end is that of the memory, or NULL */
+    uint64_t handle; /* of a mapping and of what is bound; of a limit: how high it was at first */
+    uint64_t devices; /* of a graph: a bit for each of whose memory its nodes take */
+    CUcontext context; /* whose end is that of the memory, or NULL */
     struct allocation *next;
 };
 bool remember(const struct allocation *allocation);

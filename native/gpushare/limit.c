@@ -287,6 +287,7 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
 {
     if (!SEE(has_outstanding) || now < SEE(polled_at) + apart || pthread_mutex_trylock(&guard) != 0)
         return;
+    forbid_cancel(); /* the other sections with the lock call nothing in which a thread can be cancelled */
     CUstreamCaptureMode mode = relax_capture();
     unsigned kept = 0;
     STORE(polled_at, now);
@@ -312,6 +313,7 @@ static void poll_outstanding(uint64_t now, uint64_t apart)
     STORE(has_outstanding, kept);
     restore_capture(mode);
     pthread_mutex_unlock(&guard);
+    allow_cancel();
 }
 
 /* ---- scale and share ---- */
@@ -429,7 +431,8 @@ static double keep_up(int gpu, struct limits *limits, uint64_t now, uint64_t pol
     return share;
 }
 
-/* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. */
+/* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. Or the thread is cancelled, as
+   in any wait: no lock is held, and what its launch has paid is not given back. */
 static double sleep_and_keep_up(int gpu, struct limits *limits, uint64_t *now, double ns)
 {
     ns = within(ns, SHORTEST_WAIT_NS, LONGEST_WAIT_NS);

@@ -63,16 +63,17 @@ static bool refer(enum class class, uint64_t value, int by, struct allocation *f
     uint64_t hash = hash_of(class, value);
     struct shard *shard = shard_of(hash);
     pthread_mutex_lock(&shard->guard);
-    struct allocation **at = find_in(shard, hash, class, value), *one = *at;
+    struct allocation **at = find_in(shard, hash, class, value), *one = *at, *last = NULL;
     if (one) {
         one->references += (unsigned)by;
         *found = *one;
         if (one->references == 0) {
+            last = one;
             *at = one->next;
-            free(one);
         }
     }
     pthread_mutex_unlock(&shard->guard);
+    free(last); /* a program's own may wait for a thread that is about to call the driver */
     return one != NULL;
 }
 
@@ -99,6 +100,7 @@ static void give_size(int gpu, enum kind kind, uint64_t bytes);
 /* With the context itself, unless it was only reset. */
 static void give_all_of(CUcontext context, bool has_ended)
 {
+    struct allocation *given = NULL;
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
         pthread_mutex_lock(&shard->guard);
         for (unsigned i = 0; i < BUCKETS; i++)
@@ -109,9 +111,14 @@ static void give_all_of(CUcontext context, bool has_ended)
                 }
                 give_size(one->gpu, one->kind, one->bytes);
                 *at = one->next;
-                free(one);
+                one->next = given;
+                given = one;
             }
         pthread_mutex_unlock(&shard->guard);
+    }
+    for (struct allocation *next; given; given = next) {
+        next = given->next;
+        free(given);
     }
 }
 
@@ -237,10 +244,12 @@ static bool is_without_processors(int node)
 {
     char path[sizeof GPUSHARE_NODES + 32], first = '\n';
     snprintf(path, sizeof path, GPUSHARE_NODES "/node%d/cpulist", node);
+    forbid_cancel();
     int file = open(path, O_RDONLY | O_CLOEXEC);
     bool is_read = file >= 0 && read(file, &first, 1) >= 0;
     if (file >= 0)
         close(file);
+    allow_cancel();
     return is_read && first == '\n';
 }
 
@@ -428,7 +437,7 @@ void read_pools(int gpu, bool trims)
 {
     if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0)
         return;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if ((known->gpu == gpu || gpu == EVERY_GPU) && known->reserved) { /* it gets more by allocations, which read it */
@@ -437,7 +446,7 @@ void read_pools(int gpu, bool trims)
             read_pool(known);
         }
     restore_capture(mode);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 void read_freed(void)
@@ -468,9 +477,9 @@ static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device, int alloc
 
 static void remember_pool(CUmemoryPool pool, CUdevice device, int allocation)
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     add_pool(pool, device, allocation);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 /* Drivers before CUDA 13 do not say where a pool is. What a program has made is known; so it is the one that a GPU has from the start. */
@@ -547,12 +556,12 @@ static bool take_lacking_in(struct pool_use *use, uint64_t bytes)
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
     static int said;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
         say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
         return false;
     }
     if (use->pool->device < 0)
@@ -562,7 +571,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) /* trimmed, this pool may lack more than before */
         is_taken = take_lacking_in(use, bytes);
     if (!is_taken)
-        pthread_mutex_unlock(&reserves_guard);
+        release(&reserves_guard);
     else
         use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
     return is_taken;
@@ -573,7 +582,7 @@ static void end_pool(const struct pool_use *use)
     uint64_t counted = use->pool->reserved;
     read_pool(use->pool);
     use->pool->has_grown |= use->pool->reserved > counted;
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
@@ -620,19 +629,19 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
-    pthread_mutex_lock(&reserves_guard); /* another thread's allocation may count on what is reserved */
+    hold(&reserves_guard); /* another thread's allocation may count on what is reserved */
     CUresult result = real(pool, least);
     struct known_pool *known = find_pool(pool);
     if (known)
         read_pool(known);
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
 /* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     struct known_pool *known = find_pool(pool);
     if (known) {
         CUstreamCaptureMode mode = relax_capture();
@@ -643,7 +652,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     CUresult result = real(pool);
     if (known && result == CUDA_SUCCESS)
         *known = pools[--pools_count];
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -1009,56 +1018,54 @@ static bool is_primary_active(CUdevice device)
     return REAL(cuDevicePrimaryCtxGetState)(device, &flags, &is_active) == CUDA_SUCCESS && is_active;
 }
 
-static CUcontext primary[MOST_PRIMARY]; /* by ordinal */
-/* Held over the driver's calls: a thread that retains one while another thread releases it would else have one that is not counted. */
-static pthread_mutex_t primary_guard = PTHREAD_MUTEX_INITIALIZER;
+/* By ordinal. No lock may be held over the driver's calls: it may wait for the loader's. */
+static _Atomic(CUcontext) primary[MOST_PRIMARY];
+static _Atomic bool is_beginning[MOST_PRIMARY];
+
+/* Not by what the driver says is active: after fork that may be the parent's. */
+static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_PRIMARY || primary[device]; }
 
 /* The runtime's way: one context of a GPU for the whole process, counted by the driver. It is created at the first of these calls. */
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
     struct allocation made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&primary_guard);
-    /* Not by what the driver says is active: after fork that may be the parent's. */
-    if (device < 0 || device >= MOST_PRIMARY || primary[device]) {
+    /* Of threads that begin at once one counts it. Where the one is refused and the others are not, theirs is in what the agent
+       observes. */
+    if (is_primary_known(device) || atomic_exchange(&is_beginning[device], true))
+        return real(context, device);
+    if (is_primary_known(device)) { /* by now */
         result = real(context, device);
     } else if (reserve_context(device, &made)) {
         result = keep_context(real(context, device), &made, context);
         primary[device] = made.bytes ? made.context : NULL;
     }
-    pthread_mutex_unlock(&primary_guard);
+    is_beginning[device] = false;
     return result;
 }
 
-/* Who has retained one that is reset still has it, but nothing is in it any more. */
+/* Who has retained one that is reset still has it, but nothing is in it any more. One that has ended is not known before anything of it
+   is given back: a thread that retains it meanwhile asks for it again. */
 static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
 {
-    if (result != CUDA_SUCCESS || device < 0 || device >= MOST_PRIMARY || !primary[device])
+    if (result != CUDA_SUCCESS || device < 0 || device >= MOST_PRIMARY)
         return result;
-    bool has_ended = !is_primary_active(device);
-    if (has_ended || is_reset) {
-        forget_launches_of(primary[device]);
-        give_all_of(primary[device], has_ended);
+    bool has_ended = primary[device] && !is_primary_active(device);
+    CUcontext context = has_ended ? atomic_exchange(&primary[device], NULL) : primary[device];
+    if (context && (has_ended || is_reset)) {
+        forget_launches_of(context);
+        give_all_of(context, has_ended);
     }
     if (has_ended) {
-        primary[device] = NULL;
         read_pools(gpu_of_device(device), false);
         read_graph_memory(device, true);
     }
     return result;
 }
 
-static CUresult release_primary(CUresult (*real)(CUdevice), CUdevice device, bool is_reset)
-{
-    pthread_mutex_lock(&primary_guard);
-    CUresult result = settle_primary(real(device), device, is_reset);
-    pthread_mutex_unlock(&primary_guard);
-    return result;
-}
-
-HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return release_primary(real, device, false); }
+HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device, false); }
 HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
-HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return release_primary(real, device, true); }
+HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_primary(real(device), device, true); }
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
 
 /* It retains the primary context. */
@@ -1070,16 +1077,14 @@ HOOK(cuGreenCtxCreate, (CUgreenCtx * green, CUdevResourceDesc resources, CUdevic
     if (result != CUDA_SUCCESS)
         return result;
     result = real(green, resources, device, flags);
-    release_primary(REAL(cuDevicePrimaryCtxRelease_v2), device, false);
+    settle_primary(REAL(cuDevicePrimaryCtxRelease_v2)(device), device, false);
     return result;
 }
 HOOK(cuGreenCtxDestroy, (CUgreenCtx green), (green))
 {
-    pthread_mutex_lock(&primary_guard);
     CUresult result = real(green);
     for (CUdevice device = 0; device < MOST_PRIMARY; device++) /* nobody says of which it was */
         settle_primary(result, device, false);
-    pthread_mutex_unlock(&primary_guard);
     return result;
 }
 
@@ -1177,7 +1182,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
     if (!each || REAL(cuCtxGetLimit)(&before, limit) != CUDA_SUCCESS)
         return real(limit, value);
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&reserves_guard);
+    hold(&reserves_guard);
     bool is_known = look_up(LIMIT, now.value, &had);
     now.bytes = is_known ? had.bytes : 0;
     now.handle = is_known ? had.handle : before;
@@ -1195,7 +1200,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
         else
             remember(&now);
     }
-    pthread_mutex_unlock(&reserves_guard);
+    release(&reserves_guard);
     return result;
 }
 
@@ -1223,9 +1228,9 @@ void forget_memory(void)
             memset(shard->bucket, 0, sizeof shard->bucket); /* what hung in it is lost: free() may not be called here */
     }
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    primary_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pools_count = 0;
-    memset(primary, 0, sizeof primary);
+    memset((void *)primary, 0, sizeof primary);
+    memset((void *)is_beginning, 0, sizeof is_beginning);
     for (int i = 0; i < 2 * MOST_GPUS; i++)
         shared_pages[i % 2][i / 2] = (struct shared_pages){.guard = PTHREAD_MUTEX_INITIALIZER};
 }

@@ -58,17 +58,39 @@ uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+/* ---- locks ---- */
+
+static __thread int forbidden __attribute__((tls_model("initial-exec"))),
+    state_before __attribute__((tls_model("initial-exec"))); /* how often, one within the other */
+
+void forbid_cancel(void)
+{
+    if (forbidden++ == 0)
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &state_before);
+}
+
+void allow_cancel(void)
+{
+    int unused;
+    if (--forbidden == 0)
+        pthread_setcancelstate(state_before, &unused);
+}
+
+void hold(pthread_mutex_t *of)
+{
+    forbid_cancel();
+    pthread_mutex_lock(of);
+}
+
+void release(pthread_mutex_t *of)
+{
+    pthread_mutex_unlock(of);
+    allow_cancel();
+}
+
 /* ---- opening ---- */
 
-/* Not one of the thread's cancellation points: it would end with the lock of `guard`. */
-static int open_file(const char *path, int access)
-{
-    int unused, before = PTHREAD_CANCEL_ENABLE;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
-    int file = open(path, access | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    pthread_setcancelstate(before, &unused);
-    return file;
-}
+static int open_file(const char *path, int access) { return open(path, access | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); }
 
 /* NULL with the reason; the size is looked at first, because to read behind a file's end is a signal. */
 static void *map_file(const char *path, size_t size, int access, const char **reason)
@@ -127,7 +149,7 @@ bool open_region(void)
     const char *reason = NULL, *path = CONFIG_PATH;
     if (atomic_load_explicit(&is_opened, memory_order_acquire))
         return true;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     if (!is_opened && is_time_for(&next, now_ns())) {
         config = config ? config : open_config(&reason);
         if (config && (path = USAGE_PATH) != NULL)
@@ -138,7 +160,7 @@ bool open_region(void)
             say_once(&said, "%s: %s: no memory of a GPU can be allocated. Start the container again", path, reason);
     }
     bool is_open = is_opened;
-    pthread_mutex_unlock(&guard);
+    release(&guard);
     return is_open;
 }
 
@@ -381,7 +403,7 @@ struct usage_slot *own_slot(void)
     struct usage_slot *own = atomic_load_explicit(&slot, memory_order_acquire);
     if (own || !open_region())
         return own;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     own = atomic_load(&slot);
     if (!own && is_time_for(&next, now_ns()) && (own = take_slot(&failed)) != NULL) {
         bool is_first = is_empty();
@@ -398,7 +420,7 @@ struct usage_slot *own_slot(void)
         is_new = true;
         atomic_store_explicit(&slot, own, memory_order_release);
     }
-    pthread_mutex_unlock(&guard);
+    release(&guard);
     if (failed)
         say_why_no_slot(failed);
     if (is_new) /* a child of fork, too, because it has come here again */
@@ -410,13 +432,13 @@ void reclaim_dead(void)
 {
     if (!open_region())
         return;
-    pthread_mutex_lock(&guard);
+    hold(&guard);
     int file = open_file(USAGE_PATH, O_RDWR); /* none after chroot, or where the user may no more: then others do it */
     if (file >= 0) {
         clear_dead(file);
         close(file);
     }
-    pthread_mutex_unlock(&guard);
+    release(&guard);
 }
 
 unsigned list_slots(int gpu, struct slot_use *uses, unsigned room)

@@ -26,18 +26,21 @@ void say_once(int *said, const char *format, ...)
     va_list values;
     sigset_t pipe_signal, before, pending;
     struct pollfd error = {.fd = STDERR_FILENO, .events = POLLOUT};
-    if (atomic_exchange((_Atomic int *)said, 1) || poll(&error, 1, LONGEST_WAIT_MS) != 1)
+    if (atomic_exchange((_Atomic int *)said, 1))
         return;
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
     sigemptyset(&pipe_signal);
     sigaddset(&pipe_signal, SIGPIPE);
+    forbid_cancel();
     pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
     sigpending(&pending);
-    if (dprintf(STDERR_FILENO, "gpushare: %s\n", text) < 0 && errno == EPIPE && !sigismember(&pending, SIGPIPE))
+    if (poll(&error, 1, LONGEST_WAIT_MS) == 1 && dprintf(STDERR_FILENO, "gpushare: %s\n", text) < 0 && errno == EPIPE &&
+        !sigismember(&pending, SIGPIPE))
         sigtimedwait(&pipe_signal, NULL, &(struct timespec){0}); /* ours, taken away before the program could see it */
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    allow_cancel();
 }
 
 /* ---- GPUs ---- */
@@ -123,7 +126,9 @@ void register_process(void)
     int before = errno;
     container_names(pod_uid, container);
     struct vdevice_names names = {.addr = GPUSHARE_DIRECTORY "/vcuda.sock", .pod_uid = pod_uid, .name = container, .id = ""};
+    forbid_cancel();
     (void)register_vdevice(&names, LONGEST_WAIT_MS);
+    allow_cancel();
     errno = before;
 }
 
@@ -133,40 +138,48 @@ void register_process(void)
    tables, and maybe locks that other threads held: at its first call all of that is made new. Most children only call exec, so not
    before. A child of clone or _Fork, which run no handlers, is known by the page that the kernel wipes. */
 enum { IS_CHILD, IS_FORGETTING, IS_SETTLED };
-static _Atomic uint32_t *mark;
+static _Atomic(_Atomic uint32_t *) mark;
 
 void notice_fork(void)
 {
     uint32_t found = IS_CHILD;
-    if (atomic_load_explicit(mark, memory_order_acquire) == IS_SETTLED)
+    _Atomic uint32_t *own = atomic_load_explicit(&mark, memory_order_acquire);
+    if (atomic_load_explicit(own, memory_order_acquire) == IS_SETTLED)
         return;
-    if (atomic_compare_exchange_strong(mark, &found, IS_FORGETTING)) {
+    if (atomic_compare_exchange_strong(own, &found, IS_FORGETTING)) {
         memset((void *)gpus, 0, sizeof gpus); /* CUDA_VISIBLE_DEVICES may be another one */
         atomic_store(&devices, 0);
         forget_region();
         forget_memory();
         forget_graphs();
         forget_launches();
-        atomic_store_explicit(mark, IS_SETTLED, memory_order_release);
+        atomic_store_explicit(own, IS_SETTLED, memory_order_release);
     }
-    while (atomic_load_explicit(mark, memory_order_acquire) != IS_SETTLED) /* another thread of the child is at it */
+    while (atomic_load_explicit(own, memory_order_acquire) != IS_SETTLED) /* another thread of the child is at it */
         sched_yield();
 }
 
 static void mark_child(void)
 {
     leave_hook();
-    atomic_store(mark, IS_CHILD);
+    atomic_store(atomic_load(&mark), IS_CHILD);
 }
 
 void watch_forks(void)
 {
     static _Atomic uint32_t without_page;
-    void *page = mmap(NULL, sizeof *mark, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    mark = page == MAP_FAILED ? &without_page : page;
+    _Atomic uint32_t *none = NULL;
+    if (atomic_load_explicit(&mark, memory_order_acquire))
+        return;
+    void *page = mmap(NULL, sizeof *none, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    _Atomic uint32_t *own = page == MAP_FAILED ? &without_page : page;
     if (page != MAP_FAILED)
-        (void)madvise(page, sizeof *mark, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
-    atomic_store(mark, IS_SETTLED);
-    pthread_atfork(NULL, NULL, mark_child);
-    watch_region();
+        (void)madvise(page, sizeof *own, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
+    atomic_store(own, IS_SETTLED);
+    if (atomic_compare_exchange_strong(&mark, &none, own)) {
+        pthread_atfork(NULL, NULL, mark_child);
+        watch_region();
+    } else if (page != MAP_FAILED) {
+        munmap(page, sizeof *own); /* another thread was first */
+    }
 }

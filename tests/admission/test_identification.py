@@ -13,6 +13,7 @@ from msgspec import Raw
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
+from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
@@ -26,6 +27,21 @@ from tests.support_json import undecoded
 from tests.support_node import node_of
 
 vcore_call = partial(Call, resource=VCORE_RESOURCE, kind=ResourceKind.VCORE)
+
+
+def identification_of(
+    node: Node, outside: Any, *, clock: Callable[[], float] = time.monotonic, **timeouts: float
+) -> Identification:
+    """`outside` stands for the API server and the kubelet."""
+    return Identification(
+        node=node,
+        fetcher=outside,
+        kubelet=outside,
+        runtime_classes=RuntimeClasses(),
+        refused=(),
+        clock=clock,
+        timeouts=Timeouts(**timeouts),
+    )
 
 
 class Unreadable:
@@ -59,15 +75,7 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
     """It may be the one that is being admitted."""
     node, outside = node_of(), Outside()
     node.pods.upsert(pod("a", container(cores=10)))
-    identification = Identification(
-        node=node,
-        fetcher=outside,
-        kubelet=outside,
-        runtime_classes=RuntimeClasses(),
-        refused=(),
-        clock=time.monotonic,
-        timeouts=Timeouts(),
-    )
+    identification = identification_of(node, outside)
     result = await identification.identify(vcore_call(size=10), Inside())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
     assert "bad bytes" in result.detail and "Create the pod again" in result.detail
@@ -104,15 +112,7 @@ class NoApiServer(Outside):
 async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_is_over() -> None:
     """The second List ends after the two seconds: the API server is not asked again, and the pod is not called deleted."""
     clock, outside = FakeClock(0.0), NoApiServer()
-    identification = Identification(
-        node=node_of(),
-        fetcher=outside,
-        kubelet=outside,
-        runtime_classes=RuntimeClasses(),
-        refused=(),
-        clock=clock,
-        timeouts=Timeouts(lookup_s=2.0),
-    )
+    identification = identification_of(node_of(), outside, clock=clock, lookup_s=2.0)
     result = await identification.identify(vcore_call(size=10), SlowKubelet(clock))
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
@@ -165,15 +165,7 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
         async def __call__(self) -> Sequence[ListedDevices]:
             return entries
 
-    identification = Identification(
-        node=known.node,
-        fetcher=known,
-        kubelet=known,
-        runtime_classes=RuntimeClasses(),
-        refused=(),
-        clock=time.monotonic,
-        timeouts=Timeouts(poll_again_s=0.0),
-    )
+    identification = identification_of(known.node, known, poll_again_s=0.0)
     call = vcore_call(size=10)
     for _ in range(2):
         found = await identification.identify(call, Inside())
@@ -248,15 +240,7 @@ class Static(Outside):
     ) -> Target | Refused:
         for one in allocations:
             self.node.cache.put(one)
-        identification = Identification(
-            node=self.node,
-            fetcher=self,
-            kubelet=self,
-            runtime_classes=RuntimeClasses(),
-            refused=(),
-            clock=clock,
-            timeouts=Timeouts(poll_again_s=poll_again_s),
-        )
+        identification = identification_of(self.node, self, clock=clock, poll_again_s=poll_again_s)
         return await identification.identify(vcore_call(size=cores), self)
 
 

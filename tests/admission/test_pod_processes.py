@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
-from tests.support_deadline import DEADLINE_S
 
 UID = PodUid("0e7a3f2c-1111-2222-3333-444455556666")
 SYSTEMD = f"kubepods-burstable-pod{UID.replace('-', '_')}.slice"
@@ -64,8 +62,7 @@ async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
     directory.mkdir(parents=True)
     os.mkfifo(directory / "cgroup.procs")
     processes = PodProcesses(tmp_path)
-    async with asyncio.timeout(DEADLINE_S):
-        for reason in ("got no answer within 2 s", "an earlier call still hangs"):
-            with pytest.raises(Unavailable, match=reason):
-                await processes.are_running(UID)
-        os.close(os.open(directory / "cgroup.procs", os.O_WRONLY))
+    for reason in ("got no answer within 2 s", "an earlier call still hangs"):
+        with pytest.raises(Unavailable, match=reason):
+            await processes.are_running(UID)
+    os.close(os.open(directory / "cgroup.procs", os.O_WRONLY))

@@ -30,7 +30,6 @@ from tests.support_core import container, inventory, pod
 GPU = "nvidia.com/gpu"
 MIG = "nvidia.com/mig-"
 GPU_MEM = "aliyun.com/gpu-mem"
-MIB = 24 * 1024
 
 
 def names(**changes: object) -> ResourceNames:

@@ -26,22 +26,14 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.dra.support_claims import DRIVER, NODE, edit_policy, raw_claim, result
-from tests.fakes.kubelet_calls import PluginCall
-from tests.sandbox.support_sandbox import CORE, MEMORY, active_records, key_of, wait_phase
+from tests.dra.support_claims import NODE, edit_policy, raw_claim, result
+from tests.sandbox.support_sandbox import Held, NodeUnderTest
 from tests.settings.support_settings import clean_environment
 from tests.support_core import inventory, used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_deadline import poll_until as poll_until  # noqa: PLC0414
 from tests.support_json import undecoded
 from tests.support_process import running_process
-
-CORES = 100
-BLOCKS = 96
-"""Memory blocks of a simulated GPU."""
-
-Held = dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]
-"""(pod UID, container) -> vcore IDs, vmemory IDs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +58,20 @@ class InnerAgent:
             for a in self.parts.node.cache
         }
 
+    def holders_of(self, kind: ResourceKind = ResourceKind.VCORE) -> int:
+        """How many IDs of the resource are held."""
+        return len(self.parts.node.cache.holders(kind))
 
-def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
-    """Flags of an agent for this node: no fixed port, everything periodic often."""
-    fast = ["--web.port=0", "--allocation.check-period-s=0.2", "--health.check-period-s=0.05"]
-    return [*node.agent_arguments(), *fast, *flags]
+    def uuid_of(self, index: int) -> str:
+        return str(self.parts.node.inventory.current.gpus[index].uuid)
+
+    def used_by_gpu(self) -> dict[str, int]:
+        return {str(gpu): cores for gpu, cores in used_cores(self.parts.node.cache).items()}
 
 
 @asynccontextmanager
 async def open_agent(
-    node: EmbeddedNode, *flags: str, wait: bool = True, list_timeout_s: float = DEADLINE_S
+    node: NodeUnderTest, *flags: str, wait: bool = True, list_timeout_s: float = DEADLINE_S
 ) -> AsyncIterator[InnerAgent]:
     """An agent in this process, registered, its pods listed, the kubelet's version read and its devices allocatable, unless
     `wait` is false.
@@ -83,7 +79,7 @@ async def open_agent(
     `list_timeout_s` bounds a PodResources List: a process that holds agents, kubelet and API server may stand still for
     longer than the second that an agent allows, and than the five of an admission.
     """
-    found = await resolve_isolation(load_settings(arguments(node, *flags), {}).settings)
+    found = await resolve_isolation(load_settings(node.arguments(*flags), {}).settings)
     parts = build(found.settings, open_driver(found.settings), isolation_reason=found.isolation_reason)
     parts.kubelet.gate.list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
@@ -96,7 +92,7 @@ async def open_agent(
             if wait:
                 # What the kubelet shows may be of an agent that has just ended.
                 await poll_until(lambda: not parts.kubelet.not_ready(), "both resources registered")
-                await wait_registered(node)
+                await node.wait_registered()
                 await wait_synced(parts)
                 await parts.kubelet.facts.wait_known(timeout_s=DEADLINE_S)
             yield agent
@@ -107,7 +103,7 @@ async def open_agent(
 
 @asynccontextmanager
 async def open_child(
-    node: EmbeddedNode,
+    node: NodeUnderTest,
     *flags: str,
     wait: bool = True,
     stderr: int | None = None,
@@ -117,29 +113,20 @@ async def open_child(
 
     `wait`: until it is registered and, as far as its log can be read, has listed its pods and read the kubelet's version.
     """
-    before = {event: len(log_lines(node, event)) for event in ("ready", "kubelet_version") if stderr is None}
+    before = {event: len(node.log_lines(event)) for event in ("ready", "kubelet_version") if stderr is None}
     with node.paths.agent_log.open("ab") as log:
         async with running_process(
-            *(sys.executable, *program, "run", *arguments(node, *flags)),
+            *(sys.executable, *program, "run", *node.arguments(*flags)),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log if stderr is None else stderr,
         ) as child:
             if wait:
-                await wait_registered(node)
+                await node.wait_registered()
                 for event, count in before.items():
-                    await poll_until(lambda: len(log_lines(node, event)) > count, event)  # noqa: B023 - in this turn
+                    await poll_until(lambda: len(node.log_lines(event)) > count, event)  # noqa: B023 - in this turn
             yield child
-
-
-def log_lines(node: EmbeddedNode, event: str) -> list[dict[str, Any]]:
-    """What a child said under this name; the line that is being written right now does not count yet."""
-    if not node.paths.agent_log.exists():
-        return []
-    whole = node.paths.agent_log.read_text().rpartition("\n")[0]
-    lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
-    return [line for line in lines if line.get("event") == event]
 
 
 # --- moments ---
@@ -164,7 +151,7 @@ class Moments:
     List has come and before it is answered. Only calls about pods named in `pods` count, all where it is empty.
     """
 
-    def __init__(self, node: EmbeddedNode, *pods: str) -> None:
+    def __init__(self, node: NodeUnderTest, *pods: str) -> None:
         self.seen: list[str] = []
         self._pods = pods
         self._acts: dict[int, Callable[[], object]] = {}
@@ -201,154 +188,12 @@ class Moments:
             act()
 
 
-# --- waiting ---
-
-
-async def wait_until(node: EmbeddedNode, condition: Callable[[], Any], what: str) -> Any:
-    return await node.kubelet.wait_for(condition, DEADLINE_S, what)
-
-
-async def poll_until(condition: Callable[[], Any], what: str, *, deadline_s: float = DEADLINE_S) -> None:
-    """For a state of the agent that it tells nobody: looked at every few milliseconds, under the deadline."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError as error:
-        raise TimeoutError(f"after {deadline_s:g} s: {what} did not come about") from error
-
-
-def plugin_socket(node: EmbeddedNode, kind: str) -> Path:
-    """Of the one agent that has sockets there; `kind` is vcore, vmemory or gpumem."""
-    (found,) = node.paths.device_plugin_path.glob(f"{kind}-*.sock")
-    return found
-
-
-async def wait_registered(node: EmbeddedNode) -> None:
-    """The kubelet has healthy devices of both resources, and the scheduler knows it."""
-
-    def is_shown() -> bool:
-        raw = (node.api.object_of("nodes", ("", node.name)) or {}).get("status", {}).get("allocatable", {})
-        healthy = {name: str(count) for name, (_, count) in node.kubelet.devices.capacity().items() if count}
-        return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
-
-    await wait_until(node, is_shown, "both resources allocatable")
-
-
-async def wait_healthy_devices(node: EmbeddedNode) -> None:
-    """The kubelet alone has them, of both resources: for a test without an API server."""
-
-    def is_there() -> bool:
-        capacity = node.kubelet.devices.capacity()
-        return all(capacity.get(name, (0, 0))[1] for name in (CORE, MEMORY))
-
-    await wait_until(node, is_there, "healthy devices of both resources")
-
-
 async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
     async with asyncio.timeout(DEADLINE_S):
         version = parts.node.pods.version
         while not parts.node.pods.is_synced:
             version = await parts.node.pods.wait_change(version)
-
-
-async def wait_ledger_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
-    """The ledger of the agent are the kubelet's records of the pods that live."""
-    try:
-        await wait_until(node, lambda: agent.held() == kubelet_held(node), "books like the kubelet's records")
-    except TimeoutError as error:
-        raise AssertionError(f"agent: {_brief(agent.held())}\nkubelet: {_brief(kubelet_held(node))}") from error
-
-
-async def wait_running(node: EmbeddedNode, *names: str) -> None:
-    for name in names:
-        await wait_settled(node, name)
-        found = node.api.pod("default", name)["status"]
-        assert found["phase"] == "Running", (name, found)
-
-
-async def settle_pod(node: EmbeddedNode, made: dict[str, Any]) -> str:
-    """Until it runs or is refused; the message of the status."""
-    node.api.create_pod(made)
-    return await wait_settled(node, made["metadata"]["name"])
-
-
-async def wait_settled(node: EmbeddedNode, name: str) -> str:
-    """Running or Failed; the message of the status."""
-    raw = await wait_phase(node, name, "Running", "Failed")
-    return str(raw["status"].get("message", ""))
-
-
-# --- what is held ---
-
-
-def kubelet_held(node: EmbeddedNode) -> Held:
-    """The kubelet's records of pods that live, as the ledger has them."""
-    found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
-    for record in active_records(node):
-        found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
-    return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
-
-
-def given(node: EmbeddedNode) -> Held:
-    """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
-    last: dict[tuple[str, str, str], PluginCall] = {}
-    for call in node.calls.calls:
-        if call.method == "Allocate" and not call.error:
-            last[call.pod_uid, call.container, call.resource] = call
-    found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
-    for (uid, container, resource), call in last.items():
-        if node.kubelet.runtime.is_running(uid, container):
-            found.setdefault((uid, container), {})[resource] = frozenset(call.device_ids)
-    return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
-
-
-def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
-    """No ID is held by two live containers, each container is on one GPU or on whole ones, and no GPU is overfull."""
-    held = given(node)
-    for kind in (0, 1):
-        ids = [device for both in held.values() for device in both[kind]]
-        assert len(ids) == len(set(ids)), f"held twice: {sorted({d for d in ids if ids.count(d) > 1})[:5]}"
-    used: dict[str, int] = {}
-    for key, (vcores, vmemory) in sorted(held.items()):
-        per_gpu: dict[str, int] = {}
-        for device in vcores:
-            key = device.rpartition("-")[0]
-            per_gpu[key] = per_gpu.get(key, 0) + 1
-        if not vcores:  # a GPU under one of NVIDIA's names
-            continue
-        assert len(per_gpu) == 1 or set(per_gpu.values()) == {CORES}, (key, per_gpu)
-        if len(vcores) < CORES:
-            gpu = next(iter(per_gpu))
-            used[gpu] = used.get(gpu, 0) + len(vmemory)
-    assert all(count <= blocks for count in used.values()), used
-
-
-def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
-    """The UUIDs of the GPUs whose vcore IDs a running container was given."""
-    uid = node.api.pod("default", name)["metadata"]["uid"]
-    keys = {device.rpartition("-")[0] for device in kubelet_held(node)[uid, container][0]}
-    uuids = {uuid for index in range(16) if key_of(uuid := simulated_uuid(node.name, index)) in keys}
-    assert len(uuids) == len(keys)
-    return uuids
-
-
-def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:
-    return [c for c in node.calls.calls if c.pod_name == name and c.method == method]
-
-
-def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.node.inventory.current.gpus[index].uuid)
-
-
-def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in used_cores(agent.parts.node.cache).items()}
-
-
-def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
-    """How many IDs of the resource are held."""
-    return len(agent.parts.node.cache.holders(kind))
 
 
 def write_faults(
@@ -360,14 +205,10 @@ def write_faults(
     new.replace(path)
 
 
-def _brief(held: Held) -> dict[str, tuple[int, int]]:
-    return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}
-
-
-def record_claim(node: EmbeddedNode, isolation: str = "none") -> None:
+def record_claim(node: NodeUnderTest, isolation: str = "none") -> None:
     """As an earlier agent left it: 40 cores of the first GPU. Files, if the isolation has any, are in /etc/gpu-manager."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
-    claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
+    claim = read_claim(undecoded(raw_claim(result())), pool=NODE)
     made = prepare_claim(claim, {"gpu-0": gpu}, (), edit_policy(isolation), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

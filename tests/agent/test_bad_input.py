@@ -18,39 +18,9 @@ from grpclib.const import Cardinality, Handler
 from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.kit.protobuf import bytes_field, decode_allocate, string_list
 from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    DEADLINE_S,
-    arguments,
-    assert_nothing_shared,
-    calls_of,
-    gpus_of,
-    holders_of,
-    log_lines,
-    open_agent,
-    open_child,
-    plugin_socket,
-    poll_until,
-    settle_pod,
-    uuid_of,
-    wait_ledger_equal,
-    wait_registered,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import open_agent, open_child, poll_until
 from tests.kit.support_grpc import served_at
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    SmallPlugin,
-    container,
-    open_test_node,
-    pod,
-    start_pods,
-    wait_phase,
-)
-from tests.sandbox.support_sandbox import register as register_plugin
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, SmallPlugin, container, open_test_node, pod
 from tests.settings.support_settings import clean_environment, run_program
 from tests.support_process import running_process
 
@@ -78,25 +48,24 @@ async def test_a_request_that_cannot_be_granted_is_refused_with_what_is_valid(
 ) -> None:
     """The status and an Event of the pod say what was asked; nothing is held, and the next pod runs."""
     async with open_test_node() as node, open_agent(node) as agent:
-        message = await settle_pod(node, pod("wrong", container(cores=cores, blocks=blocks)))
+        message = await node.settle_pod(pod("wrong", container(cores=cores, blocks=blocks)))
         assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
         assert "default/wrong" in message and says in message
-        await wait_until(
-            node,
+        await node.wait_until(
             lambda: [e for e in node.api.events() if e["involvedObject"]["name"] == "wrong" and says in e["message"]
                      and e["reason"] != "UnexpectedAdmissionError"],
             "the agent's Event",
         )  # fmt: skip
-        assert holders_of(agent) == 0
-        await start_pods(node, pod("right", container(cores=30, blocks=10)))
-        await wait_ledger_equal(node, agent)
+        assert agent.holders_of() == 0
+        await node.start_pods(pod("right", container(cores=30, blocks=10)))
+        await node.wait_ledger_equal(agent)
 
 
 async def test_a_pod_that_asks_for_zero_cores_is_a_plain_pod() -> None:
     """The kubelet asks nobody about a zero."""
     async with open_test_node() as node, open_agent(node) as agent:
-        await start_pods(node, pod("zero", container(cores=0, blocks=0)))
-        assert not calls_of(node, "zero") and holders_of(agent) == 0
+        await node.start_pods(pod("zero", container(cores=0, blocks=0)))
+        assert not node.calls_of("zero") and agent.holders_of() == 0
 
 
 HOSTILE = [
@@ -109,8 +78,8 @@ async def test_a_predicate_annotation_that_makes_no_sense_is_ignored(text: str) 
     """Any tenant can write it: the pod is placed as if it were not there."""
     async with open_test_node() as node, open_agent(node) as agent:
         annotations = {f"{PREDICATE_GPU_INDEX_PREFIX}0": text}
-        await start_pods(node, pod("tenant", container(cores=30, blocks=10), annotations=annotations))
-        assert gpus_of(node, "tenant") == {uuid_of(agent, 0)}
+        await node.start_pods(pod("tenant", container(cores=30, blocks=10), annotations=annotations))
+        assert node.gpus_of("tenant") == {agent.uuid_of(0)}
 
 
 async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits() -> None:
@@ -122,10 +91,10 @@ async def test_a_predicate_annotation_counts_on_its_node_only_and_where_it_fits(
             ("full", node.name, 65, 0),
         ):
             annotations = {PREDICATE_NODE_ANNOTATION: where, f"{PREDICATE_GPU_INDEX_PREFIX}0": "3"}
-            await start_pods(node, pod(name, container(cores=cores, blocks=10), annotations=annotations))
-            assert gpus_of(node, name) == {uuid_of(agent, expected)}, name
-        assert_nothing_shared(node)
-        await wait_ledger_equal(node, agent)
+            await node.start_pods(pod(name, container(cores=cores, blocks=10), annotations=annotations))
+            assert node.gpus_of(name) == {agent.uuid_of(expected)}, name
+        node.assert_nothing_shared()
+        await node.wait_ledger_equal(agent)
 
 
 # --- a kubelet that does not do what it is advised ---
@@ -167,13 +136,13 @@ class IgnoresAdvice:
 
 
 @asynccontextmanager
-async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
+async def _ignoring_advice(node: NodeUnderTest, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
     """The vcore plugin as the kubelet knows it is not ours any more."""
-    service = IgnoresAdvice(plugin_socket(node, "vcore"), change)
+    service = IgnoresAdvice(node.plugin_socket("vcore"), change)
     try:
         async with served_at(node.paths.device_plugin_path / "between.sock", service) as path:
-            await register_plugin(node, SmallPlugin(CORE, {}), path.name)
-            await wait_registered(node)
+            await node.register(SmallPlugin(CORE, {}), path.name)
+            await node.wait_registered()
             yield
     finally:
         service.close()
@@ -200,23 +169,22 @@ async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
     change, says = CHANGES[case]
     async with open_test_node() as node, open_agent(node) as agent:
         holder = {f"{PREDICATE_GPU_INDEX_PREFIX}0": "2"}
-        await start_pods(node, pod("holder", container(cores=30, blocks=10), annotations=holder))
+        await node.start_pods(pod("holder", container(cores=30, blocks=10), annotations=holder))
         before = agent.held()
-        assert uuid_of(agent, 0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
+        assert agent.uuid_of(0) == "GPU-401624a8-3bbf-5047-8f24-740787bab347"
         async with _ignoring_advice(node, change):
-            message = await settle_pod(node, pod("wrong", container(cores=30, blocks=10)))
+            message = await node.settle_pod(pod("wrong", container(cores=30, blocks=10)))
             assert "code = " in message and says in message, message
-            await wait_until(node, lambda: agent.held() == before, "nothing but the holder's share held")
+            await node.wait_until(lambda: agent.held() == before, "nothing but the holder's share held")
 
 
 # --- messages that are none ---
 
 
-async def _call(node: EmbeddedNode, socket: str, method: str, request: bytes) -> GRPCError | bytes:
-    channel = UnixChannel(plugin_socket(node, socket))
+async def _call(node: NodeUnderTest, socket: str, method: str, request: bytes) -> GRPCError | bytes:
+    channel = UnixChannel(node.plugin_socket(socket))
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            answer: bytes = await UnaryUnaryMethod(channel, f"{SERVICE}/{method}", bytes, bytes)(request)
+        answer: bytes = await UnaryUnaryMethod(channel, f"{SERVICE}/{method}", bytes, bytes)(request)
         return answer
     except GRPCError as error:
         return error
@@ -241,10 +209,10 @@ async def test_messages_that_are_none_are_answered_with_an_error(socket: str, me
             assert isinstance(answer, GRPCError), (malformed, answer)
             assert "Traceback" not in (answer.message or "")
         if method != "GetPreferredAllocation":  # which advises only
-            stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{uuid_of(agent, 0)}::0"])))
+            stranger = await _call(node, socket, method, bytes_field(1, string_list(1, [f"{agent.uuid_of(0)}::0"])))
             assert isinstance(stranger, GRPCError) or method == "PreStartContainer"
-        await start_pods(node, pod("after", container(cores=30, blocks=10)))
-        await wait_ledger_equal(node, agent)
+        await node.start_pods(pod("after", container(cores=30, blocks=10)))
+        await node.wait_ledger_equal(agent)
 
 
 # --- files and disks ---
@@ -269,7 +237,7 @@ async def test_a_missing_topology_file_ends_the_agent_with_the_file_named(short_
 
 
 @asynccontextmanager
-async def _child_on_a_full_disk(node: EmbeddedNode, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _child_on_a_full_disk(node: NodeUnderTest, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """No file can grow, and every line of log fails with "no space left on device"."""
 
     def limit() -> None:
@@ -277,10 +245,10 @@ async def _child_on_a_full_disk(node: EmbeddedNode, *flags: str) -> AsyncIterato
 
     with Path("/dev/full").open("wb") as full:
         async with running_process(
-            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
+            *(sys.executable, "-m", "gpushare_agent", "run", *node.arguments(*flags)),
             env=clean_environment(), stdin=asyncio.subprocess.DEVNULL, stdout=full, stderr=full, preexec_fn=limit,
         ) as child:  # fmt: skip
-            await wait_registered(node)
+            await node.wait_registered()
             yield child
 
 
@@ -289,16 +257,15 @@ async def test_on_a_full_disk_the_agent_goes_on() -> None:
     async with open_test_node() as node, _child_on_a_full_disk(node, "--isolation=none") as child:
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
         node.api.create_pod(pod("wrong", container(cores=150, blocks=10)))
-        await wait_running(node, "share")
-        assert "150" in await wait_settled(node, "wrong")
+        await node.wait_running("share")
+        assert "150" in await node.wait_settled("wrong")
         await node.kubelet.restart()
-        await wait_registered(node)
+        await node.wait_registered()
         node.api.create_pod(pod("next", container(cores=70, blocks=10)))
-        await wait_running(node, "share", "next")
-        assert_nothing_shared(node)
+        await node.wait_running("share", "next")
+        node.assert_nothing_shared()
         child.terminate()
-        async with asyncio.timeout(DEADLINE_S):
-            assert await child.wait() == 0
+        assert await child.wait() == 0
 
 
 async def test_on_a_full_disk_a_share_does_not_start_without_its_limits() -> None:
@@ -307,10 +274,10 @@ async def test_on_a_full_disk_a_share_does_not_start_without_its_limits() -> Non
         node.api.create_pod(pod("share", container(cores=30, blocks=10)))
 
         def is_refused() -> bool:
-            return any("vDevice directory" in c.error for c in calls_of(node, "share", "PreStartContainer"))
+            return any("vDevice directory" in c.error for c in node.calls_of("share", "PreStartContainer"))
 
-        await wait_until(node, is_refused, "the start refused")
-        assert not calls_of(node, "share")[0].error
+        await node.wait_until(is_refused, "the start refused")
+        assert not node.calls_of("share")[0].error
 
 
 async def test_a_state_directory_that_is_a_file_ends_the_sandbox_with_advice(short_dir: Path) -> None:
@@ -328,12 +295,12 @@ async def test_a_device_plugin_path_that_is_a_file_is_named_and_waited_for() -> 
         wrong = node.paths.state / "wrong"
         wrong.write_text("precious")
         async with open_child(node, f"--kubelet.device-plugin-path={wrong}", wait=False) as child:
-            await poll_until(lambda: log_lines(node, "device_plugin_not_registered"), "the complaint")
+            await poll_until(lambda: node.log_lines("device_plugin_not_registered"), "the complaint")
             assert child.returncode is None
-            assert str(wrong) in log_lines(node, "device_plugin_not_registered")[0]["error"]
+            assert str(wrong) in node.log_lines("device_plugin_not_registered")[0]["error"]
             assert wrong.read_text() == "precious"
             wrong.unlink()
             wrong.symlink_to(node.paths.device_plugin_path)
-            await wait_registered(node)
+            await node.wait_registered()
             node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-            assert await wait_phase(node, "after", "Running")
+            assert await node.wait_phase("after", "Running")

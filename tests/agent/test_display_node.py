@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from grpclib.client import Channel
 from gpushare_agent.core.kit.sockets import connectable_path, is_served
 from gpushare_agent.core.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.core.wire.google.protobuf import Empty
-from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, wait_running
+from tests.agent.support_agent import open_agent, poll_until
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 
 async def _json(url: str) -> Any:
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+    async with ClientSession() as session, session.get(url) as answer:
         assert answer.status == 200, url
         return json.loads(await answer.text())
 
@@ -27,8 +26,7 @@ async def _usages(path: Path) -> UsageResponse:
     with connectable_path(path) as name:
         channel = Channel(path=name)
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await GpuDisplayStub(channel).print_usages(Empty())
+            return await GpuDisplayStub(channel).print_usages(Empty())
         finally:
             channel.close()
 
@@ -41,8 +39,8 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         raw = pod("train", asked)
         raw["metadata"]["annotations"] = {"clusterName": "blue", "note": "hunter-2"}
         node.api.create_pod(raw)
-        await wait_running(node, "train")
-        uid = node.api.pod("default", "train")["metadata"]["uid"]
+        await node.wait_running("train")
+        uid = node.uid_of("train")
 
         display = agent.parts.observability.display
         assert display is not None

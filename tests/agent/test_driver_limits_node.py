@@ -15,10 +15,9 @@ from gpushare_agent.agent.isolation.kept import NOBODY
 from gpushare_agent.agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.isolation import MemoryLimit
-from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, PodUid
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import InnerAgent, open_agent, poll_until, wait_settled
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 MIB = 1 << 20
 MAY_SET = ("--isolation=driver", "--driver-limits.set-by-agent=true")
@@ -30,11 +29,11 @@ def share(name: str, *, blocks: int = 8, annotations: dict[str, str] | None = No
     return pod(name, main, annotations=annotations)
 
 
-def key_of(node: EmbeddedNode, name: str) -> ContainerKey:
-    return ContainerKey(PodUid(node.api.pod("default", name)["metadata"]["uid"]), "cuda")
+def key_of(node: NodeUnderTest, name: str) -> ContainerKey:
+    return ContainerKey(node.uid_of(name), "cuda")
 
 
-async def has_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) -> bool:
+async def has_limit(node: NodeUnderTest, agent: InnerAgent, name: str, mib: int) -> bool:
     """Whether the driver has this limit, on the pod's cgroup and on the container's."""
     key = key_of(node, name)
     found = node.kubelet.runtime.find(key.pod_uid, key.container)
@@ -45,14 +44,14 @@ async def has_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) 
     return not any(one.problem for one in outcomes)
 
 
-async def wait_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) -> None:
+async def wait_limit(node: NodeUnderTest, agent: InnerAgent, name: str, mib: int) -> None:
     limits = agent.parts.isolation.parts["driver"].services["driver limits"]
     assert isinstance(limits, DriverLimits)
     await limits.reconcile()
     assert await has_limit(node, agent, name, mib)
 
 
-def require_v2(node: EmbeddedNode) -> None:
+def require_v2(node: NodeUnderTest) -> None:
     if cgroup_version(Path(node.kubelet.runtime.cgroup_root)) is not CgroupVersion.V2:
         pytest.skip("the sandbox's containers are in no cgroup v2 here")
 
@@ -62,7 +61,7 @@ async def test_a_share_has_its_limit_and_again_after_a_restart() -> None:
     async with open_test_node() as node:
         require_v2(node)
         async with open_agent(node, *MAY_SET) as agent:
-            await start_pods(node, share("first"))
+            await node.start_pods(share("first"))
             await wait_limit(node, agent, "first", 8 * 256)
             kept = agent.parts.isolation.kept(agent.parts.node.cache.view()[key_of(node, "first")])
             assert kept is not None and (kept.memory_by, kept.compute_by) == ("driver", NOBODY)
@@ -75,7 +74,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
     async with open_test_node() as node:
         require_v2(node)
         async with open_agent(node, "--isolation=driver") as agent:
-            await start_pods(node, share("bare"))
+            await node.start_pods(share("bare"))
             limits = agent.parts.isolation.parts["driver"].services["driver limits"]
             assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
@@ -94,6 +93,6 @@ async def test_a_spec_with_a_limit_of_its_own_is_refused() -> None:
             node.api.create_pod(
                 share("own", annotations={ISOLATION_ANNOTATION: "driver"}, NVIDIA_GPU_MEMORY_LIMIT="999999")
             )
-            words = await wait_settled(node, "own")
+            words = await node.wait_settled("own")
             assert "NVIDIA_GPU_MEMORY_LIMIT" in words and "Nothing was allocated" in words
             assert agent.held() == {}

@@ -8,17 +8,8 @@ from typing import Any
 from gpushare_agent.core.kube.events import COMPONENT
 from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.core.model.names import GPU_ASSIGNED_ANNOTATION
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    InnerAgent,
-    open_agent,
-    poll_until,
-    uuid_of,
-    wait_running,
-    wait_until,
-    write_faults,
-)
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods, wait_phase
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until, write_faults
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 
@@ -32,11 +23,11 @@ def verdicts(record: DecisionRecord) -> list[str]:
     return [candidate.verdict for candidate in record.candidates]
 
 
-async def refuse(node: EmbeddedNode, agent: InnerAgent, manifest: dict[str, Any]) -> tuple[DecisionRecord, str]:
+async def refuse(node: NodeUnderTest, agent: InnerAgent, manifest: dict[str, Any]) -> tuple[DecisionRecord, str]:
     """The decision, and the text of the Event."""
     name = manifest["metadata"]["name"]
     node.api.create_pod(manifest)
-    await wait_phase(node, name, "Failed")
+    await node.wait_phase(name, "Failed")
 
     def messages() -> list[str]:
         return [
@@ -56,7 +47,7 @@ async def test_what_was_placed_is_explained() -> None:
         open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent,
     ):
         for name, cores, blocks in (("share", 30, 10), ("whole", 100, 0), ("pair", 200, 0)):
-            await start_pods(node, pod(name, container(cores=cores, blocks=blocks)))
+            await node.start_pods(pod(name, container(cores=cores, blocks=blocks)))
         share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
     assert [r.outcome for r in (share, whole, pair)] == [Outcome.ALLOCATED] * 3
     assert (share.policy, whole.policy, pair.policy) == ("share", "fragment", "link")
@@ -76,16 +67,16 @@ async def test_what_was_refused_is_explained() -> None:
             memory, memory_reported = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
             for name in ("first", "second", "third"):
                 node.api.create_pod(pod(name, container(cores=50, blocks=10)))
-            await wait_running(node, "first", "second", "third")
+            await node.wait_running("first", "second", "third")
             fragmented, fragmented_reported = await refuse(
                 node, agent, pod("fragmented", container(cores=60, blocks=1))
             )
             node.api.delete_pod("default", record_on(agent, 2))
-            await wait_until(node, lambda: len(agent.held()) == 2, "two shares left")
+            await node.wait_until(lambda: len(agent.held()) == 2, "two shares left")
             write_faults(faults, lost={"2": "fell off the bus"})
-            sick = uuid_of(agent, 2)
-            await wait_until(
-                node, lambda: not agent.parts.node.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
+            sick = agent.uuid_of(2)
+            await node.wait_until(
+                lambda: not agent.parts.node.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )
             unhealthy, unhealthy_reported = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
     assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["too small, with 24 GiB in all"] * 3
@@ -114,7 +105,7 @@ async def test_the_owner_of_a_share_hears_of_a_mistyped_annotation() -> None:
         right = {"tencent.com/vcuda-core-limit": "60", "tencent.com/team": "a"}
         node.api.create_pod(pod("right", container(cores=30, blocks=8), annotations=right))
         node.api.create_pod(pod("share", container(cores=30, blocks=8), annotations=mistyped))
-        await wait_running(node, "other", "right", "share")
+        await node.wait_running("other", "right", "share")
 
         def warned() -> list[tuple[str, str]]:
             found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")
@@ -137,7 +128,7 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
         node.api.create_pod(
             pod("share", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "60"})
         )
-        await wait_running(node, "share")
+        await node.wait_running("share")
         store = agent.parts.node.pods
 
         def annotated() -> bool:
@@ -149,7 +140,7 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
         node.api.create_pod(
             pod("next", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "6"})
         )
-        await wait_running(node, "next")
+        await node.wait_running("next")
 
         def warned() -> list[str]:
             found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")

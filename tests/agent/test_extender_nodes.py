@@ -11,26 +11,17 @@ import pytest
 
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.node import EmbeddedCluster
-from tests.agent.support_agent import InnerAgent, gpus_of
-from tests.extender.support_extender_nodes import (
-    condition_of,
-    node_of,
-    open_agents,
-    open_cluster,
-    open_extender,
-    wait_bound,
-    wait_cluster,
-)
+from tests.agent.support_agent import InnerAgent
+from tests.extender.support_extender_nodes import ClusterUnderTest, open_cluster, open_extender
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import container, pod, wait_phase
+from tests.sandbox.support_sandbox import container, pod
 
 CALM_TIMES = KubeletTimes(
     admission_delay_s=0.05, status_interval_s=1.0, first_status_s=0.01, container_start_s=0.0, start_retry_s=0.1
 )
 
 
-def held(cluster: EmbeddedCluster, node: str) -> Mapping[str, Mapping[str, list[int]]]:
+def held(cluster: ClusterUnderTest, node: str) -> Mapping[str, Mapping[str, list[int]]]:
     """What the node's object says of who holds what."""
     text = cluster.api.node(node)["metadata"].get("annotations", {}).get("gpushare-agent/allocations", "{}")
     found: dict[str, dict[str, list[int]]] = json.loads(text).get("allocations", {})
@@ -46,30 +37,30 @@ def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
 
 async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its_end() -> None:
     """By pod and GPU: cores, blocks, units, whole."""
-    async with open_cluster("a") as cluster, open_agents(cluster, ("--simulated.gpus=2",)):
+    async with open_cluster("a") as cluster, cluster.open_agents(("--simulated.gpus=2",)):
         cluster.api.create_pod(
             pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
         )
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
         uids = {name: cluster.api.pod("default", name)["metadata"]["uid"] for name in ("share", "whole")}
-        await wait_cluster(cluster, lambda: held(cluster, "a").keys() == set(uids.values()), "both pods")
+        await cluster.wait_until(lambda: held(cluster, "a").keys() == set(uids.values()), "both pods")
         assert held(cluster, "a")[uids["share"]] == {"0": [50, 6]}
         assert held(cluster, "a")[uids["whole"]] == {"1": [100, 0, 0, 1]}
         cluster.api.delete_pod("default", "share", grace_period_s=0)
-        await wait_cluster(cluster, lambda: held(cluster, "a").keys() == {uids["whole"]}, "the end of the share")
+        await cluster.wait_until(lambda: held(cluster, "a").keys() == {uids["whole"]}, "the end of the share")
 
 
 async def test_an_agent_that_comes_back_leaves_the_annotation_as_it_is() -> None:
     """What it held before is in the kubelet's records; not for a moment does it seem to be free."""
     async with open_cluster("a") as cluster:
-        async with open_agents(cluster, ("--simulated.gpus=1",)):
+        async with cluster.open_agents(("--simulated.gpus=1",)):
             cluster.api.create_pod(pod("share", container("main", cores=30, blocks=4)))
-            await wait_cluster(cluster, lambda: held(cluster, "a"), "the pod")
+            await cluster.wait_until(lambda: held(cluster, "a"), "the pod")
         before = held(cluster, "a")
         version = cluster.api.version
-        async with open_agents(cluster, ("--simulated.gpus=1",)):
+        async with cluster.open_agents(("--simulated.gpus=1",)):
             cluster.api.create_pod(pod("next", container("main", cores=10, blocks=4)))
-            await wait_cluster(cluster, lambda: len(held(cluster, "a")) == 2, "the next pod")
+            await cluster.wait_until(lambda: len(held(cluster, "a")) == 2, "the next pod")
         nodes = [
             c.after for c in cluster.api.store.changes_since(version) if c.resource == "nodes" and c.after is not None
         ]
@@ -87,38 +78,38 @@ async def test_a_pod_that_finds_cores_on_two_gpus_but_no_whole_gpu_waits_and_run
     port = free_port()
     async with (
         open_cluster("a", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
-        open_agents(cluster, ("--simulated.gpus=2", "--placement.share-policy=spread")),
+        cluster.open_agents(("--simulated.gpus=2", "--placement.share-policy=spread")),
         open_extender(cluster, port, "--placement.share-policy=spread"),
     ):
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
-            await wait_phase(cluster.nodes[0], name, "Running")
-        assert gpus_of(cluster.nodes[0], "left") != gpus_of(cluster.nodes[0], "right")
+            await cluster.nodes[0].wait_phase(name, "Running")
+        assert cluster.nodes[0].gpus_of("left") != cluster.nodes[0].gpus_of("right")
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "whole").get("status") == "False", "the refusal")
-        reported = condition_of(cluster, "whole")
+        await cluster.wait_until(lambda: cluster.condition_of("whole").get("status") == "False", "the refusal")
+        reported = cluster.condition_of("whole")
         assert reported["reason"] == "Unschedulable" and "0/1 nodes are available" in reported["message"]
         assert "Insufficient" not in reported["message"]  # by count it fits: it is the extender that knows
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Pending"
-        freed = gpus_of(cluster.nodes[0], "left")
+        freed = cluster.nodes[0].gpus_of("left")
         # Not by force: of a pod that is gone from the API server processes may still run.
         cluster.api.delete_pod("default", "left", grace_period_s=1)
-        await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        await cluster.nodes[0].wait_phase("whole", "Running", "Failed")
         assert cluster.api.pod("default", "whole")["status"]["phase"] == "Running"
-        assert gpus_of(cluster.nodes[0], "whole") == freed
+        assert cluster.nodes[0].gpus_of("whole") == freed
 
 
 async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> None:
     """The hole that the extender closes."""
     async with (
         open_cluster("a") as cluster,
-        open_agents(cluster, ("--simulated.gpus=2", "--placement.share-policy=spread")),
+        cluster.open_agents(("--simulated.gpus=2", "--placement.share-policy=spread")),
     ):
         for name in ("left", "right"):
             cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
-            await wait_phase(cluster.nodes[0], name, "Running")
+            await cluster.nodes[0].wait_phase(name, "Running")
         cluster.api.create_pod(pod("whole", container("main", cores=100)))
-        raw = await wait_phase(cluster.nodes[0], "whole", "Running", "Failed")
+        raw = await cluster.nodes[0].wait_phase("whole", "Running", "Failed")
         assert (raw["status"]["phase"], raw["status"]["reason"]) == ("Failed", "UnexpectedAdmissionError")
 
 
@@ -127,25 +118,25 @@ async def test_a_node_with_room_on_one_gpu_is_taken_before_one_that_has_it_in_pi
     port = free_port()
     async with (
         open_cluster("a", "b", extender_url=f"http://127.0.0.1:{port}/scheduler") as cluster,
-        open_agents(cluster, ("--simulated.gpus=2",), ("--simulated.gpus=1",)),
+        cluster.open_agents(("--simulated.gpus=2",), ("--simulated.gpus=1",)),
         open_extender(cluster, port) as extender,
     ):
         cluster.api.create_pod(pod("small", container("main", cores=60, blocks=8), nodeSelector={}))
-        first = await wait_bound(cluster, "small")
-        await wait_phase(cluster.nodes[0], "small", "Running")
+        first = await cluster.wait_bound("small")
+        await cluster.nodes[0].wait_phase("small", "Running")
         for name in ("one", "two"):
             cluster.api.create_pod(pod(name, container("main", cores=100)))
-            await wait_phase(cluster.nodes[0], name, "Running")
-        assert {node_of(cluster, name) for name in ("one", "two")} == ({"a"} if first == "b" else {"a", "b"})
+            await cluster.nodes[0].wait_phase(name, "Running")
+        assert {cluster.node_of(name) for name in ("one", "two")} == ({"a"} if first == "b" else {"a", "b"})
         await wait_confirmed(cluster, extender, 3)
 
 
-async def wait_confirmed(cluster: EmbeddedCluster, extender: Any, count: int) -> None:
+async def wait_confirmed(cluster: ClusterUnderTest, extender: Any, count: int) -> None:
     def are_confirmed() -> bool:
         found = extender.state.reservations()
         return len(found) == count and all(one.stage is Stage.CONFIRMED for one in found)
 
-    await wait_cluster(cluster, are_confirmed, f"{count} confirmed reservations")
+    await cluster.wait_until(are_confirmed, f"{count} confirmed reservations")
 
 
 # --- many ---
@@ -192,7 +183,7 @@ async def test_five_hundred_pods_on_twenty_nodes_of_mixed_gpus_are_never_rejecte
     rng = random.Random(7)
     async with (
         open_cluster(*names, extender_url=f"http://127.0.0.1:{port}/scheduler", times=CALM_TIMES) as cluster,
-        open_agents(cluster, *(NODES[number % len(NODES)] for number in range(COUNT))) as agents,
+        cluster.open_agents(*(NODES[number % len(NODES)] for number in range(COUNT))) as agents,
         open_extender(cluster, port) as extender,
     ):
         crowd = Crowd(cluster, dict(zip(names, agents, strict=True)), extender)
@@ -209,7 +200,7 @@ async def test_five_hundred_pods_on_twenty_nodes_of_mixed_gpus_are_never_rejecte
 class Crowd:
     """Pods that come and go. Before one goes it is compared: its plan as the extender has it, its GPUs as the agent has."""
 
-    def __init__(self, cluster: EmbeddedCluster, agents: dict[str, InnerAgent], extender: Any) -> None:
+    def __init__(self, cluster: ClusterUnderTest, agents: dict[str, InnerAgent], extender: Any) -> None:
         self._cluster = cluster
         self._agents = agents
         self._extender = extender
@@ -227,7 +218,7 @@ class Crowd:
     async def make_room(self, most: int, rng: random.Random) -> None:
         """Until there are at most so many pods: some that run are compared and deleted."""
         while len(pods := self._pods()) > most:
-            settled = await wait_cluster(self._cluster, self._settled, "running pods")
+            settled = await self._cluster.wait_until(self._settled, "running pods")
             for raw in rng.sample(settled, min(len(settled), 12, len(pods) - most)):
                 self._compare(raw)
                 self._cluster.api.delete_pod(raw["metadata"]["namespace"], raw["metadata"]["name"])

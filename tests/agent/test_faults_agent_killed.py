@@ -8,19 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    InnerAgent,
-    Moments,
-    assert_nothing_shared,
-    open_agent,
-    open_child,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 ADMISSION = 4 * 5
 """Two containers with two resources: preference asked, List, preference answered, Allocate asked, Allocate answered."""
@@ -32,12 +21,12 @@ def _two_containers(name: str) -> dict[str, object]:
     return pod(name, container("a", cores=30, blocks=10), container("b", cores=20, blocks=5))
 
 
-async def _assert_sound(node: EmbeddedNode, agent: InnerAgent) -> None:
+async def _assert_sound(node: NodeUnderTest, agent: InnerAgent) -> None:
     """Who was there runs on, who comes gets its GPUs, the ledger is the kubelet's."""
     node.api.create_pod(pod("after", container(cores=50, blocks=20)))
-    await wait_running(node, "before", "after")
-    await wait_ledger_equal(node, agent)
-    assert_nothing_shared(node)
+    await node.wait_running("before", "after")
+    await node.wait_ledger_equal(agent)
+    node.assert_nothing_shared()
 
 
 @pytest.mark.parametrize("number", range(ADMISSION + STARTS))
@@ -45,13 +34,13 @@ async def test_an_agent_ended_at_any_moment_of_an_admission_comes_back_with_the_
     """At each moment of a pod's admission: the next agent knows every allocation, and admits the next pod."""
     async with open_test_node(seed=number) as node:
         async with open_agent(node) as agent:
-            await start_pods(node, pod("before", container(cores=40, blocks=16)))
+            await node.start_pods(pod("before", container(cores=40, blocks=16)))
             moments = Moments(node, "during")
             moments.at(number, agent.task.cancel)
             node.api.create_pod(_two_containers("during"))
-            await wait_until(node, lambda: len(moments.seen) > number, "the moment to end the agent")
+            await node.wait_until(lambda: len(moments.seen) > number, "the moment to end the agent")
         async with open_agent(node) as agent:
-            message = await wait_settled(node, "during")
+            message = await node.wait_settled("during")
             phase = node.api.pod("default", "during")["status"]["phase"]
             assert phase == "Running" or "rpc error" in message or "stopped" in message, message
             await _assert_sound(node, agent)
@@ -72,11 +61,11 @@ async def test_an_agent_killed_in_an_admission_leaves_nothing_that_its_successor
     """SIGKILL to the process: sockets stay behind, without notice; the next agent takes over all the same."""
     async with open_test_node() as node:
         async with open_child(node) as child:
-            await start_pods(node, pod("before", container(cores=40, blocks=16)))
+            await node.start_pods(pod("before", container(cores=40, blocks=16)))
             moments = Moments(node, "during")
             moments.at_next(moment, child.kill)
             node.api.create_pod(_two_containers("during"))
             await child.wait()
         async with open_agent(node) as agent:
-            await wait_settled(node, "during")
+            await node.wait_settled("during")
             await _assert_sound(node, agent)

@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from msgspec.structs import replace
 
 from gpushare_agent.core.model.gpus import Health
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    BLOCKS,
-    CORES,
-    InnerAgent,
-    Moments,
-    assert_nothing_shared,
-    gpus_of,
-    log_lines,
-    open_agent,
-    open_child,
-    settle_pod,
-    uuid_of,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-    write_faults,
-)
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, start_pods, wait_phase
-from tests.support_deadline import DEADLINE_S
+from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child, write_faults
+from tests.sandbox.support_sandbox import BLOCKS, CORE, CORES, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
 """A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""
 
 
-def _faults(node: EmbeddedNode) -> str:
+def _faults(node: NodeUnderTest) -> str:
     return f"--simulated.faults={node.paths.state / 'faults.json'}"
 
 
-def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
-    """The states of a GPU's IDs, of both resources, as the kubelet has them."""
-    return {
-        state
-        for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices.health(resource).items()
-        if device.startswith(key_of(uuid))
-    }
-
-
-async def _wait_healthy(node: EmbeddedNode, gpus: int) -> None:
+async def _wait_healthy(node: NodeUnderTest, gpus: int) -> None:
     wanted = {CORE: gpus * CORES, MEMORY: gpus * BLOCKS}
 
     def is_shown() -> bool:
         status = node.api.node(node.name)["status"]["allocatable"]
-        return all(
-            node.kubelet.devices.capacity()[name][1] == count and status.get(name) == str(count)
-            for name, count in wanted.items()
-        )
+        return all(node.healthy(name) == count and status.get(name) == str(count) for name, count in wanted.items())
 
-    await wait_until(node, is_shown, f"{gpus} healthy GPUs")
+    await node.wait_until(is_shown, f"{gpus} healthy GPUs")
 
 
 async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhere() -> None:
@@ -65,23 +31,23 @@ async def test_a_lost_gpu_is_unhealthy_in_both_resources_and_new_pods_go_elsewhe
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
-            await start_pods(node, pod("first", container(cores=30, blocks=10)))
-            lost, other = uuid_of(agent, 0), uuid_of(agent, 1)
-            assert gpus_of(node, "first") == {lost}
+            await node.start_pods(pod("first", container(cores=30, blocks=10)))
+            lost, other = agent.uuid_of(0), agent.uuid_of(1)
+            assert node.gpus_of("first") == {lost}
             write_faults(faults, lost={"0": "fell off the bus"})
             await _wait_healthy(node, 1)
-            assert _healthy(node, lost) == {False} and _healthy(node, other) == {True}
+            assert node.states_of(lost) == {False} and node.states_of(other) == {True}
             node.api.create_pod(pod("second", container(cores=30, blocks=10)))
-            await wait_running(node, "first", "second")
-            assert gpus_of(node, "second") == {other}
-            await wait_ledger_equal(node, agent)
+            await node.wait_running("first", "second")
+            assert node.gpus_of("second") == {other}
+            await node.wait_ledger_equal(agent)
             write_faults(faults)
             await _wait_healthy(node, 2)
             node.api.create_pod(pod("third", container(cores=70, blocks=80)))
             node.api.create_pod(pod("fourth", container(cores=70, blocks=80)))
-            await wait_running(node, "first", "second", "third", "fourth")
-            await wait_ledger_equal(node, agent)
-            assert_nothing_shared(node)
+            await node.wait_running("first", "second", "third", "fourth")
+            await node.wait_ledger_equal(agent)
+            node.assert_nothing_shared()
 
 
 async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
@@ -89,20 +55,20 @@ async def test_with_all_gpus_lost_pods_wait_and_running_ones_stay() -> None:
     async with open_test_node() as node:
         faults = node.paths.state / "faults.json"
         async with open_agent(node, "--simulated.gpus=2", _faults(node), *ONE_LOOK) as agent:
-            await start_pods(node, pod("first", container(cores=30, blocks=10)))
+            await node.start_pods(pod("first", container(cores=30, blocks=10)))
             before = agent.held()
             write_faults(faults, all_lost="driver/library version mismatch")
             await _wait_healthy(node, 0)
             assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 0)
             node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
             node.api.create_pod(pod("bypass", container(cores=30, blocks=10), nodeName=node.name))
-            assert "no healthy devices" in await wait_settled(node, "bypass")
-            assert agent.held() == before and await wait_phase(node, "waits", "Pending")
+            assert "no healthy devices" in await node.wait_settled("bypass")
+            assert agent.held() == before and await node.wait_phase("waits", "Pending")
             write_faults(faults)
             await _wait_healthy(node, 2)
-            await wait_running(node, "first", "waits")
-            await wait_ledger_equal(node, agent)
-            assert_nothing_shared(node)
+            await node.wait_running("first", "waits")
+            await node.wait_ledger_equal(agent)
+            node.assert_nothing_shared()
 
 
 async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None:
@@ -111,11 +77,11 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
     flags = ("--simulated.gpus=2", "--health.check-period-s=3600", "--health.recovery-period-s=3600")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
-        message = await settle_pod(node, pod("unlucky", container(cores=30, blocks=10)))
+        message = await node.settle_pod(pod("unlucky", container(cores=30, blocks=10)))
         assert "NoHealthyGPU" in message and "Create the pod again" in message
         await _wait_healthy(node, 1)
-        await start_pods(node, pod("again", container(cores=30, blocks=10)))
-        await wait_ledger_equal(node, agent)
+        await node.start_pods(pod("again", container(cores=30, blocks=10)))
+        await node.wait_ledger_equal(agent)
 
 
 def _lose_gpu(agent: InnerAgent, index: int) -> None:
@@ -133,8 +99,7 @@ async def test_without_a_driver_the_agent_ends_with_the_reason() -> None:
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
         async with open_child(node, _faults(node), wait=False) as child:
-            async with asyncio.timeout(DEADLINE_S):
-                assert await child.wait() == 1
+            assert await child.wait() == 1
         text = node.paths.agent_log.read_text()
         assert "driver not loaded" in text and "--fail-on-init-error=false" in text
         assert "Traceback" not in text
@@ -145,6 +110,6 @@ async def test_without_a_driver_and_reported_to_stay_the_agent_serves_no_device(
     async with open_test_node() as node:
         write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
         async with open_child(node, _faults(node), "--fail-on-init-error=false", wait=False):
-            await wait_until(node, lambda: {CORE, MEMORY} <= node.kubelet.devices.capacity().keys(), "both resources")
+            await node.wait_until(lambda: {CORE, MEMORY} <= node.kubelet.devices.capacity().keys(), "both resources")
             assert node.kubelet.devices.capacity()[CORE] == (0, 0)
-        assert log_lines(node, "gpus_unreadable")
+        assert node.log_lines("gpus_unreadable")

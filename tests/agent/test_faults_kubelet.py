@@ -8,44 +8,27 @@ import shutil
 import pytest
 
 from gpushare_agent.core.model.allocations import Allocation
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    CORES,
-    InnerAgent,
-    Moments,
-    assert_nothing_shared,
-    calls_of,
-    kubelet_held,
-    open_agent,
-    plugin_socket,
-    poll_until,
-    wait_ledger_equal,
-    wait_registered,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import InnerAgent, Moments, open_agent, poll_until
 from tests.agent.support_reconcile import collection_of
 from tests.sandbox.support_sandbox import (
     CORE,
+    CORES,
     HELD_ADMISSIONS,
     MEMORY,
+    NodeUnderTest,
     SmallPlugin,
     container,
     device_ids,
     open_test_node,
     pod,
-    serving,
-    start_pods,
 )
-from tests.sandbox.support_sandbox import register as register_plugin
 
 ADMISSION = 20
 """Moments of the admission of two containers: see test_faults_agent_killed.py."""
 
 
-def _container_ids(node: EmbeddedNode, name: str) -> list[str]:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+def _container_ids(node: NodeUnderTest, name: str) -> list[str]:
+    uid = node.uid_of(name)
     return [c.id for c in node.kubelet.runtime.living(uid)]
 
 
@@ -60,10 +43,10 @@ def _note_releases(agent: InnerAgent) -> list[Allocation]:
     return freed
 
 
-async def _wait_kubelet_knows(node: EmbeddedNode, *names: str) -> None:
+async def _wait_kubelet_knows(node: NodeUnderTest, *names: str) -> None:
     """The kubelet has taken these pods up again."""
-    uids = {node.api.pod("default", name)["metadata"]["uid"] for name in names}
-    await wait_until(node, lambda: uids <= {uid for uid, _ in kubelet_held(node)}, f"{names} admitted again")
+    uids = {node.uid_of(name) for name in names}
+    await node.wait_until(lambda: uids <= {uid for uid, _ in node.kubelet_held()}, f"{names} admitted again")
 
 
 @pytest.mark.parametrize("number", range(ADMISSION))
@@ -71,22 +54,22 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
     """The pod under admission comes back to a kubelet that has forgotten half of it; nothing is given twice."""
     async with open_test_node(seed=number, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
         node.kubelet.begin_admissions()
-        await start_pods(node, pod("before", container(cores=40, blocks=16)))
+        await node.start_pods(pod("before", container(cores=40, blocks=16)))
         ids = _container_ids(node, "before")
         moments = Moments(node, "during")
         async with asyncio.TaskGroup() as group:
             moments.at(number, lambda: group.create_task(node.kubelet.restart()))
             node.api.create_pod(pod("during", container("a", cores=30, blocks=10), container("b", cores=20, blocks=5)))
-            await wait_until(node, lambda: len(moments.seen) > number, "the moment of the restart")
-        await wait_registered(node)
+            await node.wait_until(lambda: len(moments.seen) > number, "the moment of the restart")
+        await node.wait_registered()
         node.kubelet.begin_admissions()
-        message = await wait_settled(node, "during")
+        message = await node.wait_settled("during")
         assert node.api.pod("default", "during")["status"]["phase"] == "Running", message
         node.api.create_pod(pod("after", container(cores=50, blocks=20)))
-        await wait_running(node, "before", "during", "after")
+        await node.wait_running("before", "during", "after")
         assert _container_ids(node, "before") == ids
-        assert_nothing_shared(node)
-        await wait_ledger_equal(node, agent)
+        node.assert_nothing_shared()
+        await node.wait_ledger_equal(agent)
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
@@ -94,7 +77,7 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
     """While the new kubelet lists nothing, the ledger stays; the plugins are back in time, and no container restarts."""
     async with open_test_node(kubelet_version=version, times=HELD_ADMISSIONS) as node, open_agent(node) as agent:
         node.kubelet.begin_admissions()
-        await start_pods(node, pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=200)))
+        await node.start_pods(pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=200)))
         before, ids = agent.held(), _container_ids(node, "share") + _container_ids(node, "whole")
         freed = _note_releases(agent)
         collection = collection_of(node, agent)
@@ -103,17 +86,17 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
             asked = len(node.calls.pod_resources_calls)
             for _ in range(2):
                 await collection.reconcile()
-            assert len(node.calls.pod_resources_calls) > asked and not kubelet_held(node)
-            await wait_registered(node)
+            assert len(node.calls.pod_resources_calls) > asked and not node.kubelet_held()
+            await node.wait_registered()
             node.kubelet.begin_admissions()
             await _wait_kubelet_knows(node, "share", "whole")
         assert agent.held() == before and not freed
         assert _container_ids(node, "share") + _container_ids(node, "whole") == ids
-        assert len(calls_of(node, "share")) == 2
+        assert len(node.calls_of("share")) == 2
         node.api.create_pod(pod("next", container(cores=70, blocks=80)))
-        await wait_running(node, "share", "whole", "next")
-        await wait_ledger_equal(node, agent)
-        assert_nothing_shared(node)
+        await node.wait_running("share", "whole", "next")
+        await node.wait_ledger_equal(agent)
+        node.assert_nothing_shared()
 
 
 async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_pods_all_the_same() -> None:
@@ -125,18 +108,18 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
             node.api.create_pod(
                 pod("init", container(cores=60, blocks=10), init=(container("prepare", cores=20, blocks=20),))
             )
-            await wait_running(node, "share", "init")
+            await node.wait_running("share", "init")
             before = agent.held()
         await node.kubelet.restart()
         async with open_agent(node) as agent:
-            assert agent.held() == before and not kubelet_held(node)
+            assert agent.held() == before and not node.kubelet_held()
             node.kubelet.begin_admissions()
             await _wait_kubelet_knows(node, "share", "init")
         async with open_agent(node) as agent:
             node.api.create_pod(pod("next", container(cores=100)))
-            await wait_running(node, "share", "init", "next")
-            await wait_ledger_equal(node, agent)
-            assert_nothing_shared(node)
+            await node.wait_running("share", "init", "next")
+            await node.wait_ledger_equal(agent)
+            node.assert_nothing_shared()
 
 
 async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
@@ -146,7 +129,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         open_agent(node, "--simulated.gpus=1") as agent,
     ):
         node.kubelet.begin_admissions()
-        await start_pods(node, pod("before", container(cores=60, blocks=40)))
+        await node.start_pods(pod("before", container(cores=60, blocks=40)))
         before = agent.held()
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
@@ -154,63 +137,62 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await poll_until(lambda: not any(map(registrar.is_registered, names)), "nothing registered")
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()
-        await wait_registered(node)
+        await node.wait_registered()
         node.kubelet.begin_admissions()
-        await wait_until(
-            node, lambda: any(p.identity.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
+        await node.wait_until(
+            lambda: any(p.identity.name == "before" for p in node.kubelet.listed_pods()), "pods taken up again"
         )
         collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
         for _ in range(2):
             await collection.reconcile()
         assert agent.held() == before
         node.api.create_pod(pod("fits", container(cores=40, blocks=50)))
-        await wait_running(node, "before", "fits")
+        await node.wait_running("before", "fits")
         assert before.items() <= agent.held().items()
-        assert_nothing_shared(node)
+        node.assert_nothing_shared()
 
 
 @pytest.mark.parametrize("names", [["vcore"], ["vmemory"], ["vcore", "vmemory"]])
 async def test_a_socket_that_someone_deletes_is_served_and_registered_again(names: list[str]) -> None:
     """Without a socket the kubelet could not come back; pods are admitted as before."""
     async with open_test_node() as node, open_agent(node) as agent:
-        await start_pods(node, pod("before", container(cores=60, blocks=40)))
+        await node.start_pods(pod("before", container(cores=60, blocks=40)))
         done = agent.parts.kubelet.registrar
-        sockets = [plugin_socket(node, name) for name in names]
+        sockets = [node.plugin_socket(name) for name in names]
         for socket in sockets:
             socket.unlink()
-        await wait_until(
-            node,
+        await node.wait_until(
             lambda: (
                 all(socket.is_socket() for socket in sockets)
                 and all(done.is_registered(resource) for resource in (CORE, MEMORY))
             ),
             "both sockets back",
         )
-        await wait_registered(node)
+        await node.wait_registered()
         node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-        await wait_running(node, "before", "after")
-        await wait_ledger_equal(node, agent)
-        assert_nothing_shared(node)
+        await node.wait_running("before", "after")
+        await node.wait_ledger_equal(agent)
+        node.assert_nothing_shared()
 
 
 async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
     """A second program that replaces our socket and registers our resource does not keep it."""
     async with open_test_node() as node, open_agent(node) as agent:
-        await start_pods(node, pod("before", container(cores=60, blocks=40)))
+        await node.start_pods(pod("before", container(cores=60, blocks=40)))
         registered = agent.count("gpushare_registrations_total", resource=CORE)
         rival = SmallPlugin(CORE, device_ids("GPU-rival", count=4))
-        name = plugin_socket(node, "vcore").name
-        async with serving(node, rival, name):
-            await register_plugin(node, rival, name)
+        name = node.plugin_socket("vcore").name
+        async with node.serving(rival, name):
+            await node.register(rival, name)
             await poll_until(
                 lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
             )
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again"
+            await node.wait_until(
+                lambda: node.kubelet.devices.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again"
             )
-            await wait_registered(node)
+            await node.wait_registered()
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-            await wait_running(node, "before", "after")
-        await wait_ledger_equal(node, agent)
-        assert_nothing_shared(node)
+            await node.wait_running("before", "after")
+        await node.wait_ledger_equal(agent)
+        node.assert_nothing_shared()
         assert not [ids for method, ids in rival.seen if method == "Allocate"]

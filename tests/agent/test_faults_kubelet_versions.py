@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    assert_nothing_shared,
-    given,
-    gpus_of,
-    holders_of,
-    open_agent,
-    open_child,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import open_agent, open_child
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SHORT_TIMES,
+    NodeUnderTest,
     container,
     limits_of,
     open_test_node,
     pod,
-    start_pods,
-    wait_gone,
 )
-from tests.support_deadline import DEADLINE_S
 
 
 def _sidecar(name: str, cores: int, blocks: int) -> dict[str, Any]:
@@ -69,25 +54,25 @@ async def test_a_standard_workload_runs_on_every_kubelet(version: str, seed: int
     ):
         for raw in WORKLOAD:
             node.api.create_pod(raw)
-        await wait_running(node, *RUNNING)
+        await node.wait_running(*RUNNING)
         for name, text in (("reject-1", "150"), ("reject-2", "97")):
-            assert text in await wait_settled(node, name), name
+            assert text in await node.wait_settled(name), name
         _assert_given_what_was_asked(node)
-        assert len(gpus_of(node, "whole")) == 2
-        await wait_ledger_equal(node, agent)
+        assert len(node.gpus_of("whole")) == 2
+        await node.wait_ledger_equal(agent)
         for name, cores, blocks in (("late-1", 10, 5), ("late-2", 30, 20)):  # as the rejected pods of before asked
-            await start_pods(node, pod(name, container(cores=cores, blocks=blocks)))
+            await node.start_pods(pod(name, container(cores=cores, blocks=blocks)))
         _assert_given_what_was_asked(node)
         for raw in node.api.pods():
             node.api.delete_pod("default", raw["metadata"]["name"])
         for raw in WORKLOAD:
-            await wait_gone(node, raw["metadata"]["name"])
-        await wait_until(node, lambda: holders_of(agent) == 0, "everything freed")
+            await node.wait_gone(raw["metadata"]["name"])
+        await node.wait_until(lambda: agent.holders_of() == 0, "everything freed")
 
 
-def _assert_given_what_was_asked(node: EmbeddedNode) -> None:
-    assert_nothing_shared(node)
-    allocated = given(node)
+def _assert_given_what_was_asked(node: NodeUnderTest) -> None:
+    node.assert_nothing_shared()
+    allocated = node.given()
     for raw in node.api.pods():
         if raw["status"]["phase"] != "Running":
             continue
@@ -104,8 +89,8 @@ SILENT = replace(SHORT_TIMES, first_status_s=0.0, status_interval_s=3600.0)
 """A kubelet that writes the Node object once; the test writes it from then on."""
 
 
-async def _make_old(node: EmbeddedNode) -> None:
-    await wait_until(node, lambda: node.api.object_of("nodes", ("", node.name)), "the Node object")
+async def _make_old(node: NodeUnderTest) -> None:
+    await node.wait_until(lambda: node.api.object_of("nodes", ("", node.name)), "the Node object")
     raw = node.api.node(node.name)
     status = {**raw["status"], "nodeInfo": {**raw["status"]["nodeInfo"], "kubeletVersion": "v1.29.14"}}
     node.api.apply_node({**raw, "status": status})
@@ -116,8 +101,7 @@ async def test_a_kubelet_that_is_too_old_ends_the_agent_with_the_reason() -> Non
     async with open_test_node(times=SILENT) as node:
         await _make_old(node)
         async with open_child(node, wait=False) as child:
-            async with asyncio.timeout(DEADLINE_S):
-                assert await child.wait() == 1
+            assert await child.wait() == 1
         text = node.paths.agent_log.read_text()
         assert "v1.29.14" in text and "1.30" in text and "Upgrade the kubelet" in text
         assert "Traceback" not in text

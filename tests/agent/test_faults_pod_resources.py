@@ -18,36 +18,11 @@ from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import UnixChannel
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    DEADLINE_S,
-    Moments,
-    assert_nothing_shared,
-    calls_of,
-    given,
-    holders_of,
-    log_lines,
-    open_agent,
-    open_child,
-    poll_until,
-    settle_pod,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import DEADLINE_S, Moments, open_agent, open_child, poll_until
 from tests.agent.support_reconcile import collection_of
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
-from tests.sandbox.support_sandbox import (
-    container,
-    kill_container,
-    open_test_node,
-    pod,
-    pod_resources,
-    remove_pod,
-    start_pods,
-)
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 LIST = "/v1.PodResourcesLister/List"
 GET = "/v1.PodResourcesLister/Get"
@@ -90,15 +65,14 @@ class StandsBetween:
     async def _ask(self, name: str, request: bytes) -> bytes:
         channel = UnixChannel(self.target)
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
+            answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
             return answer
         finally:
             channel.close()
 
 
 @asynccontextmanager
-async def _between(node: EmbeddedNode) -> AsyncIterator[tuple[StandsBetween, str]]:
+async def _between(node: NodeUnderTest) -> AsyncIterator[tuple[StandsBetween, str]]:
     """The server, and the flag that makes an agent ask it."""
     service = StandsBetween(node.paths.pod_resources_socket)
     async with served_at(node.paths.state / "between.sock", service) as path:
@@ -114,9 +88,9 @@ async def test_a_list_refused_by_the_rate_limit_is_asked_again_and_the_pod_is_se
     """Five refusals before each answer cost a few milliseconds and nothing else."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag) as agent:
         between.refusals = 5
-        await start_pods(node, _share("one"), _share("two"))
+        await node.start_pods(_share("one"), _share("two"))
         assert between.refused >= 20
-        await wait_ledger_equal(node, agent)
+        await node.wait_ledger_equal(agent)
 
 
 async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit() -> None:
@@ -125,9 +99,9 @@ async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit(
         names = [f"p{n}" for n in range(40)]
         for name in names:
             node.api.create_pod(_share(name, cores=20, blocks=15))
-        await wait_running(node, *names)
-        assert_nothing_shared(node)
-        await wait_ledger_equal(node, agent)
+        await node.wait_running(*names)
+        node.assert_nothing_shared()
+        await node.wait_ledger_equal(agent)
 
 
 async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
@@ -138,13 +112,13 @@ async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_
         open_agent(node, flag, list_timeout_s=1.0) as agent,
     ):
         between.may_answer.clear()
-        message = await settle_pod(node, _share("stuck"))
+        message = await node.settle_pod(_share("stuck"))
         assert "code = Unavailable" in message and "did not answer within 1 s" in message
         assert "gpushare-agent check" in message
         between.may_answer.set()
         agent.parts.kubelet.gate.list_timeout_s = DEADLINE_S
-        await start_pods(node, _share("after"))
-        await wait_ledger_equal(node, agent)
+        await node.start_pods(_share("after"))
+        await node.wait_ledger_equal(agent)
 
 
 async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None:
@@ -152,9 +126,9 @@ async def test_without_a_pod_resources_socket_the_error_names_the_path() -> None
     async with open_test_node() as node:
         missing = node.paths.state / "nowhere.sock"
         async with open_agent(node, f"--kubelet.pod-resources-socket={missing}") as agent:
-            message = await settle_pod(node, _share("lost"))
+            message = await node.settle_pod(_share("lost"))
             assert str(missing) in message and "code = Unavailable" in message
-            assert holders_of(agent) == 0
+            assert agent.holders_of() == 0
 
 
 async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_known_to_the_next_agent() -> None:
@@ -163,15 +137,15 @@ async def test_without_pod_resources_pods_are_identified_by_the_api_server_and_k
         flag = "--kubelet.pod-resources-socket="
         async with open_agent(node, flag) as agent:
             for name in ("first", "second"):
-                await start_pods(node, _share(name))
-            await wait_ledger_equal(node, agent)
+                await node.start_pods(_share(name))
+            await node.wait_ledger_equal(agent)
         async with open_agent(node, flag) as agent:
-            await wait_ledger_equal(node, agent)
+            await node.wait_ledger_equal(agent)
             # The checkpoint has UIDs alone: the names come with the list of pods.
             names = {"first", "second"}
             await poll_until(lambda: {a.pod_name for a in agent.parts.node.cache} == names, "the pods' names")
-            await remove_pod(node, "first")
-            await wait_ledger_equal(node, agent)
+            await node.remove_pod("first")
+            await node.wait_ledger_equal(agent)
 
 
 @pytest.mark.parametrize("garbage", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 64], ids=["too-long", "no-tag"])
@@ -179,9 +153,9 @@ async def test_a_pod_resources_answer_that_is_no_message_is_an_error_and_no_cras
     """The pod is refused with the reason; the agent stays, and serves when answers can be read again."""
     async with open_test_node() as node, _between(node) as (between, flag), open_agent(node, flag):
         between.answers = [garbage]
-        assert "no valid message" in await settle_pod(node, _share("unread"))
+        assert "no valid message" in await node.settle_pod(_share("unread"))
         between.answers = []
-        await start_pods(node, _share("after"))
+        await node.start_pods(_share("after"))
 
 
 async def test_an_empty_list_frees_nothing() -> None:
@@ -192,7 +166,7 @@ async def test_an_empty_list_frees_nothing() -> None:
         open_agent(node, flag) as agent,
     ):
         collection = collection_of(node, agent, kubelet_age_s=lambda: 60.0)
-        await start_pods(node, _share("one"), _share("two", cores=100))
+        await node.start_pods(_share("one"), _share("two", cores=100))
         before = agent.held()
         between.answers = [b"\x12\x00"]  # an unknown field and no pod
         for _ in range(3):
@@ -210,15 +184,15 @@ async def test_pods_come_and_go_while_another_program_lists_all_the_time() -> No
             node.api.create_pod(_share(f"p{number}", cores=25, blocks=20, restartPolicy="Never"))
             if number >= 6:
                 node.api.delete_pod("default", f"p{number - 6}", grace_period_s=number % 2)
-            await wait_settled(node, f"p{number}")
-            assert_nothing_shared(node)
-        await wait_running(node, *(f"p{number}" for number in range(24, 30)))
-        await wait_ledger_equal(node, agent)
+            await node.wait_settled(f"p{number}")
+            node.assert_nothing_shared()
+        await node.wait_running(*(f"p{number}" for number in range(24, 30)))
+        await node.wait_ledger_equal(agent)
 
 
-async def _list_for_ever(node: EmbeddedNode) -> None:
+async def _list_for_ever(node: NodeUnderTest) -> None:
     """As fast as the kubelet lets it while leaving the agent some of its rate."""
-    async with pod_resources(node) as stub:
+    async with node.pod_resources() as stub:
         while True:
             with suppress(GRPCError):
                 await stub.list()
@@ -230,38 +204,37 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
     """A List while our Allocate is open, after another pod's end: the next pod is offered what this one got, and the agent
     counts the offer and gives it other IDs."""
     async with open_test_node(seed=seed) as node, open_child(node) as child:
-        await start_pods(node, _share("ended", restartPolicy="Never"))
+        await node.start_pods(_share("ended", restartPolicy="Never"))
         moments = Moments(node, "victim")
         moments.at_next("Allocate asked", lambda: os.kill(child.pid, signal.SIGSTOP))
         node.api.create_pod(_share("victim", cores=40, blocks=20))
-        await wait_until(node, lambda: "Allocate asked" in moments.seen, "the victim's Allocate")
+        await node.wait_until(lambda: "Allocate asked" in moments.seen, "the victim's Allocate")
         try:
-            kill_container(node, "default", "ended", "main")
-            await wait_until(
-                node, lambda: node.api.pod("default", "ended")["status"]["phase"] == "Failed", "the first pod's end"
+            node.kill_container("ended")
+            await node.wait_until(
+                lambda: node.api.pod("default", "ended")["status"]["phase"] == "Failed", "the first pod's end"
             )
-            async with pod_resources(node) as stub:
+            async with node.pod_resources() as stub:
                 await stub.list()
         finally:
             os.kill(child.pid, signal.SIGCONT)
-        await wait_running(node, "victim")
-        resource = calls_of(node, "victim")[0].resource
-        forgotten = set(calls_of(node, "victim")[0].device_ids)
+        await node.wait_running("victim")
+        resource = node.calls_of("victim")[0].resource
+        forgotten = set(node.calls_of("victim")[0].device_ids)
         assert not forgotten & node.kubelet.devices.allocated(resource), "the kubelet has not forgotten anything"
         node.api.create_pod(_share("next", cores=40, blocks=20))
-        await wait_running(node, "victim", "next")
-        asked = next(c for c in calls_of(node, "next", "GetPreferredAllocation") if c.resource == resource)
+        await node.wait_running("victim", "next")
+        asked = next(c for c in node.calls_of("next", "GetPreferredAllocation") if c.resource == resource)
         assert forgotten <= set(asked.device_ids), "the kubelet did not offer what it forgot"
-        assert len(given(node)) == 2
-        assert_nothing_shared(node)
+        assert len(node.given()) == 2
+        node.assert_nothing_shared()
         assert await _metric(node, f'gpushare_taken_ids_offered_total{{resource="{resource}"}}') == len(forgotten)
 
 
-async def _metric(node: EmbeddedNode, series: str) -> float:
-    await poll_until(lambda: log_lines(node, "web_listening"), "the agent's web address")
-    port = log_lines(node, "web_listening")[-1]["port"]
+async def _metric(node: NodeUnderTest, series: str) -> float:
+    await poll_until(lambda: node.log_lines("web_listening"), "the agent's web address")
+    port = node.log_lines("web_listening")[-1]["port"]
     async with (
-        asyncio.timeout(DEADLINE_S),
         aiohttp.ClientSession() as session,
         session.get(f"http://localhost:{port}/metrics") as answer,
     ):
@@ -272,13 +245,13 @@ async def _metric(node: EmbeddedNode, series: str) -> float:
 async def test_a_pod_that_only_fits_on_forgotten_ids_is_refused_with_advice() -> None:
     """One GPU, allocated to a container that the kubelet has forgotten: no other gets it."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
-        await start_pods(node, _share("holder", cores=80, blocks=50))
+        await node.start_pods(_share("holder", cores=80, blocks=50))
         for taken in node.kubelet.devices._allocated.values():  # as after a List at the wrong moment
             taken.clear()
-        message = await settle_pod(node, _share("second", cores=60, blocks=50, nodeName=node.name))
+        message = await node.settle_pod(_share("second", cores=60, blocks=50, nodeName=node.name))
         assert node.api.pod("default", "second")["status"]["phase"] == "Failed"
         assert "default/second" in message and ("free" in message)
-        assert_nothing_shared(node)
-        await remove_pod(node, "holder")
-        await start_pods(node, _share("third", cores=100))
-        await wait_ledger_equal(node, agent)
+        node.assert_nothing_shared()
+        await node.remove_pod("holder")
+        await node.start_pods(_share("third", cores=100))
+        await node.wait_ledger_equal(agent)

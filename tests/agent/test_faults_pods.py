@@ -7,29 +7,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION
-from tests.agent.support_agent import (
-    Moments,
-    assert_nothing_shared,
-    calls_of,
-    gpus_of,
-    holders_of,
-    open_agent,
-    settle_pod,
-    uuid_of,
-    wait_ledger_equal,
-    wait_running,
-    wait_until,
-)
-from tests.sandbox.support_sandbox import (
-    active_records,
-    container,
-    kill_container,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_gone,
-)
+from tests.agent.support_agent import Moments, open_agent
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 ADMISSION = 10
 """Moments of the admission of one container with two resources: see test_faults_agent_killed.py."""
@@ -47,75 +26,74 @@ async def test_a_pod_deleted_at_any_moment_of_its_admission_leaves_nothing_behin
         moments = Moments(node, "brief")
         moments.at(number, lambda: node.api.delete_pod("default", "brief", grace_period_s=grace_s))
         node.api.create_pod(_share("brief"))
-        await wait_until(node, lambda: len(moments.seen) > number, "the moment of the deletion")
-        await wait_gone(node, "brief")
-        await wait_until(node, lambda: not node.kubelet.listed_pods(), "the kubelet to forget the pod")
-        await start_pods(node, _share("next", cores=100, blocks=0))
-        await wait_ledger_equal(node, agent)
+        await node.wait_until(lambda: len(moments.seen) > number, "the moment of the deletion")
+        await node.wait_gone("brief")
+        await node.wait_until(lambda: not node.kubelet.listed_pods(), "the kubelet to forget the pod")
+        await node.start_pods(_share("next", cores=100, blocks=0))
+        await node.wait_ledger_equal(agent)
 
 
 async def test_pods_recreated_under_one_name_at_once_never_inherit_and_never_lose() -> None:
     """As a StatefulSet's pod that is deleted by force: each bearer of the name has its own ledger."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
-        await start_pods(node, _share("other", cores=30, blocks=20))
+        await node.start_pods(_share("other", cores=30, blocks=20))
         for turn in range(8):
             cores = 40 + turn
             node.api.create_pod(_share("web-0", cores=cores, blocks=20 + turn))
             if turn % 2:  # every second one does not live to be admitted
-                await wait_running(node, "web-0")
+                await node.wait_running("web-0")
             node.api.delete_pod("default", "web-0", grace_period_s=0)
         node.api.create_pod(_share("web-0", cores=66, blocks=33))
-        await wait_running(node, "other", "web-0")
-        await wait_ledger_equal(node, agent)
-        assert holders_of(agent) == 96
-        assert_nothing_shared(node)
+        await node.wait_running("other", "web-0")
+        await node.wait_ledger_equal(agent)
+        assert agent.holders_of() == 96
+        node.assert_nothing_shared()
 
 
 async def test_a_pod_recreated_when_its_name_is_free_waits_for_nobody() -> None:
     """As a StatefulSet's pod that is deleted in peace, on a GPU that holds only one of them."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=1") as agent:
         for _ in range(4):
-            await start_pods(node, _share("web-0"))
-            await remove_pod(node, "web-0")
-        await start_pods(node, _share("web-0"))
-        await wait_ledger_equal(node, agent)
-        assert holders_of(agent) == 60
+            await node.start_pods(_share("web-0"))
+            await node.remove_pod("web-0")
+        await node.start_pods(_share("web-0"))
+        await node.wait_ledger_equal(agent)
+        assert agent.holders_of() == 60
 
 
 async def test_a_force_deleted_pods_share_is_kept_until_its_processes_are_gone() -> None:
     """The kubelet gives its devices away at once; the agent does not, and frees them when the process has ended."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
-        await start_pods(node, _share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
-        uid = node.api.pod("default", "stays")["metadata"]["uid"]
-        assert gpus_of(node, "stays") == {uuid_of(agent, 0)}
+        await node.start_pods(_share("stays", cores=80, annotations={IGNORE_TERM_ANNOTATION: "30"}))
+        uid = node.uid_of("stays")
+        assert node.gpus_of("stays") == {agent.uuid_of(0)}
         node.api.delete_pod("default", "stays", grace_period_s=0)
-        await wait_until(node, lambda: uid not in node.kubelet.runtime.pods() or not active_records(node), "gone")
-        await start_pods(node, _share("next"))
+        await node.wait_until(lambda: uid not in node.kubelet.runtime.pods() or not node.active_records(), "gone")
+        await node.start_pods(_share("next"))
         assert node.kubelet.runtime.is_running(uid, "main"), "the lingering process ended too early for this test"
-        assert gpus_of(node, "next") == {uuid_of(agent, 1)}
-        assert_nothing_shared(node)
-        assert "free" in await settle_pod(node, _share("refused"))
-        await wait_until(node, lambda: holders_of(agent) == 60, "the lingering share freed")
+        assert node.gpus_of("next") == {agent.uuid_of(1)}
+        node.assert_nothing_shared()
+        assert "free" in await node.settle_pod(_share("refused"))
+        await node.wait_until(lambda: agent.holders_of() == 60, "the lingering share freed")
         assert not node.kubelet.runtime.is_running(uid, "main")
         node.api.create_pod(_share("last", cores=80))
-        await wait_running(node, "next", "last")
-        assert gpus_of(node, "last") == {uuid_of(agent, 0)}
-        await wait_ledger_equal(node, agent)
+        await node.wait_running("next", "last")
+        assert node.gpus_of("last") == {agent.uuid_of(0)}
+        await node.wait_ledger_equal(agent)
 
 
 async def test_a_container_that_crashes_again_and_again_keeps_its_devices() -> None:
     """Each start is checked by PreStartContainer; nothing is allocated again."""
     async with open_test_node() as node, open_agent(node) as agent:
-        await start_pods(node, _share("crashes"))
+        await node.start_pods(_share("crashes"))
         before = agent.held()
         for starts in range(2, 6):
-            kill_container(node, "default", "crashes", "main")
-            await wait_until(
-                node,
+            node.kill_container("crashes")
+            await node.wait_until(
                 lambda: (
-                    len(calls_of(node, "crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn
+                    len(node.calls_of("crashes", "PreStartContainer")) == starts  # noqa: B023 - asked in this turn
                     and node.kubelet.runtime.is_running(next(iter(before))[0], "main")
                 ),
                 "the next start",
             )
-        assert len(calls_of(node, "crashes")) == 2 and agent.held() == before
+        assert len(node.calls_of("crashes")) == 2 and agent.held() == before

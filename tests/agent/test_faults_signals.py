@@ -9,41 +9,27 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpushare_agent.agent.kubelet.records import FILE_NAME
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    BLOCKS,
-    CORES,
-    assert_nothing_shared,
-    log_lines,
-    open_child,
-    poll_until,
-    wait_registered,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
-from tests.support_deadline import DEADLINE_S
+from tests.agent.support_agent import open_child, poll_until
+from tests.sandbox.support_sandbox import BLOCKS, CORE, CORES, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 
-def _sockets(node: EmbeddedNode) -> list[str]:
+def _sockets(node: NodeUnderTest) -> list[str]:
     return sorted(path.name for path in node.paths.device_plugin_path.glob("v*.sock"))
 
 
-async def _terminate(node: EmbeddedNode, child: asyncio.subprocess.Process) -> None:
+async def _terminate(node: NodeUnderTest, child: asyncio.subprocess.Process) -> None:
     child.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(DEADLINE_S):
-        assert await child.wait() == 0
+    assert await child.wait() == 0
     assert not _sockets(node), "the agent left its sockets behind"
 
 
 async def test_sigterm_ends_the_agent_well_and_removes_its_sockets() -> None:
     """Exit code 0; the pods that run are left alone."""
     async with open_test_node() as node, open_child(node) as child:
-        await start_pods(node, pod("runs", container(cores=30, blocks=10)))
+        await node.start_pods(pod("runs", container(cores=30, blocks=10)))
         assert [name.partition("-")[0] for name in _sockets(node)] == ["vcore", "vmemory"]
         await _terminate(node, child)
-        await wait_running(node, "runs")
+        await node.wait_running("runs")
 
 
 async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() -> None:
@@ -58,12 +44,12 @@ async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() ->
 async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
     """A stalled API server keeps the admission open; the end does not wait for it."""
     async with open_test_node() as node, open_child(node) as child:
-        await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
+        await poll_until(lambda: node.log_lines("ready"), "the agent ready")
         node.api.running.clear()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
-        await wait_until(node, lambda: node.calls.open_calls, "the admission")
+        await node.wait_until(lambda: node.calls.open_calls, "the admission")
         await _terminate(node, child)
-        assert "error reading from server: EOF" in await wait_settled(node, "waits")  # not the agent's own answer
+        assert "error reading from server: EOF" in await node.wait_settled("waits")  # not the agent's own answer
         node.api.running.set()
 
 
@@ -87,7 +73,7 @@ async def test_a_log_that_nobody_reads_stops_neither_admissions_nor_the_end() ->
                 os.write(write_end, b"x")
         os.set_blocking(write_end, True)
         async with open_test_node() as node, open_child(node, stderr=write_end) as child:
-            await start_pods(node, pod("runs", container(cores=30, blocks=10)))
+            await node.start_pods(pod("runs", container(cores=30, blocks=10)))
             await _terminate(node, child)
     finally:
         os.close(read_end)
@@ -98,14 +84,14 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-async def _wait_blocks(node: EmbeddedNode, blocks: int) -> None:
+async def _wait_blocks(node: NodeUnderTest, blocks: int) -> None:
     """Blocks of another size, which were offered before, stay as Unhealthy for a while."""
     wanted = {CORE: 2 * CORES, MEMORY: 2 * blocks}
 
     def are_offered() -> bool:
         return {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == wanted
 
-    await wait_until(node, are_offered, f"{blocks} blocks a GPU")
+    await node.wait_until(are_offered, f"{blocks} blocks a GPU")
 
 
 async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_one_keeps_the_old() -> None:
@@ -115,22 +101,22 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
         _write(path, "simulated: {gpus: 2}\nlog: {level: info}\n")
         async with open_child(node, f"--config={path}") as child:
             await _wait_blocks(node, BLOCKS)
-            await start_pods(node, pod("runs", container(cores=100)))
+            await node.start_pods(pod("runs", container(cores=100)))
             _write(path, "simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
             child.send_signal(signal.SIGHUP)
             await _wait_blocks(node, BLOCKS // 4)
-            await wait_registered(node)
+            await node.wait_registered()
             for broken in ("resources: {memory_block_mib: none}\n", "resources: [\n", "unheard_of: 1\n"):
-                reported = len(log_lines(node, "settings_not_reloaded"))
+                reported = len(node.log_lines("settings_not_reloaded"))
                 _write(path, broken)
                 child.send_signal(signal.SIGHUP)
                 await poll_until(
-                    lambda: len(log_lines(node, "settings_not_reloaded")) > reported,  # noqa: B023 - asked in this turn
+                    lambda: len(node.log_lines("settings_not_reloaded")) > reported,  # noqa: B023 - asked in this turn
                     "the report",
                 )
                 assert child.returncode is None
             await _wait_blocks(node, BLOCKS // 4)
             node.api.create_pod(pod("next", container(cores=30, blocks=20)))
-            await wait_running(node, "runs", "next")
-            assert_nothing_shared(node)
+            await node.wait_running("runs", "next")
+            node.assert_nothing_shared()
             await _terminate(node, child)

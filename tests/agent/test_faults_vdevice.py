@@ -22,11 +22,10 @@ from grpclib import GRPCError
 
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import poll_until, wait_registered, wait_running, wait_until
+from tests.agent.support_agent import poll_until
 from tests.isolation.support_vdevice import MIB, register
 from tests.sandbox.support_containers import KINDS
-from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, limits_of, open_test_node, pod
 from tests.settings.support_settings import clean_environment
 from tests.support_process import running_process
 
@@ -77,7 +76,7 @@ def manifest(number: int, load: Path, quiet: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_agent(node: EmbeddedNode) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running_agent(node: NodeUnderTest) -> AsyncIterator[asyncio.subprocess.Process]:
     """The agent, just executed; killed at the end."""
     with node.paths.agent_log.open("ab") as log:
         async with running_process(
@@ -90,15 +89,15 @@ async def running_agent(node: EmbeddedNode) -> AsyncIterator[asyncio.subprocess.
             yield child
 
 
-def uid_of(node: EmbeddedNode, number: int) -> str:
-    return str(node.api.pod("default", f"load-{number:02d}")["metadata"]["uid"])
+def uid_of(node: NodeUnderTest, number: int) -> str:
+    return str(node.uid_of(f"load-{number:02d}"))
 
 
-def directory_of(node: EmbeddedNode, number: int) -> Path:
+def directory_of(node: NodeUnderTest, number: int) -> Path:
     return node.paths.virtual_manager / uid_of(node, number) / "main"
 
 
-def expected(node: EmbeddedNode, number: int, driver: tuple[int, int]) -> VDeviceConfig:
+def expected(node: NodeUnderTest, number: int, driver: tuple[int, int]) -> VDeviceConfig:
     return VDeviceConfig(
         pod_uid=uid_of(node, number),
         container="main",
@@ -111,7 +110,7 @@ def expected(node: EmbeddedNode, number: int, driver: tuple[int, int]) -> VDevic
     )
 
 
-def is_current(node: EmbeddedNode, number: int) -> bool:
+def is_current(node: NodeUnderTest, number: int) -> bool:
     """pids.config holds the processes of the container's cgroup, of which there are two once it is quiet."""
     container = node.kubelet.runtime.find(uid_of(node, number), "main")
     assert container is not None
@@ -119,7 +118,7 @@ def is_current(node: EmbeddedNode, number: int) -> bool:
     return len(there) == 2 and decode_pids((directory_of(node, number) / "pids.config").read_bytes()) == tuple(there)
 
 
-async def kill_repeatedly(node: EmbeddedNode) -> None:
+async def kill_repeatedly(node: NodeUnderTest) -> None:
     """Pods are deleted in between."""
     rng, sockets = random.Random(5), node.paths.virtual_manager
     doomed = list(range(CONTAINERS, CONTAINERS + DELETED))
@@ -155,11 +154,11 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
     async with open_test_node(cgroups=kind) as node:
         numbers = range(CONTAINERS)
         async with running_agent(node):
-            await wait_registered(node)
+            await node.wait_registered()
             names = [f"load-{number:02d}" for number in range(CONTAINERS + DELETED)]
             for number in range(CONTAINERS + DELETED):
                 node.api.create_pod(manifest(number, load, quiet))
-            await wait_running(node, *names)
+            await node.wait_running(*names)
             driver = decode_config((directory_of(node, 0) / "vcuda.config").read_bytes()).driver
             await poll_until(
                 lambda: all(any(directory_of(node, n).glob("?" * 64)) for n in numbers),
@@ -169,9 +168,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
         await kill_repeatedly(node)
         async with running_agent(node) as agent:
             deleted = names[CONTAINERS:]
-            await wait_until(
-                node, lambda: all(node.api.find_pod("default", n) is None for n in deleted), "pods deleted"
-            )
+            await node.wait_until(lambda: all(node.api.find_pod("default", n) is None for n in deleted), "pods deleted")
             quiet.touch()
             what = "pids.config as the cgroups"
             await poll_until(lambda: all(is_current(node, n) for n in numbers), what, deadline_s=LOADED_S)
@@ -192,7 +189,7 @@ async def wait_cleaned(root: Path, live: set[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def check_container(node: EmbeddedNode, number: int, driver: tuple[int, int]) -> None:
+async def check_container(node: NodeUnderTest, number: int, driver: tuple[int, int]) -> None:
     directory = directory_of(node, number)
     container = node.kubelet.runtime.find(uid_of(node, number), "main")
     assert container is not None

@@ -15,32 +15,17 @@ from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    arguments,
-    calls_of,
-    gpus_of,
-    open_agent,
-    poll_until,
-    used_by_gpu,
-    wait_running,
-    wait_until,
-)
+from tests.agent.support_agent import open_agent, poll_until
 from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
+    NodeUnderTest,
     SmallPlugin,
     container,
-    kill_container,
     limits_of,
-    open_plugin,
     open_test_node,
     pod,
-    remove_pod,
-    start_pods,
-    wait_allocatable,
-    wait_phase,
 )
 
 GPU_MEM = "aliyun.com/gpu-mem"
@@ -59,28 +44,24 @@ def answer(*minors: int) -> ContainerAllocateResponse:
 
 
 @asynccontextmanager
-async def gpu_manager(node: EmbeddedNode) -> AsyncIterator[SmallPlugin]:
+async def gpu_manager(node: NodeUnderTest) -> AsyncIterator[SmallPlugin]:
     """Its two plugins; `answer` is what the next container gets."""
     memory_ids = {f"{MEMORY}-268435456-{n}": ("Healthy", None) for n in range(192)}
     core_ids = {f"{CORE}-{n}": ("Healthy", None) for n in range(200)}
     cores = SmallPlugin(CORE, core_ids, prefers=False, wants_pre_start=True)  # type: ignore[arg-type]
-    async with open_plugin(node, SmallPlugin(MEMORY, memory_ids, prefers=False)), open_plugin(node, cores):  # type: ignore[arg-type]
+    async with node.open_plugin(SmallPlugin(MEMORY, memory_ids, prefers=False)), node.open_plugin(cores):  # type: ignore[arg-type]
         yield cores
 
 
 async def start(
-    node: EmbeddedNode, plugin: SmallPlugin, made: dict[str, Any], given: ContainerAllocateResponse
+    node: NodeUnderTest, plugin: SmallPlugin, made: dict[str, Any], given: ContainerAllocateResponse
 ) -> None:
     plugin.answer = given
     node.api.create_pod(made)
-    await wait_running(node, made["metadata"]["name"])
+    await node.wait_running(made["metadata"]["name"])
 
 
-def events(node: EmbeddedNode, reason: str) -> list[str]:
-    return [one["message"] for one in node.api.store.all("events") if one["reason"] == reason]
-
-
-def is_offered(node: EmbeddedNode) -> Iterator[bool]:
+def is_offered(node: NodeUnderTest) -> Iterator[bool]:
     """Of each of gpu-manager's cores that the kubelet knows."""
     return (is_healthy for text, is_healthy in node.kubelet.devices.health(CORE).items() if text.startswith(CORE))
 
@@ -103,38 +84,38 @@ async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends(
         for _ in range(2):
             async with open_agent(node, *FLAGS) as agent:
                 # Annotations are known when the API server has listed the pods.
-                await poll_until(lambda: used_by_gpu(agent) == {GPUS[0]: 30, GPUS[1]: 60}, "both are known")
+                await poll_until(lambda: agent.used_by_gpu() == {GPUS[0]: 30, GPUS[1]: 60}, "both are known")
                 assert agent.parts.kubelet.not_ready() == []
                 # The scheduler counts 200 less what these pods ask for, as before.
-                await wait_allocatable(node, CORE, 200)
-                await wait_allocatable(node, MEMORY, 192)
+                await node.wait_allocatable(CORE, 200)
+                await node.wait_allocatable(MEMORY, 192)
                 # By their IDs, which a kubelet that starts again must find, or it rejects the pods.
-                await wait_until(node, lambda: sum(is_offered(node)) == 90, "its cores are listed")
+                await node.wait_until(lambda: sum(is_offered(node)) == 90, "its cores are listed")
         async with open_agent(node, *FLAGS) as agent:
-            await start_pods(node, pod("next", container(cores=70, blocks=60)))
-            assert gpus_of(node, "next") == {GPUS[0]}
+            await node.start_pods(pod("next", container(cores=70, blocks=60)))
+            assert node.gpus_of("next") == {GPUS[0]}
             # Nothing of the agent's is in the containers that it did not start.
-            uid = node.api.pod("default", "by-answer")["metadata"]["uid"]
+            uid = node.uid_of("by-answer")
             assert not (node.paths.virtual_manager / uid).exists()
             # Their containers may start again, with what they have.
             changed: list[Allocation | None] = []
             agent.parts.node.cache.subscribe(lambda old, new: changed.append(new))
             for name in ("by-answer", "by-annotation"):
-                assert len(calls_of(node, name, "PreStartContainer")) == 1, "gpu-manager's"
-                kill_container(node, "default", name, "main")
-                await wait_until(node, lambda: len(calls_of(node, name, "PreStartContainer")) == 2, "a start")  # noqa: B023
-                await wait_running(node, name)
+                assert len(node.calls_of(name, "PreStartContainer")) == 1, "gpu-manager's"
+                node.kill_container(name)
+                await node.wait_until(lambda: len(node.calls_of(name, "PreStartContainer")) == 2, "a start")  # noqa: B023
+                await node.wait_running(name)
             assert changed == []
             annotations = node.api.pod("default", "by-annotation")["metadata"]["annotations"]
             assert {name: annotations.get(name) for name in ASSIGNED} == ASSIGNED
             assert not ASSIGNED.keys() & node.api.pod("default", "by-answer")["metadata"]["annotations"].keys()
             for name in ("by-answer", "by-annotation", "next"):
-                await remove_pod(node, name, grace_period_s=0)
-            await wait_until(node, lambda: not len(agent.parts.node.cache), "all released")
-            await wait_until(node, lambda: not any(is_offered(node)), "its IDs are offered to nobody")
-            await wait_allocatable(node, CORE, 200)
+                await node.remove_pod(name, grace_period_s=0)
+            await node.wait_until(lambda: not len(agent.parts.node.cache), "all released")
+            await node.wait_until(lambda: not any(is_offered(node)), "its IDs are offered to nobody")
+            await node.wait_allocatable(CORE, 200)
         # Until the pods are listed the second GPU is held back in silence.
-        assert events(node, "GPUUnhealthy") == events(node, "GPURecovered") == []
+        assert node.messages("GPUUnhealthy") == node.messages("GPURecovered") == []
 
 
 async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:
@@ -146,9 +127,9 @@ async def test_each_container_of_a_pod_keeps_its_own_gpu() -> None:
                 plugin.answer = next(answers)
 
             plugin.on_allocate = next_answer
-            await start_pods(node, pod("two", container("a", cores=30, blocks=4), container("b", cores=100, blocks=96)))
+            await node.start_pods(pod("two", container("a", cores=30, blocks=4), container("b", cores=100, blocks=96)))
         async with open_agent(node, *FLAGS) as agent:
-            uid = node.api.pod("default", "two")["metadata"]["uid"]
+            uid = node.uid_of("two")
             held = {one.key.container: (one.gpus, one.is_whole) for one in agent.parts.node.cache.of_pod(uid)}
             assert held == {"a": ((GPUS[1],), False), "b": ((GPUS[0],), True)}
 
@@ -160,25 +141,24 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             await start(node, plugin, pod("former", container(cores=30, blocks=30)), ContainerAllocateResponse())
         async with open_agent(node, *FLAGS, wait=False) as agent:
             why = "gpu-manager started container main of pod default/former, and nothing tells what it has of which GPU"
-            await wait_until(node, lambda: len(events(node, "GPUUnhealthy")) == 2, "an Event of each GPU")
-            assert all(why in text for text in events(node, "GPUUnhealthy"))
+            await node.wait_until(lambda: len(node.messages("GPUUnhealthy")) == 2, "an Event of each GPU")
+            assert all(why in text for text in node.messages("GPUUnhealthy"))
             assert why in await ready_text(agent)
             # What `inspect` and `explain` show of the node.
-            await wait_until(
-                node,
+            await node.wait_until(
                 lambda: str(node.api.node(node.name)["metadata"].get("annotations")).count(why) == 2,
                 "the reasons in the report",
             )
-            await wait_allocatable(node, CORE, 0)
+            await node.wait_allocatable(CORE, 0)
             node.api.create_pod(pod("waits", container(cores=10, blocks=4)))
-            await wait_phase(node, "waits", "Pending")
-            await wait_until(
-                node, lambda: "Insufficient" in str(node.api.pod("default", "waits")["status"]), "its reason"
+            await node.wait_phase("waits", "Pending")
+            await node.wait_until(
+                lambda: "Insufficient" in str(node.api.pod("default", "waits")["status"]), "its reason"
             )
             node.api.delete_pod("default", "former", grace_period_s=0)
-            await wait_running(node, "waits")
+            await node.wait_running("waits")
             assert why not in await ready_text(agent)
-            await wait_until(node, lambda: len(events(node, "GPURecovered")) == 2, "an Event of each GPU")
+            await node.wait_until(lambda: len(node.messages("GPURecovered")) == 2, "an Event of each GPU")
 
 
 async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,8 +166,8 @@ async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFix
         async with gpu_manager(node) as plugin:
             await start(node, plugin, pod("known", container(cores=30, blocks=30)), answer(0))
             await start(node, plugin, pod("former", container(cores=30, blocks=30)), ContainerAllocateResponse())
-        uids = {name: node.api.pod("default", name)["metadata"]["uid"] for name in ("known", "former")}
-        await asyncio.to_thread(main, ["check", *arguments(node, *FLAGS)])
+        uids = {name: node.uid_of(name) for name in ("known", "former")}
+        await asyncio.to_thread(main, ["check", *node.arguments(*FLAGS)])
         text = " ".join(capsys.readouterr().out.split())
         assert f"gpu-manager started container main of pod with UID {uids['former']}" in text
         assert uids["known"] not in text
@@ -197,10 +177,10 @@ async def test_a_pod_that_ended_before_the_swap_holds_nothing() -> None:
     async with open_test_node() as node:
         async with gpu_manager(node) as plugin:
             await start(node, plugin, pod("ended", container(cores=30, blocks=30), restartPolicy="Never"), answer(0))
-            kill_container(node, "default", "ended", "main")
-            await wait_phase(node, "ended", "Failed", "Succeeded")
+            node.kill_container("ended")
+            await node.wait_phase("ended", "Failed", "Succeeded")
         async with open_agent(node, *FLAGS) as agent:
-            await wait_until(node, lambda: not len(agent.parts.node.cache), "nothing held")
+            await node.wait_until(lambda: not len(agent.parts.node.cache), "nothing held")
 
 
 async def test_gpushares_pods_keep_the_gpu_of_their_index() -> None:
@@ -208,12 +188,12 @@ async def test_gpushares_pods_keep_the_gpu_of_their_index() -> None:
     index = ContainerAllocateResponse(envs={ENV_GPUSHARE_INDEX: "1", "NVIDIA_VISIBLE_DEVICES": "1"})
     ids = {f"{uuid}-_-{n}": ("Healthy", None) for uuid in GPUS for n in range(24)}
     async with open_test_node() as node:
-        async with open_plugin(node, SmallPlugin(GPU_MEM, ids)) as plugin:  # type: ignore[arg-type]
+        async with node.open_plugin(SmallPlugin(GPU_MEM, ids)) as plugin:  # type: ignore[arg-type]
             await start(node, plugin, pod("old", limits_of("main", {GPU_MEM: 20})), index)
         async with open_agent(node, *FLAGS, "--gpushare.enabled=true") as agent:
             (found,) = agent.parts.node.cache
             assert found.gpus == (GPUS[1],) and len(found.ids_of(ResourceKind.GPU_MEM)) == 20
-            await wait_allocatable(node, GPU_MEM, 48)
-            await start_pods(node, pod("new", limits_of("main", {GPU_MEM: 10})))
-            (new,) = agent.parts.node.cache.of_pod(node.api.pod("default", "new")["metadata"]["uid"])
+            await node.wait_allocatable(GPU_MEM, 48)
+            await node.start_pods(pod("new", limits_of("main", {GPU_MEM: 10})))
+            (new,) = agent.parts.node.cache.of_pod(node.uid_of("new"))
             assert new.gpus == (GPUS[0],)

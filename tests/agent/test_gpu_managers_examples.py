@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.core.formats.vdevice import decode_config
-from tests.agent.support_agent import open_agent, wait_until
-from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, start_pods, wait_allocatable
+from tests.agent.support_agent import open_agent
+from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod
 
 BLOCK_BYTES = 256 * 2**20
 
@@ -32,15 +32,15 @@ def asking(cores: int, blocks: int) -> dict[str, Any]:
 async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, str], gpus: int) -> None:
     """It has its GPUs in gpu-manager's annotations, and a share its limits where the control library looks."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2", "--isolation=vcuda"):
-        await wait_allocatable(node, CORE, 200)
-        await start_pods(node, pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
+        await node.wait_allocatable(CORE, 200)
+        await node.start_pods(pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
 
         def written() -> dict[str, str]:
             return dict(node.api.pod("default", "vcuda")["metadata"].get("annotations", {}))
 
-        await wait_until(node, lambda: written().get("tencent.com/gpu-assigned") == "true", "the annotations")
+        await node.wait_until(lambda: written().get("tencent.com/gpu-assigned") == "true", "the annotations")
         assert len(written()["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
         if cores < 100:
-            uid = node.api.pod("default", "vcuda")["metadata"]["uid"]
+            uid = node.uid_of("vcuda")
             config = decode_config((node.paths.virtual_manager / uid / "nvidia" / "vcuda.config").read_bytes())
             assert (config.utilization, config.memory_bytes, config.enable) == (cores, blocks * BLOCK_BYTES, True)

@@ -11,19 +11,8 @@ from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import calls_of, open_agent, poll_until, settle_pod, wait_until
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    container,
-    limits_of,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_allocatable,
-)
+from tests.agent.support_agent import open_agent, poll_until
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 from tests.support_json import undecoded
 
 GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
@@ -34,20 +23,20 @@ def memory(units: int, name: str = "main", **extra: Any) -> dict[str, Any]:
     return limits_of(name, {GPU_MEM: units}, **extra)
 
 
-def answer(node: EmbeddedNode, name: str) -> ContainerAllocateResponse:
-    (call,) = [c for c in calls_of(node, name, "Allocate") if c.resource == GPU_MEM]
+def answer(node: NodeUnderTest, name: str) -> ContainerAllocateResponse:
+    (call,) = [c for c in node.calls_of(name, "Allocate") if c.resource == GPU_MEM]
     return ContainerAllocateResponse.parse(call.response)
 
 
-def annotations(node: EmbeddedNode, name: str) -> dict[str, str]:
+def annotations(node: NodeUnderTest, name: str) -> dict[str, str]:
     return dict(node.api.pod("default", name)["metadata"].get("annotations", {}))
 
 
 async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations() -> None:
     """Without any extender; the compute follows the memory, and the container finds its limits."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
-        await start_pods(node, pod("share", memory(6), memory(2, "side")))
+        await node.wait_allocatable(GPU_MEM, 48)
+        await node.start_pods(pod("share", memory(6), memory(2, "side")))
         calls = [c for c in node.calls.calls if c.method == "Allocate" and c.resource == GPU_MEM]
         env = ContainerAllocateResponse.parse(calls[0].response).envs
         key = calls[0].device_ids[0].rpartition("-")[0]
@@ -56,11 +45,11 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         index = env["ALIYUN_COM_GPU_MEM_IDX"]
         assert (env["ALIYUN_COM_GPU_MEM_POD"], env["ALIYUN_COM_GPU_MEM_CONTAINER"]) == ("8", "6")
         assert env["ALIYUN_COM_GPU_MEM_DEV"] == "24"
-        uid = node.api.pod("default", "share")["metadata"]["uid"]
+        uid = node.uid_of("share")
         config = decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (25, 6 * 2**30, True)
-        await wait_until(
-            node, lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
+        await node.wait_until(
+            lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
         )
         reported = annotations(node, "share")
         assert reported["ALIYUN_COM_GPU_MEM_IDX"] == index and int(reported["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
@@ -69,13 +58,13 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
 async def test_the_gpu_that_gpushares_extender_chose_is_taken_where_it_fits() -> None:
     """And another where it does not: any tenant can write the annotation."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
+        await node.wait_allocatable(GPU_MEM, 48)
         for name, units, wish in (("first", 20, "1"), ("second", 4, "1"), ("third", 6, "1"), ("odd", 1, "../1")):
-            await start_pods(node, pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
+            await node.start_pods(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
         gpus = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
         assert gpus == ["1", "1", "0"]
-        await wait_until(
-            node, lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
+        await node.wait_until(
+            lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
         )
 
 
@@ -83,28 +72,28 @@ async def test_a_gpus_memory_is_one_account() -> None:
     """What one resource takes the others offer no more, and get back when the pod has ended; also over a restart."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await wait_allocatable(node, GPU_MEM, 48)
-            await start_pods(node, pod("whole", container(cores=100)))
-            await wait_allocatable(node, GPU_MEM, 24)
-            await start_pods(node, pod("units", memory(10)))
-            await wait_allocatable(node, MEMORY, 2 * 96 - 40)
-            await start_pods(node, pod("share", container(cores=30, blocks=20)))
-            await wait_allocatable(node, GPU_MEM, 24 - 5)
+            await node.wait_allocatable(GPU_MEM, 48)
+            await node.start_pods(pod("whole", container(cores=100)))
+            await node.wait_allocatable(GPU_MEM, 24)
+            await node.start_pods(pod("units", memory(10)))
+            await node.wait_allocatable(MEMORY, 2 * 96 - 40)
+            await node.start_pods(pod("share", container(cores=30, blocks=20)))
+            await node.wait_allocatable(GPU_MEM, 24 - 5)
         async with open_agent(node, *FLAGS):
-            await wait_allocatable(node, GPU_MEM, 24 - 5)
-            await start_pods(node, pod("late", memory(9)))
-            await wait_allocatable(node, MEMORY, 2 * 96 - 76)
+            await node.wait_allocatable(GPU_MEM, 24 - 5)
+            await node.start_pods(pod("late", memory(9)))
+            await node.wait_allocatable(MEMORY, 2 * 96 - 76)
             for name in ("whole", "units", "share", "late"):
-                await remove_pod(node, name, grace_period_s=0)
-            await wait_allocatable(node, GPU_MEM, 48)
-            await wait_allocatable(node, MEMORY, 2 * 96)
+                await node.remove_pod(name, grace_period_s=0)
+            await node.wait_allocatable(GPU_MEM, 48)
+            await node.wait_allocatable(MEMORY, 2 * 96)
 
 
 async def test_both_resources_in_one_container_are_refused_with_what_is_valid() -> None:
     """Memory alone, or a share of compute and memory."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
-        message = await settle_pod(node, pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
+        await node.wait_allocatable(GPU_MEM, 48)
+        message = await node.settle_pod(pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
         assert "Ask for one or the other" in message
 
 
@@ -121,10 +110,10 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
             raw = node.api.object_of("nodes", ("", node.name)) or {}
             return str(raw["status"]["conditions"][0]["lastHeartbeatTime"])
 
-        await wait_until(node, is_counted, "the number of GPUs in the Node object")
+        await node.wait_until(is_counted, "the number of GPUs in the Node object")
         await node.kubelet.restart()
         before = heartbeat()
-        await wait_until(node, lambda: heartbeat() > before, "a status of the kubelet that started")
+        await node.wait_until(lambda: heartbeat() > before, "a status of the kubelet that started")
         assert is_counted()
 
 
@@ -138,10 +127,10 @@ async def test_the_number_of_gpus_goes_when_it_is_switched_off() -> None:
             return found
 
         async with open_agent(node, *FLAGS):
-            await wait_until(node, lambda: shown(GPU_COUNT) == "2", "the number of GPUs in the Node object")
-        await wait_until(node, lambda: shown(GPU_MEM) in (None, "0"), "a status of the kubelet without the memory")
+            await node.wait_until(lambda: shown(GPU_COUNT) == "2", "the number of GPUs in the Node object")
+        await node.wait_until(lambda: shown(GPU_MEM) in (None, "0"), "a status of the kubelet without the memory")
         async with open_agent(node, "--simulated.gpus=2"):
-            await wait_until(node, lambda: shown(GPU_COUNT) is None, "no number of GPUs")
+            await node.wait_until(lambda: shown(GPU_COUNT) is None, "no number of GPUs")
     capacity = {GPU_COUNT: "1", GPU_MEM: "24"}
     others = read_node_json(undecoded({"status": {"capacity": capacity, "allocatable": capacity}}))
     assert plan_capacity_patch(others, (GPU_MEM, None)).body == {}
@@ -170,7 +159,7 @@ async def test_units_of_which_there_are_too_many_end_the_start() -> None:
 async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
     """Two containers on two GPUs, and an index left on the pod by somebody else: the extender's plan stands."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU_MEM, 48)
+        await node.wait_allocatable(GPU_MEM, 48)
         plan = {
             "tencent.com/predicate-node": node.name,
             "tencent.com/predicate-gpu-idx-0": "0",
@@ -178,12 +167,12 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
             "tencent.com/gpu-assigned": "false",
             "ALIYUN_COM_GPU_MEM_IDX": "1",
         }
-        await start_pods(node, pod("two", memory(3), memory(4, "side"), annotations=plan))
-        calls = [c for c in calls_of(node, "two", "Allocate") if c.resource == GPU_MEM]
+        await node.start_pods(pod("two", memory(3), memory(4, "side"), annotations=plan))
+        calls = [c for c in node.calls_of("two", "Allocate") if c.resource == GPU_MEM]
         given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
         assert given == ["0", "1"]
-        await wait_until(
-            node, lambda: annotations(node, "two").get("tencent.com/gpu-assigned") == "true", "the annotations"
+        await node.wait_until(
+            lambda: annotations(node, "two").get("tencent.com/gpu-assigned") == "true", "the annotations"
         )
         written = annotations(node, "two")
         assert written["scheduler.framework.gpushare.allocation"] == '{"0":{"0":3},"1":{"1":4}}'

@@ -8,31 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    InnerAgent,
-    assert_nothing_shared,
-    log_lines,
-    open_agent,
-    open_child,
-    plugin_socket,
-    poll_until,
-    record_claim,
-    wait_ledger_equal,
-    wait_registered,
-    wait_running,
-    wait_settled,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, open_child, poll_until, record_claim
 from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
-from tests.support_deadline import DEADLINE_S
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 
-async def _wait_serving(node: EmbeddedNode, times: int) -> None:
+async def _wait_serving(node: NodeUnderTest, times: int) -> None:
     """So many times an agent has rebuilt its ledger, and the kubelet has devices."""
-    await poll_until(lambda: len(log_lines(node, "allocations_recovered")) == times, f"agent {times} serves")
-    await wait_registered(node)
+    await poll_until(lambda: len(node.log_lines("allocations_recovered")) == times, f"agent {times} serves")
+    await node.wait_registered()
 
 
 async def _readiness_of(agent: InnerAgent) -> tuple[int, str]:
@@ -53,8 +38,7 @@ def _are_available(agent: InnerAgent) -> list[tuple[str, float]]:
 
 async def _end(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     child.send_signal(number)
-    async with asyncio.timeout(DEADLINE_S):
-        await child.wait()
+    await child.wait()
 
 
 async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> None:
@@ -67,19 +51,19 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
             for name in names[6:]:
                 node.api.create_pod(pod(name, container(cores=10, blocks=4)))
             await _wait_serving(node, times=2)
-            await wait_running(node, *names)
+            await node.wait_running(*names)
             await poll_until(
                 lambda: len(list(node.paths.device_plugin_path.glob("v*-*.sock"))) == 4, "the first stands by"
             )
             await _end(old, signal.SIGTERM)
             assert old.returncode == 0
             node.api.create_pod(pod("after", container(cores=10, blocks=4)))
-            await wait_running(node, *names, "after")
-            assert plugin_socket(node, "vcore").is_socket()
+            await node.wait_running(*names, "after")
+            assert node.plugin_socket("vcore").is_socket()
             await _end(new, signal.SIGTERM)
         async with open_agent(node) as agent:
-            await wait_ledger_equal(node, agent)
-            assert_nothing_shared(node)
+            await node.wait_ledger_equal(agent)
+            node.assert_nothing_shared()
             assert len(agent.held()) == len(names) + 1
 
 
@@ -87,15 +71,15 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
 async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number: signal.Signals) -> None:
     """An upgrade that fails, or is taken back: no third agent is needed, also where the newcomer was killed."""
     async with open_test_node() as node, open_child(node):
-        await start_pods(node, pod("before", container(cores=60, blocks=40)))
+        await node.start_pods(pod("before", container(cores=60, blocks=40)))
         async with open_child(node, wait=False) as new:
             await _wait_serving(node, times=2)
-            await poll_until(lambda: len(log_lines(node, "another_agent_serves")) == 2, "the first stands by")
+            await poll_until(lambda: len(node.log_lines("another_agent_serves")) == 2, "the first stands by")
             await _end(new, number)
             await _wait_serving(node, times=3)
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-            await wait_running(node, "before", "after")
-            assert_nothing_shared(node)
+            await node.wait_running("before", "after")
+            node.assert_nothing_shared()
 
 
 async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None:
@@ -103,10 +87,10 @@ async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None
     async with open_test_node() as node, open_child(node) as old:
         old.send_signal(signal.SIGSTOP)
         async with open_child(node, wait=False):
-            await poll_until(lambda: log_lines(node, "another_agent_serves"), "the newcomer asks")
+            await poll_until(lambda: node.log_lines("another_agent_serves"), "the newcomer asks")
             await _end(old, signal.SIGKILL)
             await _wait_serving(node, times=2)
-            await start_pods(node, pod("after", container(cores=60, blocks=40)))
+            await node.start_pods(pod("after", container(cores=60, blocks=40)))
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
@@ -139,7 +123,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         await poll_until(
             lambda: any(named in one for one in new.parts.readiness.not_ready()), "the newcomer has looked"
         )
-        await start_pods(node, pod("after", container(cores=60, blocks=40)))
+        await node.start_pods(pod("after", container(cores=60, blocks=40)))
         assert old.held() and not new.held()
         assert not old.parts.kubelet.handover.waiting
         assert not old.parts.readiness.not_ready()
@@ -167,14 +151,14 @@ async def test_a_newcomer_with_another_directory_waits_until_the_shares_of_the_f
     flags = [f"--virtual-manager.path={short_dir}/vm", f"--libgpushare.directory={short_dir}/own"]
     async with open_test_node() as node, open_agent(node) as old:
         node.api.create_pod(pod("before", container(cores=40, blocks=8)))
-        await wait_running(node, "before")
+        await node.wait_running("before")
         files = sorted(node.paths.virtual_manager.rglob("*"))
         assert files
         async with open_agent(node, *flags, wait=False) as new:
             new.parts.readiness.period_s = 0.05
             await poll_until(lambda: "earlier directory" in str(new.parts.readiness.not_ready()), "it has looked")
             node.api.create_pod(pod("meanwhile", container(cores=40, blocks=8)))
-            await wait_running(node, "before", "meanwhile")
+            await node.wait_running("before", "meanwhile")
             assert old.held() and not new.held() and not old.parts.readiness.not_ready()
             assert set(files) <= set(node.paths.virtual_manager.rglob("*"))
             for name in ("before", "meanwhile"):
@@ -188,14 +172,14 @@ async def test_an_agent_alone_serves_and_warns_of_shares_in_an_earlier_directory
     async with open_test_node() as node:
         async with open_agent(node):
             node.api.create_pod(pod("before", container(cores=40, blocks=8)))
-            await wait_running(node, "before")
+            await node.wait_running("before")
         files = {path: path.stat().st_ino for path in node.paths.virtual_manager.rglob("*") if path.is_file()}
         async with open_agent(node, f"--virtual-manager.path={short_dir}/vm", wait=False) as agent:
             agent.parts.readiness.period_s = 0.05
             await poll_until(lambda: "earlier directory" in str(agent.parts.readiness.not_ready()), "it has looked")
-            await wait_registered(node)
+            await node.wait_registered()
             node.api.create_pod(pod("after", container(cores=40, blocks=8)))
-            await wait_running(node, "before", "after")
+            await node.wait_running("before", "after")
             await agent.parts.isolation.vdevices.remove_stale()
             assert files and {path: path.stat().st_ino for path in files} == files
             node.api.delete_pod("default", "before")
@@ -209,11 +193,11 @@ async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_h
         await poll_until(lambda: "nope" in str(new.parts.readiness.not_ready()), "the newcomer has looked")
         await _end(old, signal.SIGTERM)
         await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
-        await wait_registered(node)
+        await node.wait_registered()
         unlimited = {"tencent.com/gpu-isolation": "none"}
-        await start_pods(node, pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
+        await node.start_pods(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
         node.api.create_pod(pod("limited", container(cores=40, blocks=8)))
-        assert "(setting libgpushare.directory)" in await wait_settled(node, "limited")
+        assert "(setting libgpushare.directory)" in await node.wait_settled("limited")
         assert "(setting libgpushare.directory)" in str(new.parts.readiness.not_ready())
 
 
@@ -240,7 +224,7 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         assert not readiness.not_ready() and await readiness.look()
 
 
-def _elsewhere(node: EmbeddedNode, directory: Path) -> list[str]:
+def _elsewhere(node: NodeUnderTest, directory: Path) -> list[str]:
     """A registry in which no kubelet looks for drivers; the sockets are the kubelet's own."""
     (directory / "plugins_registry").mkdir()
     return [

@@ -16,26 +16,20 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.watch import EVENT_PERIOD_S
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    BLOCKS,
-    CORES,
-    InnerAgent,
-    assert_nothing_shared,
-    gpus_of,
-    open_agent,
-    open_child,
-    poll_until,
-    uuid_of,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, open_child, poll_until
 from tests.gpus.support_health import write_rehearsal
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import (
+    BLOCKS,
+    CORE,
+    CORES,
+    MEMORY,
+    NodeUnderTest,
+    container,
+    key_of,
+    open_test_node,
+    pod,
+)
 from tests.settings.support_settings import clean_environment, run_program
-from tests.support_deadline import DEADLINE_S
 
 FAST = (
     "--simulated.gpus=2",
@@ -54,7 +48,7 @@ class Lists:
         return [gpus for name, gpus in self.seen if name == resource]
 
 
-def _record_lists(node: EmbeddedNode) -> Lists:
+def _record_lists(node: NodeUnderTest) -> Lists:
     """From now on, at the kubelet's end of ListAndWatch."""
     lists, devices = Lists(), node.kubelet.devices
     receive = devices._receive
@@ -73,7 +67,7 @@ def _record_lists(node: EmbeddedNode) -> Lists:
 
 
 @asynccontextmanager
-async def _agent(*flags: str, event_period_s: float = 0.05) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent, Path]]:
+async def _agent(*flags: str, event_period_s: float = 0.05) -> AsyncIterator[tuple[NodeUnderTest, InnerAgent, Path]]:
     """A node and an agent with an empty faults file that it has read, so that every entry added later is new."""
     async with open_test_node() as node:
         write_rehearsal(node.paths.faults)
@@ -82,21 +76,12 @@ async def _agent(*flags: str, event_period_s: float = 0.05) -> AsyncIterator[tup
             yield node, agent, node.paths.faults
 
 
-def _is_away(node: EmbeddedNode, uuid: str) -> bool:
+def _is_away(node: NodeUnderTest, uuid: str) -> bool:
     """All IDs of the GPU are Unhealthy, in both resources."""
-    return _states(node, uuid) == {False}
+    return node.states_of(uuid) == {False}
 
 
-def _states(node: EmbeddedNode, uuid: str) -> set[bool]:
-    return {
-        state
-        for resource in (CORE, MEMORY)
-        for device, state in node.kubelet.devices.health(resource).items()
-        if device.startswith(key_of(uuid))
-    }
-
-
-def _event_reasons(node: EmbeddedNode) -> list[str]:
+def _event_reasons(node: NodeUnderTest) -> list[str]:
     return [event["reason"] for event in node.api.events() if event["involvedObject"]["kind"] == "Node"]
 
 
@@ -105,39 +90,39 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
     on, a new pod goes elsewhere, one for which no GPU is left is refused with the reason, and the reset GPU is used."""
     flags = ("--simulated.gpus=3", "--health.check-period-s=0.2")
     async with _agent(*flags, event_period_s=EVENT_PERIOD_S) as (node, agent, faults):
-        ill, *others = (uuid_of(agent, index) for index in range(3))
-        await start_pods(node, pod("first", container(cores=30, blocks=10)))
-        assert gpus_of(node, "first") == {ill}
+        ill, *others = (agent.uuid_of(index) for index in range(3))
+        await node.start_pods(pod("first", container(cores=30, blocks=10)))
+        assert node.gpus_of("first") == {ill}
         lists, before = _record_lists(node), agent.held()
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}])
-        await wait_until(node, lambda: _is_away(node, ill), "the GPU's IDs Unhealthy in both resources")
+        await node.wait_until(lambda: _is_away(node, ill), "the GPU's IDs Unhealthy in both resources")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert lists.of(resource) == [{key_of(ill): (0, count)} | {key_of(other): (count, 0) for other in others}]
         assert agent.held() == before
         for name in ("second", "third"):
             node.api.create_pod(pod(name, container(cores=60, blocks=10)))
-            await wait_running(node, "first", name)
-            assert gpus_of(node, name) < set(others)
+            await node.wait_running("first", name)
+            assert node.gpus_of(name) < set(others)
         node.api.create_pod(pod("nowhere", container(cores=70, blocks=10), nodeName=node.name))
-        message = await wait_settled(node, "nowhere")  # 80 cores are free for the kubelet, but on two GPUs
+        message = await node.wait_settled("nowhere")  # 80 cores are free for the kubelet, but on two GPUs
         assert "Xid 79 (GPU has fallen off the bus)" in message and "waits for a reset" in message, message
-        assert _states(node, ill) == {False}  # however many polls found it usable meanwhile
+        assert node.states_of(ill) == {False}  # however many polls found it usable meanwhile
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 0, "xid": 79}], resets=[{"id": 2, "gpu": 0}])
-        await wait_until(node, lambda: _states(node, ill) == {True}, "the reset GPU back")
+        await node.wait_until(lambda: node.states_of(ill) == {True}, "the reset GPU back")
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
-        await wait_running(node, "first", "second", "third", "fourth")
-        assert gpus_of(node, "fourth") == {ill}
-        await wait_ledger_equal(node, agent)
-        assert_nothing_shared(node)
+        await node.wait_running("first", "second", "third", "fourth")
+        assert node.gpus_of("fourth") == {ill}
+        await node.wait_ledger_equal(agent)
+        node.assert_nothing_shared()
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
-        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+        await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
         assert _event_reasons(node) == ["GPUUnhealthy", "GPURecovered"]
 
 
 async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_change() -> None:
     """Away once, back once: two messages of each resource, and two Events."""
     async with _agent() as (node, agent, faults):
-        ill = uuid_of(agent, 1)
+        ill = agent.uuid_of(1)
         lists = _record_lists(node)
         storm = [{"id": number, "gpu": 1, "xid": 79} for number in range(1, 1001)]
         write_rehearsal(faults, xids=storm)
@@ -146,12 +131,12 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
             return agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1000
 
         await poll_until(is_counted, "all events counted")
-        await wait_until(node, lambda: _is_away(node, ill), "the GPU away")
+        await node.wait_until(lambda: _is_away(node, ill), "the GPU away")
         write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "gpu": 1}])
-        await wait_until(node, lambda: _states(node, ill) == {True}, "the GPU back")
+        await node.wait_until(lambda: node.states_of(ill) == {True}, "the GPU back")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
             assert [gpus[key_of(ill)] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
-        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+        await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
 
 
 async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
@@ -166,8 +151,8 @@ async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="13", ignored="true") == 1
         assert lists.seen == []
         write_rehearsal(faults, xids=[*harmless, {"id": 3, "gpu": 0, "xid": 94}])
-        uuid = uuid_of(agent, 0)
-        await wait_until(node, lambda: len(lists.of(CORE)) == 2, "away and back")
+        uuid = agent.uuid_of(0)
+        await node.wait_until(lambda: len(lists.of(CORE)) == 2, "away and back")
         assert [gpus[key_of(uuid)] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
 
 
@@ -175,7 +160,7 @@ def _environment() -> dict[str, str]:
     return clean_environment()
 
 
-async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
+async def _cordon(node: NodeUnderTest, *words: str) -> tuple[int, str, str]:
     """The command as a user gives it: code, output, warnings."""
     ended = await run_program(*words, f"--control.socket={node.paths.agent_control_socket}", environ=_environment())
     return ended.code, ended.out, ended.err
@@ -184,24 +169,24 @@ async def _cordon(node: EmbeddedNode, *words: str) -> tuple[int, str, str]:
 async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
     """By the command line, on a running agent; who runs on the GPU goes on; the Node and the document show it."""
     async with _agent() as (node, agent, _):
-        await start_pods(node, pod("first", container(cores=30, blocks=10)))
-        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
+        await node.start_pods(pod("first", container(cores=30, blocks=10)))
+        uuid, other = agent.uuid_of(0), agent.uuid_of(1)
         code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
         assert (code, err) == (0, "")
         assert out.startswith(f"GPU 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
-        await wait_until(node, lambda: _is_away(node, uuid), "the cordoned GPU away")
+        await node.wait_until(lambda: _is_away(node, uuid), "the cordoned GPU away")
         assert (await _cordon(node, "cordon", uuid, "--reason", "new fan"))[1].startswith(f"GPU 0 ({uuid}) is already")
         node.api.create_pod(pod("second", container(cores=30, blocks=10)))
-        await wait_running(node, "first", "second")
-        assert gpus_of(node, "second") == {other}
+        await node.wait_running("first", "second")
+        assert node.gpus_of("second") == {other}
         code, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
         assert rows[1:] == [["0", uuid, "Cordoned", "new fan"], ["1", other, "Healthy", "-"]]
         assert await _shown(agent) == [("new fan", "", False), (None, "", True)]
         code, out, _ = await _cordon(node, "uncordon", uuid[:12])
         assert (code, out) == (0, f"GPU 0 ({uuid}) is in service again.\n")
-        await wait_until(node, lambda: _states(node, uuid) == {True}, "the GPU back")
-        await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
+        await node.wait_until(lambda: node.states_of(uuid) == {True}, "the GPU back")
+        await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
         assert _event_reasons(node) == ["GPUCordoned", "GPUUncordoned"]
 
 
@@ -209,8 +194,8 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
     """GPU 0 is cordoned, GPU 1 is ill as well: in the list of the command and in the document that all else is made of."""
     async with _agent() as (node, agent, faults):
         write_rehearsal(faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
-        uuid, other = uuid_of(agent, 0), uuid_of(agent, 1)
-        await wait_until(node, lambda: _is_away(node, other), "the ill GPU away")
+        uuid, other = agent.uuid_of(0), agent.uuid_of(1)
+        await node.wait_until(lambda: _is_away(node, other), "the ill GPU away")
         for index in ("0", "1"):
             assert (await _cordon(node, "cordon", index))[0] == 0
         reason = agent.parts.node.inventory.unhealthy_reasons[other]
@@ -226,8 +211,7 @@ async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
     port = await agent.parts.observability.web.wait_listening()
     reader, writer = await asyncio.open_connection("localhost", port)
     writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
-    async with asyncio.timeout(DEADLINE_S):
-        answer = await reader.read()
+    answer = await reader.read()
     writer.close()
     await writer.wait_closed()
     gpus = json.loads(answer.partition(b"\r\n\r\n")[2])["gpus"]
@@ -238,7 +222,7 @@ async def test_the_commands_report_errors_in_one_line_and_end_with_the_right_cod
     """2 for a wrong command line or an unknown GPU, 1 where no agent answers."""
     async with _agent() as (node, agent, _):
         code, out, err = await _cordon(node, "cordon", "7")
-        assert (code, out) == (2, "") and err.count("\n") == 1 and uuid_of(agent, 1) in err
+        assert (code, out) == (2, "") and err.count("\n") == 1 and agent.uuid_of(1) in err
         code, _, err = await _cordon(node, "cordon", "GPU-")
         assert code == 2 and "beginning of 2 GPUs" in err
         code, _, err = await _cordon(node, "uncordon")
@@ -255,24 +239,24 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
         write_rehearsal(node.paths.faults)
         flags = (*FAST, "--simulated.gpus=3")
         async with open_child(node, *flags) as child:
-            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
+            await node.wait_until(node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
-            await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
+            await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
         lists = _record_lists(node)
         async with open_agent(node, *flags) as agent:
-            uuids = [uuid_of(agent, index) for index in range(3)]
+            uuids = [agent.uuid_of(index) for index in range(3)]
             assert all(
                 [gpus[key_of(uuid)] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for gpus in lists.of(CORE)
             )
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back"
+            await node.wait_until(
+                lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back"
             )
 
 
@@ -285,22 +269,21 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
         settings.write_text("simulated: {gpus: 4}\n")
         flags = (f"--config={settings}", f"--state-directory={node.paths.state}/file")
         async with open_child(node, *flags, "--health.recovery-period-s=3600", *FAST[1:2]) as child:
-            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket")
+            await node.wait_until(node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0", "--reason", "fan"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}, {"id": 2, "gpu": 2, "xid": 94}])
             one_left = {CORE: (4 * CORES, CORES), MEMORY: (4 * BLOCKS, BLOCKS)}
-            await wait_until(node, lambda: node.kubelet.devices.capacity() == one_left, "one GPU left")
+            await node.wait_until(lambda: node.kubelet.devices.capacity() == one_left, "one GPU left")
             lists = _record_lists(node)
             settings.write_text("simulated: {gpus: 4}\nresources: {memory_block_mib: 512}\n")
             child.send_signal(signal.SIGHUP)
             larger = {CORE: CORES, MEMORY: BLOCKS // 2}
-            await wait_until(
-                node,
+            await node.wait_until(
                 lambda: {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == larger,
                 "one GPU still, in larger blocks",
             )
             assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
-            await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
+            await node.wait_until(node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]
             assert states == ["Cordoned", "Unhealthy (needs-reset)", "Unhealthy (probing)", "Healthy"]
@@ -316,5 +299,5 @@ async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serve
         ]
         with capture_logs() as logged:
             async with open_agent(node, *FAST, *lost):
-                await start_pods(node, pod("first", container(cores=30, blocks=10)))
+                await node.start_pods(pod("first", container(cores=30, blocks=10)))
         assert {"control_socket_not_open", "health_state_not_read"} <= {line["event"] for line in logged}

@@ -15,20 +15,9 @@ import pytest
 
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    InnerAgent,
-    calls_of,
-    gpus_of,
-    open_agent,
-    poll_until,
-    settle_pod,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_library import fake_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 EDITS = Path(__file__).parent.parent / "data" / "edits"
 GOLDEN_UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
@@ -63,7 +52,7 @@ def cases() -> dict[str, dict[str, Any]]:
 class Host:
     """The directories that the settings name, all of them below the node's."""
 
-    def __init__(self, node: EmbeddedNode) -> None:
+    def __init__(self, node: NodeUnderTest) -> None:
         self.library = fake_library(node.paths.state / "lib/libgpushare.so")
         self.installed = node.paths.libgpushare
         self.drivers = node.paths.state / "vdriver"
@@ -82,7 +71,7 @@ class Host:
 
     def golden(
         self,
-        node: EmbeddedNode,
+        node: NodeUnderTest,
         agent: InnerAgent,
         isolation: str,
         case: str,
@@ -90,8 +79,8 @@ class Host:
         strategies: str = DEFAULT_LISTS,
     ) -> Any:
         """The golden file's case with this node's GPUs, pod and directories in the place of its own."""
-        own = [gpu for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid in gpus_of(node, name, "cuda")]
-        places = {GOLDEN_UID: uid_of(node, name)}
+        own = [gpu for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid in node.gpus_of(name, "cuda")]
+        places = {GOLDEN_UID: node.uid_of(name)}
         places |= dict(zip(GOLDEN_UUIDS, (gpu.uuid for gpu in own), strict=False))
         places |= {f"/dev/nvidia{GOLDEN_MINOR + n}": f"/dev/nvidia{gpu.minor}" for n, gpu in enumerate(own)}
         places |= {
@@ -103,18 +92,14 @@ class Host:
         return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))
 
 
-def uid_of(node: EmbeddedNode, name: str) -> str:
-    return str(node.api.pod("default", name)["metadata"]["uid"])
-
-
 def sorted_lists(edits: Any) -> Any:
     """An answer's lists go out in an order of their own."""
     return {key: sorted(value) if isinstance(value, list) else value for key, value in edits.items()}
 
 
-def answered(node: EmbeddedNode, name: str) -> Any:
+def answered(node: NodeUnderTest, name: str) -> Any:
     """What the answers to its Allocates say, as the golden files write it."""
-    answers = [ContainerAllocateResponse.parse(call.response) for call in calls_of(node, name) if not call.error]
+    answers = [ContainerAllocateResponse.parse(call.response) for call in node.calls_of(name) if not call.error]
     return {
         "annotations": {key: value for answer in answers for key, value in answer.annotations.items()},
         "cdi_devices": [device.name for answer in answers for device in answer.cdi_devices],
@@ -130,9 +115,9 @@ def answered(node: EmbeddedNode, name: str) -> Any:
     }
 
 
-async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
+async def environment_of(node: NodeUnderTest, name: str) -> dict[str, str]:
     """Of the running command, without what the sandbox gives to every container."""
-    found = node.kubelet.runtime.find(uid_of(node, name), "cuda")
+    found = node.container_of(name, "cuda")
     assert found is not None and found.is_running
     process = Path(f"/proc/{found.pid}")
     await poll_until(lambda: (process / "cmdline").read_bytes().startswith(b"sleep\0"), "the shell is the command")
@@ -148,12 +133,12 @@ async def test_a_share_in_a_sandbox_is_refused() -> None:
         for name, runtime_class in shares.items():
             node.api.create_pod(pod(name, running(cores=30, blocks=24), runtimeClassName=runtime_class))
         node.api.create_pod(pod("whole", running(cores=100), runtimeClassName="kata-qemu"))
-        await wait_running(node, "plain", "whole")
+        await node.wait_running("plain", "whole")
 
         def failed() -> bool:
             return bool(node.api.pod("default", "sandboxed")["status"].get("phase") == "Failed")
 
-        await wait_until(node, failed, "the pod is refused")
+        await node.wait_until(failed, "the pod is refused")
         assert "which runs containers in a sandbox" in node.api.pod("default", "sandboxed")["status"]["message"]
 
 
@@ -169,7 +154,7 @@ async def test_the_running_process_has_what_the_golden_files_say(isolation: str,
                 node.api.create_pod(manifest)
             for case, manifest in cases().items():
                 name = manifest["metadata"]["name"]
-                await wait_running(node, name)
+                await node.wait_running(name)
                 golden = host.golden(node, agent, isolation, case, name, strategies)
                 assert sorted_lists(answered(node, name)) == sorted_lists(golden), case
                 # The spec's own name comes last: docs/reference/device-lists.md names what such a combination leads to.
@@ -186,7 +171,7 @@ async def test_a_pod_may_choose_among_the_isolations_that_the_node_allows() -> N
             for name, chosen in (("usual", ""), ("ours", "gpushare"), ("free", "none")):
                 annotations = {ISOLATION_ANNOTATION: chosen} if chosen else {}
                 node.api.create_pod(pod(name, running(cores=20, blocks=8), annotations=annotations))
-            await wait_running(node, "usual", "ours", "free")
+            await node.wait_running("usual", "ours", "free")
             inside = {name: await environment_of(node, name) for name in ("usual", "ours", "free")}
             assert not [key for name in inside for key in inside[name] if key.startswith("CUDA_")]
             mounted = {
@@ -212,11 +197,10 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
         host = Host(node)
         async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=gpushare", *host.flags) as agent:
             node.api.create_pod(pod("wrong", running(cores=20, blocks=8), annotations={ISOLATION_ANNOTATION: chosen}))
-            message = await wait_settled(node, "wrong")
+            message = await node.wait_settled("wrong")
             assert ISOLATION_ANNOTATION in message and "gpushare, vcuda" in message
             assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
-            events = await wait_until(
-                node,
+            events = await node.wait_until(
                 lambda: [
                     e
                     for e in node.api.events()
@@ -235,14 +219,14 @@ async def test_without_its_library_only_shares_of_gpushare_are_refused() -> None
         host.library.write_bytes(b"no library")
         async with open_agent(node, "--isolation=vcuda", "--isolations-allowed=gpushare", *host.flags) as agent:
             chooses = {ISOLATION_ANNOTATION: "gpushare"}
-            words = await settle_pod(node, pod("refused", running(cores=30, blocks=8), annotations=chooses))
+            words = await node.settle_pod(pod("refused", running(cores=30, blocks=8), annotations=chooses))
             assert str(host.library) in words and "--libgpushare.library" in words and "Nothing was allocated" in words
             node.api.create_pod(pod("whole", running(cores=100), annotations=chooses))
             node.api.create_pod(pod("other", running(cores=30, blocks=8)))
-            await wait_running(node, "whole", "other")
+            await node.wait_running("whole", "other")
             fake_library(host.library)
             await agent.parts.isolation.watches["gpushare"].poll()
-            await start_pods(node, pod("late", running(cores=30, blocks=8), annotations=chooses))
+            await node.start_pods(pod("late", running(cores=30, blocks=8), annotations=chooses))
             assert (host.installed / "ld.so.preload").is_file()
 
 
@@ -252,15 +236,11 @@ async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() 
         host = Host(node)
         host.library.write_bytes(b"no library")
         async with open_agent(node, "--isolation=gpushare", *host.flags, wait=False) as agent:
-            await wait_until(node, lambda: node.kubelet.devices.capacity().get(CORE, (0, 0))[1] > 0, "cores")
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == 0, "no memory without the library"
-            )
+            await node.wait_until(lambda: node.kubelet.devices.capacity().get(CORE, (0, 0))[1] > 0, "cores")
+            await node.wait_until(lambda: node.healthy(MEMORY) == 0, "no memory without the library")
             fake_library(host.library)
             await agent.parts.isolation.watches["gpushare"].poll()
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity()[MEMORY][1] > 0, "memory once the library is there"
-            )
+            await node.wait_until(lambda: node.healthy(MEMORY) > 0, "memory once the library is there")
 
 
 async def test_a_container_that_starts_again_waits_while_the_library_is_away() -> None:
@@ -270,15 +250,14 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
         ends = node.paths.state / "ends"
         until = f"until test -e {shlex.quote(str(ends))}; do sleep 0.02; done"
         async with open_agent(node, "--isolation=gpushare", *host.flags):
-            await start_pods(node, pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
+            await node.start_pods(pod("waits", running("cuda", "sh", "-c", until, cores=30, blocks=8)))
             host.library.write_bytes(b"no library")
             (host.installed / "libgpushare.so").unlink()
             ends.touch()
-            await wait_until(
-                node,
-                lambda: [c for c in calls_of(node, "waits", "PreStartContainer") if str(host.library) in c.error],
+            await node.wait_until(
+                lambda: [c for c in node.calls_of("waits", "PreStartContainer") if str(host.library) in c.error],
                 "a start that is refused with the library's path",
             )
             ends.unlink()
             fake_library(host.library)
-            await wait_running(node, "waits")
+            await node.wait_running("waits")

@@ -14,22 +14,12 @@ import pytest
 
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.state_directory import NodePaths
-from tests.agent.support_agent import (
-    InnerAgent,
-    calls_of,
-    open_agent,
-    poll_until,
-    wait_ledger_equal,
-    wait_running,
-    wait_settled,
-    wait_until,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_mps import MpsPlace, mps_place
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, MEMORY, limits_of, open_test_node, pod, start_pods, wait_phase
-from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, ended, live, read_until, registered, start
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox_cli import document_of, ended, live, read_until, registered, start
 
 GPU_MIB = 24576
 WAITS = ["sh", "-c", "while :; do sleep 600; done"]
@@ -46,8 +36,8 @@ def share(name: str, *, command: list[str] = WAITS, **limits: int) -> dict[str, 
     return pod(name, limits_of("main", named) | {"image": "sandbox/host", "command": command})
 
 
-def process_of(node: EmbeddedNode, name: str) -> int:
-    found = node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], "main")
+def process_of(node: NodeUnderTest, name: str) -> int:
+    found = node.container_of(name)
     assert found is not None and found.is_running
     return found.pid
 
@@ -61,23 +51,18 @@ def environment_inside(pid: int) -> dict[str, str]:
     return dict(entry.decode().split("=", 1) for entry in entries)
 
 
-def mounts_of(node: EmbeddedNode, name: str) -> list[tuple[str, str, bool]]:
+def mounts_of(node: NodeUnderTest, name: str) -> list[tuple[str, str, bool]]:
     """Of all Allocate answers for it."""
-    answers = [ContainerAllocateResponse.parse(call.response) for call in calls_of(node, name)]
+    answers = [ContainerAllocateResponse.parse(call.response) for call in node.calls_of(name)]
     return [(m.container_path, m.host_path, m.read_only) for answer in answers for m in answer.mounts]
 
 
-def healthy(node: EmbeddedNode, resource: str) -> int:
-    return node.kubelet.devices.capacity()[resource][1]
-
-
-async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:
+async def wait_shares(node: NodeUnderTest, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     reason = agent.parts.isolation.unavailable_reason
     # Both: of an agent that has just registered, the first list may be of before the first check.
-    await wait_until(
-        node,
-        lambda: bool(healthy(node, MEMORY)) is served and bool(reason("mps")) is not served,
+    await node.wait_until(
+        lambda: bool(node.healthy(MEMORY)) is served and bool(reason("mps")) is not served,
         f"memory healthy: {served}",
     )
 
@@ -98,7 +83,7 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
         node.api.create_pod(share("first"))
         node.api.create_pod(share("seed", command=["sh", "-c", asks]))
         node.api.create_pod(share("whole", cores=100, blocks=0))
-        await wait_running(node, "first", "seed", "whole")
+        await node.wait_running("first", "seed", "whole")
         gpu = agent.parts.node.inventory.current.gpus[0]
         inside = environment_inside(process_of(node, "seed"))
         names = ("CUDA_", "ALIYUN_", "NVIDIA_")
@@ -131,23 +116,23 @@ async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(place: MpsPla
     async with open_test_node() as node:
         async with open_fake_mps(place.pipe, place.logs, place.program) as daemon:
             async with open_agent(node, *flags(place)) as agent:
-                await start_pods(node, share("seed"))
+                await node.start_pods(share("seed"))
                 pid = process_of(node, "seed")
             async with open_agent(node, *flags(place)) as agent:
-                await wait_ledger_equal(node, agent)
+                await node.wait_ledger_equal(agent)
                 assert process_of(node, "seed") == pid
             said = {command.split()[0] for command in daemon.commands}
         assert said == {"get_default_active_thread_percentage"}, "the agent only asks"
         async with open_agent(node, *flags(place), wait=False) as agent:  # started while the daemon is down
-            await wait_until(node, lambda: bool(healthy(node, CORE)), "the cores healthy")
+            await node.wait_until(lambda: bool(node.healthy(CORE)), "the cores healthy")
             await wait_shares(node, agent, served=False)
-            await wait_ledger_equal(node, agent)
+            await node.wait_ledger_equal(agent)
             async with open_fake_mps(place.pipe, place.logs, place.program):
                 await wait_shares(node, agent, served=True)
-                await start_pods(node, share("second"))
+                await node.start_pods(share("second"))
             await wait_shares(node, agent, served=False)
             assert process_of(node, "seed") == pid and process_of(node, "second")
-            await wait_ledger_equal(node, agent)
+            await node.wait_ledger_equal(agent)
 
 
 async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(place: MpsPlace) -> None:
@@ -168,12 +153,12 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(pla
         early = share("early")
         early["spec"]["nodeName"] = node.name  # as a scheduler would that has not heard of it
         node.api.create_pod(early)
-        await wait_running(node, "whole")
-        await wait_phase(node, "early", "Failed")
+        await node.wait_running("whole")
+        await node.wait_phase("early", "Failed")
         away.rename(place.pipe / "control")
         program_away.rename(place.program)
         await wait_shares(node, agent, served=True)
-        await start_pods(node, share("late"))
+        await node.start_pods(share("late"))
         assert environment_inside(process_of(node, "late"))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=6144M"
 
 
@@ -192,9 +177,9 @@ async def test_a_share_without_a_daemon_is_refused_with_the_reason(place: MpsPla
         chooses["metadata"]["annotations"] = {"tencent.com/gpu-isolation": "mps"}
         node.api.create_pod(chooses)
         node.api.create_pod(share("other"))
-        words = await wait_settled(node, "chooses")
+        words = await node.wait_settled("chooses")
         assert "the daemon is gone" in words and "under isolation mps" in words and "Nothing was allocated" in words
-        await wait_running(node, "other")
+        await node.wait_running("other")
 
 
 @needs_processes
@@ -204,9 +189,8 @@ async def test_the_sandbox_runs_a_stand_in_for_the_daemon(short_dir: Path) -> No
     async with live(state, "--samples", "fitting", "--isolation", "mps") as process:
         await read_until(process, "default/share")
         await registered(state)
-        async with asyncio.timeout(DEADLINE_S):
-            while (found := (await document_of(state))["pods"]) and {raw["phase"] for raw in found} != {"Running"}:
-                await asyncio.sleep(0.05)
+        while (found := (await document_of(state))["pods"]) and {raw["phase"] for raw in found} != {"Running"}:
+            await asyncio.sleep(0.05)
         asks = "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; echo get_server_list | $0 && echo connected"
         inside = await ended(
             await start("exec", "--state-dir", state, "share", "--", "sh", "-c", asks, paths.mps_control)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpushare_agent.core.settings.node_configuration import LABELS
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_until
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, start_pods
+from tests.agent.support_agent import open_child, poll_until
+from tests.sandbox.support_sandbox import BLOCKS, CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 OURS = LABELS[0]
 REFUSED = "NodeConfigurationRefused"
@@ -29,22 +28,18 @@ def _mount(directory: Path, **files: str) -> None:
             (directory / name).symlink_to(f"..data/{name}")
 
 
-async def _label(node: EmbeddedNode, value: str) -> None:
-    await wait_until(node, lambda: node.api.object_of("nodes", ("", node.name)), "the kubelet registers the Node")
+async def _label(node: NodeUnderTest, value: str) -> None:
+    await node.wait_until(lambda: node.api.object_of("nodes", ("", node.name)), "the kubelet registers the Node")
     raw = node.api.node(node.name)
     node.api.apply_node({**raw, "metadata": {**raw["metadata"], "labels": {OURS: value}}})
 
 
-async def _wait_blocks(node: EmbeddedNode, count: int) -> None:
-    await wait_until(node, lambda: node.kubelet.devices.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
+async def _wait_blocks(node: NodeUnderTest, count: int) -> None:
+    await node.wait_until(lambda: node.kubelet.devices.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
 
 
-def _events(node: EmbeddedNode) -> list[str]:
-    return [event["message"] for event in node.api.events() if event["reason"] == REFUSED]
-
-
-def _registered(node: EmbeddedNode) -> list[str]:
-    return sorted(line["resource"] for line in log_lines(node, "device_plugin_registered"))
+def _registered(node: NodeUnderTest) -> list[str]:
+    return sorted(line["resource"] for line in node.log_lines("device_plugin_registered"))
 
 
 async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_registration() -> None:
@@ -57,14 +52,14 @@ async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_r
         async with open_child(node, *flags):
             await _wait_blocks(node, BLOCKS)
             await _label(node, "none-such")
-            await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "the name is refused")
-            await wait_until(node, lambda: _events(node), "the Event")
-            assert "none-such" in _events(node)[0]
+            await poll_until(lambda: node.log_lines("settings_not_reloaded"), "the name is refused")
+            await node.wait_until(lambda: node.messages(REFUSED), "the Event")
+            assert "none-such" in node.messages(REFUSED)[0]
             await _label(node, "large")
             await _wait_blocks(node, BLOCKS // 2)
             _mount(directory, small="", large="resources: {memory_block_mib: many}")
-            await poll_until(lambda: len(log_lines(node, "settings_not_reloaded")) == 2, "the file is refused")
-            await start_pods(node, pod("after", container(cores=50, blocks=BLOCKS // 8)))
+            await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) == 2, "the file is refused")
+            await node.start_pods(pod("after", container(cores=50, blocks=BLOCKS // 8)))
             assert _registered(node) == [CORE, MEMORY]
 
 
@@ -77,8 +72,8 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
             flags = ["--simulated.gpus=2", "--simulated.gpu-memory-mib=81920"]
             async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
                 await _wait_blocks(node, 2 * 81920 // 256)
-                await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
-                assert node.kubelet.devices.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"
+                await node.wait_until(lambda: len(node.messages(REFUSED)) > number, "the Event")  # noqa: B023 - in this turn
+                assert node.healthy(MEMORY) == 2 * 81920 // 256, "the settings of all nodes stay"
 
 
 async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_force() -> None:
@@ -90,10 +85,10 @@ async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_
         await _label(node, "own")
         async with open_child(node, "--simulated.gpus=2", f"--node-configuration.directory={directory}"):
             await _wait_blocks(node, BLOCKS)
-            assert log_lines(node, "foreign_setting_read") == []
+            assert node.log_lines("foreign_setting_read") == []
             await _label(node, "plugin")
             await _wait_blocks(node, 2 * BLOCKS)
-        lines = [*log_lines(node, "foreign_setting_read"), *log_lines(node, "foreign_setting_without_effect")]
+        lines = [*node.log_lines("foreign_setting_read"), *node.log_lines("foreign_setting_without_effect")]
     found = {line["key"]: (line["source"], line.get("becomes"), "reason" in line) for line in lines}
     assert len(lines) == len(found) == 3 and "version" in found
     assert found["flags.migStrategy"] == ("configuration plugin", "nvidia.mig_strategy=mixed", False)

@@ -10,20 +10,9 @@ from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
+from tests.agent.support_agent import open_child, poll_until
 from tests.gpus.support_nvml import becomes
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    kill_container,
-    limits_of,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_phase,
-)
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, limits_of, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 
 FLAGS = (
@@ -44,7 +33,7 @@ def boots(script: Path, *gpus: tuple[tuple[str, str], int]) -> None:
     becomes(script, f"count {len(gpus)}\n" + "".join(lines))
 
 
-def make_templates(node: EmbeddedNode, **expressions: str) -> None:
+def make_templates(node: NodeUnderTest, **expressions: str) -> None:
     """Of whole GPUs, by name; the expression selects them."""
     selector = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
     node.api.create("deviceclasses", {"metadata": {"name": "gpu"}, "spec": {"selectors": [selector]}})
@@ -60,7 +49,7 @@ def claiming(name: str, template: str) -> dict[str, Any]:
     return pod(name, one, resourceClaims=claims, terminationGracePeriodSeconds=0)
 
 
-async def prepare_again(node: EmbeddedNode) -> dict[str, tuple[str, list[str]]]:
+async def prepare_again(node: NodeUnderTest) -> dict[str, tuple[str, list[str]]]:
     """The kubelet's call after its own restart, by pod: the error, and the nodes that the runtime gives then."""
     # Those of agents that were killed stay for a while.
     socket = max(node.paths.dra_plugin.glob("dra-*.sock"), key=lambda path: path.stat().st_mtime_ns)
@@ -80,17 +69,17 @@ async def prepare_again(node: EmbeddedNode) -> dict[str, tuple[str, list[str]]]:
     return {name: (answer.claims[one["uid"]].error, nodes_of(node, one["uid"])) for name, one in refs.items()}
 
 
-def nodes_of(node: EmbeddedNode, uid: str) -> list[str]:
+def nodes_of(node: NodeUnderTest, uid: str) -> list[str]:
     path = node.paths.cdi / f"gpushare-agent-claim-{uid}.json"
     devices = json.loads(path.read_text())["devices"] if path.exists() else []
     return [one["path"] for device in devices for one in device["containerEdits"]["deviceNodes"]]
 
 
-def offered(node: EmbeddedNode) -> set[str]:
+def offered(node: NodeUnderTest) -> set[str]:
     return {one["name"] for raw in node.api.store.all("resourceslices") for one in raw["spec"]["devices"]}
 
 
-def claimed(node: EmbeddedNode) -> dict[str, str]:
+def claimed(node: NodeUnderTest) -> dict[str, str]:
     """The device of each pod's claim."""
     return {
         raw["metadata"]["ownerReferences"][0]["name"]: raw["status"]["allocation"]["devices"]["results"][0]["device"]
@@ -107,31 +96,31 @@ async def test_a_claim_has_its_own_gpu_or_none_after_a_boot(script: Path) -> Non
     async with open_test_node() as node:
         make_templates(node, a10=model.format("A10"), h100=model.format("H100"))
         async with open_child(node, *flags, wait=False):
-            await start_pods(node, claiming("first", "a10"))
+            await node.start_pods(claiming("first", "a10"))
             assert claimed(node) == {"first": A[0].replace("GPU-", "gpu-")}
         # Allocated while the agent is away, by the names of before.
         node.api.create_pod(claiming("second", "h100"))
         await poll_until(lambda: len(claimed(node)) == 2, "the scheduler's choice")
         boots(script, (H, 0), (A, 1))
         async with open_child(node, *flags, wait=False):
-            await wait_phase(node, "second", "Running")
+            await node.wait_phase("second", "Running")
             assert await prepare_again(node) == {"first": ("", ["/dev/nvidia1"]), "second": ("", ["/dev/nvidia0"])}
         boots(script, (H, 1))
         async with open_child(node, *flags, wait=False):
-            await poll_until(lambda: len(log_lines(node, "dra_driver_registered")) == 3, "the driver")
+            await poll_until(lambda: len(node.log_lines("dra_driver_registered")) == 3, "the driver")
             found = await prepare_again(node)
             assert found["second"] == ("", ["/dev/nvidia1"]) and found["first"][1] == []
             assert A[0] in found["first"][0] and "delete the pod" in found["first"][0]
         boots(script, (X, 0), (H, 1))
         async with open_child(node, *flags, wait=False):
-            await poll_until(lambda: len(log_lines(node, "dra_driver_registered")) == 4, "the driver")
+            await poll_until(lambda: len(node.log_lines("dra_driver_registered")) == 4, "the driver")
             assert (await prepare_again(node))["first"][0] == found["first"][0]
-            await remove_pod(node, "first")
+            await node.remove_pod("first")
             # Before that the scheduler may choose the GPU that is gone.
             await poll_until(
                 lambda: offered(node) == {X[0].replace("GPU-", "gpu-"), H[0].replace("GPU-", "gpu-")}, "slice"
             )
-            await start_pods(node, claiming("third", "a10"))
+            await node.start_pods(claiming("third", "a10"))
             assert (await prepare_again(node))["third"] == ("", ["/dev/nvidia0"])
 
 
@@ -140,7 +129,7 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
     boots(script, (A, 0), (H, 1))
     async with open_test_node() as node:
         async with open_child(node, *FLAGS):
-            await start_pods(node, pod("p", limits_of("main", {CORE: 10, MEMORY: 4})))
+            await node.start_pods(pod("p", limits_of("main", {CORE: 10, MEMORY: 4})))
         boots(script, (A, 1), (H, 0))
 
         def container() -> dict[str, Any]:
@@ -148,13 +137,13 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
             return found
 
         async with open_child(node, *FLAGS):
-            kill_container(node, "default", "p", "main")
-            await wait_until(node, lambda: "waiting" in container()["state"], "the refusal")
+            node.kill_container("p")
+            await node.wait_until(lambda: "waiting" in container()["state"], "the refusal")
             message = container()["state"]["waiting"]["message"]
             assert "other numbers than /dev/nvidia" in message and "Delete the pod" in message and "GPU GPU-" in message
         boots(script, (A, 0), (H, 1))
         async with open_child(node, *FLAGS):
-            await wait_until(node, lambda: "running" in container()["state"], "its own GPU")
+            await node.wait_until(lambda: "running" in container()["state"], "its own GPU")
 
 
 async def test_an_answer_by_index_has_the_drivers_index_of_now(script: Path) -> None:
@@ -163,8 +152,8 @@ async def test_an_answer_by_index_has_the_drivers_index_of_now(script: Path) -> 
     flags = ("--nvidia.enabled=true", "--nvidia.device-ids=index", "--device-list-strategy=envvar")
     async with open_test_node() as node, open_child(node, *FLAGS, *flags):
         boots(script, (H, 1))
-        await wait_until(node, lambda: node.kubelet.devices.capacity()["nvidia.com/gpu"] == (2, 1), "one GPU lost")
+        await node.wait_until(lambda: node.kubelet.devices.capacity()["nvidia.com/gpu"] == (2, 1), "one GPU lost")
         node.api.create_pod(pod("p", limits_of("main", {"nvidia.com/gpu": 1})))
-        uid = (await wait_phase(node, "p", "Running"))["metadata"]["uid"]
+        uid = (await node.wait_phase("p", "Running"))["metadata"]["uid"]
         (record,) = node.kubelet.devices.records.of_container(uid, "main").values()
         assert parsed_answer(record.response).envs["NVIDIA_VISIBLE_DEVICES"] == "0"

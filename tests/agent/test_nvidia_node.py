@@ -10,21 +10,10 @@ from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.resources import replica_layout
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import calls_of, open_agent, open_child, wait_settled, wait_until, write_faults
+from tests.agent.support_agent import open_agent, open_child, write_faults
 from tests.gpus.support_nvml import becomes
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    container,
-    limits_of,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_allocatable,
-)
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 
 GPU = "nvidia.com/gpu"
 FLAGS = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=none")
@@ -37,17 +26,17 @@ def sample(name: str, count: int = 1, **extra: Any) -> dict[str, Any]:
     return made
 
 
-def answer(node: EmbeddedNode, name: str) -> tuple[tuple[str, ...], ContainerAllocateResponse]:
+def answer(node: NodeUnderTest, name: str) -> tuple[tuple[str, ...], ContainerAllocateResponse]:
     """The device IDs and what the container got."""
-    (call,) = [c for c in calls_of(node, name, "Allocate") if c.resource == GPU]
+    (call,) = [c for c in node.calls_of(name, "Allocate") if c.resource == GPU]
     return tuple(call.device_ids), ContainerAllocateResponse.parse(call.response)
 
 
 async def test_a_node_may_offer_nvidias_names_alone() -> None:
     """Setting resources.enabled: a share waits for another node, and the agent is ready."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--resources.enabled=false", wait=False) as agent:
-        await wait_allocatable(node, GPU, 2)
-        await start_pods(node, sample("whole"))
+        await node.wait_allocatable(GPU, 2)
+        await node.start_pods(sample("whole"))
         assert set(node.kubelet.devices.capacity()) == {GPU}
         assert agent.parts.kubelet.not_ready() == [] and agent.parts.kubelet.registrar.all_registered.is_set()
 
@@ -55,49 +44,49 @@ async def test_a_node_may_offer_nvidias_names_alone() -> None:
 async def test_a_gpu_given_whole_is_out_of_the_shares_also_over_a_restart() -> None:
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await wait_allocatable(node, GPU, 2)
-            await start_pods(node, sample("whole"))
-            await wait_allocatable(node, CORE, 100)
-            await wait_allocatable(node, MEMORY, 96)
+            await node.wait_allocatable(GPU, 2)
+            await node.start_pods(sample("whole"))
+            await node.wait_allocatable(CORE, 100)
+            await node.wait_allocatable(MEMORY, 96)
             (device,), given = answer(node, "whole")
             assert given.envs["NVIDIA_VISIBLE_DEVICES"].startswith(f"GPU-{device.rpartition('-')[0]}")
         async with open_agent(node, *FLAGS):
-            await wait_allocatable(node, CORE, 100)
-            await start_pods(node, pod("share", container(cores=30, blocks=20)))
-            await wait_allocatable(node, GPU, 1)  # the one that is taken
+            await node.wait_allocatable(CORE, 100)
+            await node.start_pods(pod("share", container(cores=30, blocks=20)))
+            await node.wait_allocatable(GPU, 1)  # the one that is taken
             for name in ("whole", "share"):
-                await remove_pod(node, name, grace_period_s=0)
-            await wait_allocatable(node, GPU, 2)
-            await wait_allocatable(node, CORE, 200)
+                await node.remove_pod(name, grace_period_s=0)
+            await node.wait_allocatable(GPU, 2)
+            await node.wait_allocatable(CORE, 200)
 
 
 async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
     """A quarter stays one; what is left of its GPU is a half."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS, "--nvidia.replicas=*=4"):
-            await wait_allocatable(node, GPU, 8)
-            await start_pods(node, sample("quarter"))
-            await wait_allocatable(node, CORE, 175)
+            await node.wait_allocatable(GPU, 8)
+            await node.start_pods(sample("quarter"))
+            await node.wait_allocatable(CORE, 175)
         async with open_agent(node, *FLAGS, "--nvidia.replicas=*=2"):
-            await wait_allocatable(node, GPU, 4)  # a half of one GPU, two halves of the other, and the quarter
+            await node.wait_allocatable(GPU, 4)  # a half of one GPU, two halves of the other, and the quarter
             (device,), given = answer(node, "quarter")
             (found,) = DeviceIds([]).read([device])
             assert replica_layout(found).of == 4 and given.envs["NVIDIA_VISIBLE_DEVICES"]
-            await remove_pod(node, "quarter", grace_period_s=0)
-            await wait_allocatable(node, GPU, 4)
-            await wait_allocatable(node, CORE, 200)
+            await node.remove_pod("quarter", grace_period_s=0)
+            await node.wait_allocatable(GPU, 4)
+            await node.wait_allocatable(CORE, 200)
 
 
 async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
     """By the node's isolation, here vcuda; a whole GPU is not limited by it."""
     flags = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=vcuda", "--nvidia.sharing=shares")
     async with open_test_node() as node, open_agent(node, *flags, "--nvidia.replicas=0=4"):
-        await wait_allocatable(node, GPU, 5)
-        await start_pods(node, sample("first"))
-        await start_pods(node, sample("second"))
+        await node.wait_allocatable(GPU, 5)
+        await node.start_pods(sample("first"))
+        await node.start_pods(sample("second"))
         configs = {}
         for name in ("first", "second"):
-            uid = node.api.pod("default", name)["metadata"]["uid"]
+            uid = node.uid_of(name)
             path = node.paths.virtual_manager / uid / "cuda-container" / "vcuda.config"
             config = decode_config(path.read_bytes())
             configs[answer(node, name)[0][0].rpartition("/")[2]] = (
@@ -118,12 +107,12 @@ async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(scri
         open_test_node() as node,
         open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
     ):
-        await wait_allocatable(node, GPU, 1)
-        await wait_until(node, lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
-        await start_pods(node, sample("whole"))
+        await node.wait_allocatable(GPU, 1)
+        await node.wait_until(lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
+        await node.start_pods(sample("whole"))
         becomes(script, A100 + ONE_G + TWO_G)
-        await wait_until(
-            node, lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
+        await node.wait_until(
+            lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
         )
         assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
         assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
@@ -136,35 +125,35 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
     async with open_test_node() as node:
         write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb"]})
         async with open_agent(node, *flags, "--simulated.gpus=2", "--health.check-period-s=0.2"):
-            await wait_allocatable(node, GPU, 2)
-            await start_pods(node, sample("first"))
+            await node.wait_allocatable(GPU, 2)
+            await node.start_pods(sample("first"))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
+            await node.wait_until(
+                lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
             )
             assert node.api.pod("default", "first")["status"]["phase"] == "Running"
-            await start_pods(node, pod("share", container(cores=30, blocks=4)))
+            await node.start_pods(pod("share", container(cores=30, blocks=4)))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
             # The share is on the GPU that no other name serves.
-            await wait_until(
-                node, lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 3, "all that are alike"
+            await node.wait_until(
+                lambda: node.kubelet.devices.capacity().get(GPU, (0, 0))[1] == 3, "all that are alike"
             )
-            await start_pods(node, sample("second"))
+            await node.start_pods(sample("second"))
 
 
 async def test_a_container_asks_for_one_kind_of_gpu() -> None:
     async with open_test_node() as node, open_agent(node, *FLAGS):
-        await wait_allocatable(node, GPU, 2)
+        await node.wait_allocatable(GPU, 2)
         node.api.create_pod(pod("both", limits_of("main", {GPU: 1, CORE: 10, MEMORY: 4})))
-        assert "Ask for one of them" in await wait_settled(node, "both")
+        assert "Ask for one of them" in await node.wait_settled("both")
 
 
 async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
     """By none of the resources."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--excluded-gpus=0"):
-        await wait_allocatable(node, GPU, 1)
-        await wait_allocatable(node, CORE, 100)
-        await wait_allocatable(node, MEMORY, 96)
+        await node.wait_allocatable(GPU, 1)
+        await node.wait_allocatable(CORE, 100)
+        await node.wait_allocatable(MEMORY, 96)
         assert {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == {
             GPU: 1,
             CORE: 100,

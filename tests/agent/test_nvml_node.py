@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,10 @@ import pytest
 
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import CORES, log_lines, open_child, poll_until, wait_until
+from tests.agent.support_agent import open_child, poll_until
 from tests.gpus.support_nvml import TWO_PAIRS, becomes
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    active_records,
-    container,
-    limits_of,
-    open_test_node,
-    pod,
-    start_pods,
-    wait_allocatable,
-    wait_phase,
-)
+from tests.sandbox.support_sandbox import CORE, CORES, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 from tests.settings.support_settings import run_program
-from tests.support_deadline import DEADLINE_S
 
 FLAGS = (
     "--driver=nvml",
@@ -48,14 +34,14 @@ async def test_a_node_whose_sampling_hangs_keeps_its_gpus(script: Path) -> None:
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
-        await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
+        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
         becomes(script, HANGS)
-        await poll_until(lambda: log_lines(node, "usage_not_sampled"), "a sample that failed")
+        await poll_until(lambda: node.log_lines("usage_not_sampled"), "a sample that failed")
         becomes(script, HANGS + "error 1 15\n")
-        await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
+        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
         becomes(script, HANGS)
-        await wait_until(node, lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
-        assert not log_lines(node, "gpus_lost")
+        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
+        assert not node.log_lines("gpus_lost")
         becomes(script, GPUS)
 
 
@@ -71,13 +57,13 @@ async def test_gpus_without_memory_of_their_own_are_given_whole(script: Path) ->
         open_test_node() as node,
         open_child(node, *FLAGS, "--nvidia.enabled", "--nvidia.replicas=1=4", wait=False),
     ):
-        await wait_allocatable(node, NVIDIA_GPU_RESOURCE, 5)
-        await wait_allocatable(node, CORE, 200)
-        await start_pods(node, pod("whole", container(cores=100)))
-        await start_pods(node, pod("quarter", limits_of("main", {NVIDIA_GPU_RESOURCE: 1})))
-        await wait_allocatable(node, CORE, 175)
+        await node.wait_allocatable(NVIDIA_GPU_RESOURCE, 5)
+        await node.wait_allocatable(CORE, 200)
+        await node.start_pods(pod("whole", container(cores=100)))
+        await node.start_pods(pod("quarter", limits_of("main", {NVIDIA_GPU_RESOURCE: 1})))
+        await node.wait_allocatable(CORE, 175)
         node.api.create_pod(pod("share", container(cores=30, blocks=4), nodeName=node.name))
-        await wait_phase(node, "share", "Failed")
+        await node.wait_phase("share", "Failed")
 
 
 async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
@@ -85,10 +71,10 @@ async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
     lacks = "".join(f"call_error nvmlDevice{name} 0 3\n" for name in ("GetMinorNumber", "GetPciInfo_v3", "GetName"))
     becomes(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 0 2 NVIDIA GB10\n{LACKS}{lacks}")
     async with open_test_node() as node, open_child(node, *FLAGS, "--resources.unified-memory-mib=98304"):
-        await wait_allocatable(node, MEMORY, 384)
+        await node.wait_allocatable(MEMORY, 384)
         node.api.create_pod(pod("share", container(cores=30, blocks=4)))
-        await wait_phase(node, "share", "Running")
-        answers = [parsed_answer(record.response) for record in active_records(node)]
+        await node.wait_phase("share", "Running")
+        answers = [parsed_answer(record.response) for record in node.active_records()]
         annotation = await _annotated(node)
         inspected = await run_program("inspect", f"--query-port={_port(node)}")
     [visible] = [answer.envs["NVIDIA_VISIBLE_DEVICES"] for answer in answers if answer.envs]
@@ -131,22 +117,22 @@ async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
     """It comes while the agent runs; the Event of the Node names the call."""
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05") as child:
-        await wait_allocatable(node, CORE, 4 * CORES)
+        await node.wait_allocatable(CORE, 4 * CORES)
         becomes(script, GPUS.replace("00000000:3C:00.0 24576 0 Tesla P40", "00000000:3C:00.0 24576 0 \udcf8\udc95"))
-        await wait_allocatable(node, CORE, 3 * CORES)
-        [line] = log_lines(node, "gpu_unhealthy")
+        await node.wait_allocatable(CORE, 3 * CORES)
+        [line] = node.log_lines("gpu_unhealthy")
         assert "nvmlDeviceGetName" in line["reason"]
         becomes(script, GPUS)
-        await wait_allocatable(node, CORE, 4 * CORES)
+        await node.wait_allocatable(CORE, 4 * CORES)
         assert child.returncode is None
 
 
-def _port(node: EmbeddedNode) -> int:
-    port: int = log_lines(node, "web_listening")[-1]["port"]
+def _port(node: NodeUnderTest) -> int:
+    port: int = node.log_lines("web_listening")[-1]["port"]
     return port
 
 
-async def _annotated(node: EmbeddedNode) -> dict[str, Any]:
+async def _annotated(node: NodeUnderTest) -> dict[str, Any]:
     """The first GPU in the Node's annotation."""
     name, metadata = "gpushare-agent/gpus", lambda: node.api.node(node.name)["metadata"]
     await poll_until(lambda: name in metadata().get("annotations", {}), "the annotation")
@@ -154,7 +140,7 @@ async def _annotated(node: EmbeddedNode) -> dict[str, Any]:
     return found
 
 
-async def _probe(node: EmbeddedNode, path: str) -> tuple[int, str]:
+async def _probe(node: NodeUnderTest, path: str) -> tuple[int, str]:
     """What the kubelet's probe gets."""
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{_port(node)}{path}") as answer:
         return answer.status, await answer.text()
@@ -175,18 +161,18 @@ async def test_a_driver_that_refuses_the_container_ends_it(script: Path, refuses
     again ends it all."""
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05"):
-        await wait_allocatable(node, CORE, 4 * CORES)
+        await node.wait_allocatable(CORE, 4 * CORES)
         assert await _probe(node, "/healthz") == (200, "ok\n")
         becomes(script, GPUS + refuses)
-        await poll_until(lambda: log_lines(node, "restart_needed"), "the end of its patience")
+        await poll_until(lambda: node.log_lines("restart_needed"), "the end of its patience")
         (status, text), ready = await _probe(node, "/healthz"), await _probe(node, "/readyz")
         assert status == ready[0] == 503 and text in ready[1]
         assert "A new container may reach it" in text and "nvidia-smi" in text
         assert node.kubelet.devices.capacity()[CORE] == (4 * CORES, 0)
         becomes(script, GPUS)
-        await wait_allocatable(node, CORE, 4 * CORES)
+        await node.wait_allocatable(CORE, 4 * CORES)
         assert await _probe(node, "/healthz") == (200, "ok\n")
-        assert len(log_lines(node, "restart_needed")) == 1
+        assert len(node.log_lines("restart_needed")) == 1
 
 
 async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path) -> None:
@@ -197,18 +183,17 @@ async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path
     becomes(script, GPUS + waits)
     flags = (*FLAGS, "--health.check-period-s=0.05")
     async with open_test_node() as node, open_child(node, *flags, wait=False):
-        await poll_until(lambda: log_lines(node, "web_listening"), "the web port")
-        await poll_until(lambda: log_lines(node, "no_shares_possible"), "a look at the fabric")
+        await poll_until(lambda: node.log_lines("web_listening"), "the web port")
+        await poll_until(lambda: node.log_lines("no_shares_possible"), "a look at the fabric")
         status, text = await _probe(node, "/readyz")
         assert status == 503 and "has not joined its NVLink fabric" in text and "802" in text
         _, metrics = await _probe(node, "/metrics")
         assert metrics.count("gpushare_gpu_fabric_joined{") == 4
         await poll_until(lambda: "NVLink fabric" in str(node.api.events()), "the Event")
         node.api.create_pod(pod("early", container(cores=100), nodeName=node.name))
-        await wait_phase(node, "early", "Failed")
+        await node.wait_phase("early", "Failed")
         becomes(script, GPUS + joined.format(0) + waits.replace("fabric 0 2", "fabric 9 2"))
-        await wait_allocatable(node, CORE, CORES)
-        async with asyncio.timeout(DEADLINE_S):
-            while await _probe(node, "/readyz") != (200, "ok\n"):
-                pass  # it is looked at every two seconds
-        await start_pods(node, pod("whole", container(cores=100)))
+        await node.wait_allocatable(CORE, CORES)
+        while await _probe(node, "/readyz") != (200, "ok\n"):
+            pass  # it is looked at every two seconds
+        await node.start_pods(pod("whole", container(cores=100)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +14,12 @@ from pydantic import BaseModel
 from bench.node import agent_arguments
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import log_lines, open_agent, open_child, poll_until, record_claim, wait_registered
+from tests.agent.support_agent import open_agent, open_child, poll_until, record_claim
 from tests.agent.support_touched import touched
 from tests.dra.support_claims import uid_of
 from tests.isolation.support_library import fake_library
-from tests.sandbox.support_sandbox import SHORT_TIMES, container, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import SHORT_TIMES, NodeUnderTest, container, open_test_node, pod
 from tests.settings.support_settings import run_program
-from tests.support_deadline import DEADLINE_S
 
 TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
 ONLY_READ = {
@@ -43,7 +40,7 @@ HARMLESS = {
 }
 
 
-def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:
+def is_dra_registered(node: NodeUnderTest) -> Callable[[], bool]:
     return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.calls.dra_calls]
 
 
@@ -65,15 +62,14 @@ async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
         async with open_child(node, *flags, f"--libgpushare.library={library}", program=program) as child:
             await poll_until(is_dra_registered(node), "the DRA driver is registered")
             resize = {RESIZE_ANNOTATION: "main:cores=20"}
-            await start_pods(node, pod("p", container(cores=10, blocks=4), annotations=resize))
+            await node.start_pods(pod("p", container(cores=10, blocks=4), annotations=resize))
             if "vcuda" in flags[0]:  # before the cordon: on a GPU out of service no share grows
                 await poll_until(node.paths.resize_state.exists, "the resize is on the disk")
             cordoned = await run_program("cordon", "1", f"--control.socket={node.paths.agent_control_socket}")
             assert cordoned.code == 0, cordoned.err
             await poll_until(node.paths.health_state.exists, "the cordon is on the disk")
             child.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(DEADLINE_S):
-                assert await child.wait() == 0
+            assert await child.wait() == 0
         found = touched(file)
         state = node.paths.state.resolve()
         outside = {path: events for path, events in found.items() if not path.is_relative_to(state)}
@@ -140,12 +136,11 @@ async def test_a_newcomer_at_the_same_paths_takes_over_the_claims() -> None:
         async with open_child(node) as old:
             await poll_until(is_dra_registered(node), "the DRA driver is registered")
             async with open_child(node, wait=False):
-                await poll_until(lambda: len(log_lines(node, "claims_restored")) == 2, "the newcomer has the claims")
-                await wait_registered(node)
+                await poll_until(lambda: len(node.log_lines("claims_restored")) == 2, "the newcomer has the claims")
+                await node.wait_registered()
                 old.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(DEADLINE_S):
-                    assert await old.wait() == 0
-                assert [line["claims"] for line in log_lines(node, "claims_restored")] == [1, 1]
+                assert await old.wait() == 0
+                assert [line["claims"] for line in node.log_lines("claims_restored")] == [1, 1]
                 await poll_until(
                     lambda: len(list(node.paths.plugin_registry.glob("*-reg.sock"))) == 1, "one driver is registered"
                 )

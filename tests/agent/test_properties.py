@@ -14,17 +14,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    InnerAgent,
-    assert_nothing_shared,
-    holders_of,
-    kubelet_held,
-    open_agent,
-    wait_ledger_equal,
-    wait_until,
-)
-from tests.sandbox.support_sandbox import HELD_ADMISSIONS, container, limits_of, open_test_node, pod
+from tests.agent.support_agent import InnerAgent, open_agent
+from tests.sandbox.support_sandbox import HELD_ADMISSIONS, NodeUnderTest, container, limits_of, open_test_node, pod
 
 GPUS = 3
 QUIET_S = 0.5
@@ -67,7 +58,7 @@ STEP = st.one_of(
 class Play:
     """Carries the steps out and checks after each that nothing is shared and the ledger is correct."""
 
-    def __init__(self, node: EmbeddedNode) -> None:
+    def __init__(self, node: NodeUnderTest) -> None:
         self.node = node
         self.agent: InnerAgent | None = None
         self._stack = AsyncExitStack()
@@ -101,15 +92,15 @@ class Play:
             await self.start_agent()
         else:
             await self.node.kubelet.restart()
-            await wait_until(self.node, self._is_registered, "registered with the new kubelet")
+            await self.node.wait_until(self._is_registered, "registered with the new kubelet")
             # A kubelet that admits pods before its plugins are registered again kills running pods (measured).
             self.node.kubelet.begin_admissions()
 
     async def check(self) -> None:
-        await wait_until(self.node, self._is_settled, "every pod settled")
+        await self.node.wait_until(self._is_settled, "every pod settled")
         assert self.agent is not None
-        await wait_ledger_equal(self.node, self.agent)
-        assert_nothing_shared(self.node)
+        await self.node.wait_ledger_equal(self.agent)
+        self.node.assert_nothing_shared()
         for raw in self.node.api.pods():
             kind, status = raw["metadata"]["name"].split("-")[0], raw["status"]
             if status.get("phase") == "Failed":
@@ -153,10 +144,10 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
             for raw in node.api.pods():
                 node.api.delete_pod("default", raw["metadata"]["name"])
             assert script.agent is not None
-            await wait_until(node, lambda: not node.api.pods(), "every pod gone")
-            await wait_until(node, lambda: not kubelet_held(node), "the kubelet holds nothing")
-            await wait_ledger_equal(node, script.agent)
-            assert holders_of(script.agent) == 0 and len(script.agent.parts.node.cache) == 0
+            await node.wait_until(lambda: not node.api.pods(), "every pod gone")
+            await node.wait_until(lambda: not node.kubelet_held(), "the kubelet holds nothing")
+            await node.wait_ledger_equal(script.agent)
+            assert script.agent.holders_of() == 0 and len(script.agent.parts.node.cache) == 0
             assert script.agent.count("gpushare_pod_resources_lists_total", purpose="overlapped") == 0
         finally:
             await script.end()

@@ -15,21 +15,18 @@ from gpushare_agent.agent.program import run_generation
 from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
+from tests.agent.support_agent import open_agent, open_child, poll_until
+from tests.sandbox.support_sandbox import (
     BLOCKS,
+    CORE,
     CORES,
-    DEADLINE_S,
-    arguments,
-    assert_nothing_shared,
-    log_lines,
-    open_agent,
-    open_child,
-    poll_until,
-    wait_running,
-    wait_until,
+    MEMORY,
+    NodeUnderTest,
+    container,
+    limits_of,
+    open_test_node,
+    pod,
 )
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, start_pods
 from tests.support_core import used_cores
 
 GPU_MEM = "aliyun.com/gpu-mem"
@@ -38,14 +35,14 @@ GPU = "nvidia.com/gpu"
 ADMITTED = 'gpushare_admissions_total{outcome="allocated",reason="",resource="tencent.com/vcuda-core"}'
 
 
-async def _life(node: EmbeddedNode, number: int) -> str:
+async def _life(node: NodeUnderTest, number: int) -> str:
     """The address of the agent's web port in its life of this number, from 1 on."""
-    await poll_until(lambda: len(log_lines(node, "web_listening")) >= number, "the web port")
-    return f"http://127.0.0.1:{log_lines(node, 'web_listening')[number - 1]['port']}"
+    await poll_until(lambda: len(node.log_lines("web_listening")) >= number, "the web port")
+    return f"http://127.0.0.1:{node.log_lines('web_listening')[number - 1]['port']}"
 
 
 async def _get(url: str) -> Any:
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+    async with ClientSession() as session, session.get(url) as answer:
         return await answer.json() if "/api/" in url else await answer.text()
 
 
@@ -53,24 +50,24 @@ async def _admitted(url: str) -> list[str]:
     return [line for line in (await _get(f"{url}/metrics")).splitlines() if line.startswith(ADMITTED)]
 
 
-async def _recovered(node: EmbeddedNode, lives: int) -> None:
-    await poll_until(lambda: len(log_lines(node, "allocations_recovered")) >= lives, "the next life answers")
+async def _recovered(node: NodeUnderTest, lives: int) -> None:
+    await poll_until(lambda: len(node.log_lines("allocations_recovered")) >= lives, "the next life answers")
 
 
-def _sockets(node: EmbeddedNode) -> list[str]:
+def _sockets(node: NodeUnderTest) -> list[str]:
     return sorted(path.name for path in node.paths.device_plugin_path.glob("*-*.sock"))
 
 
-def _registered(node: EmbeddedNode) -> list[str]:
+def _registered(node: NodeUnderTest) -> list[str]:
     """The resources, once for each registration: a stream that is cut is followed by another one."""
-    return [line["resource"] for line in log_lines(node, "device_plugin_registered")]
+    return [line["resource"] for line in node.log_lines("device_plugin_registered")]
 
 
 async def test_a_reload_keeps_counters_decisions_and_history() -> None:
     """Counters do not go back, numbers of decisions go on, and the curves have the points from before."""
     async with open_test_node() as node, open_child(node, "--sample-period-s=0.1") as child:
         url = await _life(node, 1)
-        await start_pods(node, pod("before", container(cores=30, blocks=10)))
+        await node.start_pods(pod("before", container(cores=30, blocks=10)))
         admitted = await _admitted(url)
         assert admitted == [f"{ADMITTED} 1.0"]
         while (history := await _get(f"{url}/api/v1/history?only=gpus"))["at"] is None:
@@ -81,7 +78,7 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
         assert await _admitted(url) == admitted
         assert (await _get(f"{url}/api/v1/history?only=gpus"))["at"] >= history["at"]
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
-        await wait_running(node, "before", "after")
+        await node.wait_running("before", "after")
         found = (await _get(f"{url}/api/v1/decisions"))["decisions"]
         assert [(one["number"], one["pod"]) for one in found] == [(2, "after"), (1, "before")]
 
@@ -96,18 +93,16 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
             sockets = _sockets(node)
             path.write_text("simulated: {gpus: 2}\n" + with_gpu_mem)
             child.send_signal(signal.SIGHUP)
-            await wait_until(node, lambda: node.kubelet.devices.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
+            await node.wait_until(lambda: node.kubelet.devices.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
             assert set(sockets) < set(_sockets(node))
             path.write_text("simulated: {gpus: 2}\n" + without)
             child.send_signal(signal.SIGHUP)
-            await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "the new blocks")
+            await node.wait_until(lambda: node.healthy(MEMORY) == BLOCKS, "the new blocks")
             assert node.kubelet.devices.capacity()[CORE] == (2 * CORES, 2 * CORES)
-            await wait_until(
-                node, lambda: not node.kubelet.devices.capacity()[GPU_MEM][1], "the end of the removed resource"
-            )
+            await node.wait_until(lambda: not node.healthy(GPU_MEM), "the end of the removed resource")
             await poll_until(lambda: _sockets(node) == sockets, "its socket removed")
             assert sorted(_registered(node)) == sorted([CORE, MEMORY, GPU_MEM])
-            await start_pods(node, pod("after", container(cores=50, blocks=BLOCKS // 4)))
+            await node.start_pods(pod("after", container(cores=50, blocks=BLOCKS // 4)))
 
 
 @pytest.mark.parametrize(
@@ -124,18 +119,18 @@ async def test_reloads_in_a_burst_reject_no_pod(
     """Each waits for a moment between two admissions, of which a burst has no other than the end of one."""
     names = [f"burst-{number}" for number in range(24)]
     async with open_test_node() as node, open_child(node, *flags) as child:
-        await wait_until(
-            node, lambda: all(node.kubelet.devices.capacity().get(one, (0, 0))[1] for one in resources), "units"
+        await node.wait_until(
+            lambda: all(node.kubelet.devices.capacity().get(one, (0, 0))[1] for one in resources), "units"
         )
         for name in names:
             node.api.create_pod(pod(name, *containers))
         for life in range(2, 5):
             child.send_signal(signal.SIGHUP)
             await _recovered(node, life)
-        await wait_running(node, *names)
+        await node.wait_running(*names)
         assert sorted(_registered(node)) == sorted(resources)
-        assert not log_lines(node, "admissions_not_paused")
-        assert_nothing_shared(node)
+        assert not node.log_lines("admissions_not_paused")
+        node.assert_nothing_shared()
         calls = [call for call in node.calls.calls if call.method == "Allocate"]
         ids = [(call.resource, device) for call in calls for device in call.device_ids]
         assert len(ids) == len(set(ids))
@@ -147,18 +142,18 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         await first.parts.kubelet.pause()
         await stop_task(first.task)
         node.api.create_pod(pod("between", container(cores=50, blocks=20)))
-        await wait_until(node, lambda: node.calls.open_calls, "the kubelet asks")
-        settings = load_settings(arguments(node, "--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
+        await node.wait_until(lambda: node.calls.open_calls, "the kubelet asks")
+        settings = load_settings(node.arguments("--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
         second = build(settings, open_driver(settings), previous=first.parts)
         second.take_over(first.parts)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(run_generation(second))
-            await wait_running(node, "between")
+            await node.wait_running("between")
             (allocation,) = second.node.cache
             assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.node.cache) == {
                 allocation.gpus[0]: 50
             }
-            await wait_until(node, lambda: node.kubelet.devices.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
+            await node.wait_until(lambda: node.healthy(MEMORY) == BLOCKS, "blocks of 512 MiB")
             assert not [call for call in node.calls.calls if call.error]
             await stop_task(task)
         assert not _sockets(node)
@@ -173,9 +168,9 @@ async def test_settings_with_which_no_life_starts_are_followed_by_those_before()
             path.write_text("web: {addr: 203.0.113.1}\n")
             child.send_signal(signal.SIGHUP)
             await _recovered(node, 2)
-            assert [line["then"] for line in log_lines(node, "settings_not_applied")]
+            assert [line["then"] for line in node.log_lines("settings_not_applied")]
             assert "gpushare" in await _get(f"{await _life(node, 2)}/metrics")
-            await start_pods(node, pod("after", container(cores=30, blocks=10)))
+            await node.start_pods(pod("after", container(cores=30, blocks=10)))
             assert sorted(_registered(node)) == [CORE, MEMORY]
 
 
@@ -189,9 +184,9 @@ async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
                 "simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: error}\nresources: {memory_block_mib: 1}\n"
             )
             child.send_signal(signal.SIGHUP)
-            await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "they are refused")
-            await start_pods(node, pod("after", container(cores=30, blocks=10)))
-            await poll_until(lambda: log_lines(node, "allocate"), "its admission is logged, which is no error")
+            await poll_until(lambda: node.log_lines("settings_not_reloaded"), "they are refused")
+            await node.start_pods(pod("after", container(cores=30, blocks=10)))
+            await poll_until(lambda: node.log_lines("allocate"), "its admission is logged, which is no error")
             path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: debug}\n")
             child.send_signal(signal.SIGHUP)
-            await poll_until(lambda: log_lines(node, "device_list_sent"), "the next life logs the details")
+            await poll_until(lambda: node.log_lines("device_list_sent"), "the next life logs the details")

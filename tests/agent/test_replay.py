@@ -46,7 +46,6 @@ from tests.support_json import undecoded
 from tests.support_node import FreeIsolations, node_of
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
-GPUS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
 
 EXPECTED = {
     "create pod share-a": [("share-a", "main")],

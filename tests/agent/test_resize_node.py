@@ -16,10 +16,9 @@ from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME
 from gpushare_agent.agent.isolation.gpushare.library import MARK
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import InnerAgent, open_agent, poll_until, settle_pod, wait_until
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_library import fake_library
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, kill_container, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 from tests.support_core import used_blocks, used_cores
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
@@ -32,7 +31,7 @@ def share(name: str, cores: int = 30, blocks: int = 8, **extra: Any) -> dict[str
     return pod(name, container("main", cores=cores, blocks=blocks), **extra)
 
 
-async def annotate(node: EmbeddedNode, name: str, text: str | None) -> None:
+async def annotate(node: NodeUnderTest, name: str, text: str | None) -> None:
     url = f"{node.api.url}/api/v1/namespaces/default/pods/{name}"
     headers = {**node.api.headers, "Content-Type": "application/merge-patch+json"}
     body = {"metadata": {"annotations": {RESIZE: text}}}
@@ -40,28 +39,28 @@ async def annotate(node: EmbeddedNode, name: str, text: str | None) -> None:
         assert answer.status == 200
 
 
-async def resize(node: EmbeddedNode, name: str, text: str, size: tuple[int, int]) -> None:
+async def resize(node: NodeUnderTest, name: str, text: str, size: tuple[int, int]) -> None:
     """Until the library is told of these cores and memory blocks."""
     await annotate(node, name, text)
     await poll_until(lambda: size_of(node, name) == size, f"{size} for {text}")
 
 
-def config_of(node: EmbeddedNode, name: str) -> VDeviceConfig:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+def config_of(node: NodeUnderTest, name: str) -> VDeviceConfig:
+    uid = node.uid_of(name)
     return decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
 
 
-def size_of(node: EmbeddedNode, name: str) -> tuple[int, int]:
+def size_of(node: NodeUnderTest, name: str) -> tuple[int, int]:
     """Cores and memory blocks that the library is told."""
     config = config_of(node, name)
     return config.utilization, config.memory_bytes // (256 * MIB)
 
 
-def status_of(node: EmbeddedNode, name: str) -> str:
+def status_of(node: NodeUnderTest, name: str) -> str:
     return str(node.api.pod("default", name)["metadata"].get("annotations", {}).get(STATUS, ""))
 
 
-def events_of(node: EmbeddedNode, name: str) -> list[tuple[str, str]]:
+def events_of(node: NodeUnderTest, name: str) -> list[tuple[str, str]]:
     return [
         (event["reason"], event["message"])
         for event in node.api.events()
@@ -69,13 +68,9 @@ def events_of(node: EmbeddedNode, name: str) -> list[tuple[str, str]]:
     ]
 
 
-def healthy(node: EmbeddedNode, resource: str) -> int:
-    return node.kubelet.devices.capacity()[resource][1]
-
-
-def held_of(node: EmbeddedNode, name: str) -> list[int]:
+def held_of(node: NodeUnderTest, name: str) -> list[int]:
     """Of GPU 0, as the node's object says."""
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     raw = node.api.node(node.name)
     held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/allocations", '{"allocations":{}}'))[
         "allocations"
@@ -84,7 +79,7 @@ def held_of(node: EmbeddedNode, name: str) -> list[int]:
 
 
 @asynccontextmanager
-async def open_world(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+async def open_world(*flags: str) -> AsyncIterator[tuple[NodeUnderTest, InnerAgent]]:
     async with open_test_node() as node, open_agent(node, *(flags or FLAGS)) as agent:
         yield node, agent
 
@@ -92,16 +87,16 @@ async def open_world(*flags: str) -> AsyncIterator[tuple[EmbeddedNode, InnerAgen
 async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left() -> None:
     """Ledger, library, the node's object, the device list and the pod's own status say the same; new pods get the rest."""
     async with open_world() as (node, agent):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         await resize(node, "web", "main:cores=50,memory=24", (50, 24))
-        await wait_until(node, lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
-        await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (80, 80), "IDs withheld")
-        await wait_until(node, lambda: held_of(node, "web") == [50, 24], "the node's object")
-        await wait_until(node, lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
+        await node.wait_until(lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
+        await node.wait_until(lambda: (node.healthy(CORE), node.healthy(MEMORY)) == (80, 80), "IDs withheld")
+        await node.wait_until(lambda: held_of(node, "web") == [50, 24], "the node's object")
+        await node.wait_until(lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
         assert used_cores(agent.parts.node.cache) == {agent.parts.node.gpus().gpus[0].uuid: 50}
-        await start_pods(node, share("rest", 50, 72))
+        await node.start_pods(share("rest", 50, 72))
         node.api.create_pod(share("late", 1, 1))
-        await wait_until(node, lambda: node.api.pod("default", "late")["status"].get("conditions"), "no room for it")
+        await node.wait_until(lambda: node.api.pod("default", "late")["status"].get("conditions"), "no room for it")
         assert node.api.pod("default", "late")["status"]["phase"] == "Pending"
 
 
@@ -111,8 +106,8 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
     library.write_bytes(library.read_bytes() + MARK)
     flags = ("--gpus=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
-        await start_pods(node, share("web"))
-        uid = node.api.pod("default", "web")["metadata"]["uid"]
+        await node.start_pods(share("web"))
+        uid = node.uid_of("web")
         directory = node.paths.virtual_manager / uid / "main"
         config = directory / CONFIG_NAME
 
@@ -125,7 +120,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
         inode = config.stat().st_ino
         await annotate(node, "web", "main:cores=50,memory=24")
         await poll_until(lambda: told() == (50, 24), "the library is told")
-        await wait_until(node, lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
+        await node.wait_until(lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
         assert config.stat().st_ino == inode
         (kept,) = (agent.parts.isolation.kept(one) for one in agent.parts.node.cache)
         assert kept is not None and (kept.memory_by, kept.compute_by) == ("gpushare", "gpushare")
@@ -137,19 +132,19 @@ async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked()
     """Under vcuda nobody can tell whether a process reads its limits again: others may grow with the next container."""
     async with open_world() as (node, agent):
         for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
-            await start_pods(node, share(name, cores, blocks))
+            await node.start_pods(share(name, cores, blocks))
         await annotate(node, "first", "main:cores=20,memory=10")
         await poll_until(lambda: size_of(node, "first") == (20, 10), "the library is told")
-        await wait_until(node, lambda: status_of(node, "first") == "main:cores=20,memory=10,shrinking", "status")
+        await node.wait_until(lambda: status_of(node, "first") == "main:cores=20,memory=10,shrinking", "status")
         await annotate(node, "second", "main:cores=70")
-        await wait_until(node, lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
-        key = ContainerKey(node.api.pod("default", "first")["metadata"]["uid"], "main")
-        kill_container(node, "default", "first", "main")
+        await node.wait_until(lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
+        key = ContainerKey(node.uid_of("first"), "main")
+        node.kill_container("first")
         await poll_until(lambda: size_of(node, "second") == (70, 30), "granted once every process is new")
-        await wait_until(node, lambda: held_of(node, "second") == [70, 30], "the node's object")
+        await node.wait_until(lambda: held_of(node, "second") == [70, 30], "the node's object")
         await annotate(node, "first", None)
-        await wait_until(
-            node, lambda: "refused=NotEnoughCores" in status_of(node, "first"), "no room for its own request"
+        await node.wait_until(
+            lambda: "refused=NotEnoughCores" in status_of(node, "first"), "no room for its own request"
         )
         await annotate(node, "second", None)
         await poll_until(lambda: size_of(node, "second") == (30, 30), "as allocated")
@@ -160,12 +155,12 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
     """The Event has reason and cure; the same annotation brings no second one."""
     async with open_world() as (node, agent):
         for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
-            await start_pods(node, share(name, cores, blocks))
+            await node.start_pods(share(name, cores, blocks))
         await annotate(node, "second", "main:memory=40")
-        await wait_until(node, lambda: "refused=NotEnoughMemory" in status_of(node, "second"), "refused")
-        await wait_until(node, lambda: events_of(node, "second"), "Event")
+        await node.wait_until(lambda: "refused=NotEnoughMemory" in status_of(node, "second"), "refused")
+        await node.wait_until(lambda: events_of(node, "second"), "Event")
         assert size_of(node, "second") == (30, 30)
-        await wait_until(node, lambda: held_of(node, "second") == [30, 30], "the node's object")
+        await node.wait_until(lambda: held_of(node, "second") == [30, 30], "the node's object")
         for _ in range(3):
             await agent.parts.kubelet.resizing.reconcile()
         ((reason, message),) = events_of(node, "second")
@@ -176,7 +171,7 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
         )
         node.api.delete_pod("default", "first")
         await poll_until(lambda: size_of(node, "second") == (30, 40), "granted once there is room")
-        await wait_until(node, lambda: status_of(node, "second") == "main:cores=30,memory=40,in-force", "status")
+        await node.wait_until(lambda: status_of(node, "second") == "main:cores=30,memory=40,in-force", "status")
 
 
 @pytest.mark.parametrize(
@@ -191,32 +186,32 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
 async def test_a_wrong_annotation_changes_nothing_and_is_reported(text: str, said: str) -> None:
     """As an Event, in words."""
     async with open_world() as (node, _):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         await annotate(node, "web", text)
-        await wait_until(node, lambda: any(said in message for _, message in events_of(node, "web")), "Event")
+        await node.wait_until(lambda: any(said in message for _, message in events_of(node, "web")), "Event")
         assert size_of(node, "web") == (30, 8)
 
 
 async def test_by_default_the_annotation_is_refused() -> None:
     """Who may edit his pods would otherwise escape the ResourceQuota."""
     async with open_world("--gpus=1", "--isolation=vcuda") as (node, _):
-        await start_pods(node, share("web", annotations={RESIZE: "main:cores=50"}))
-        await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
+        await node.start_pods(share("web", annotations={RESIZE: "main:cores=50"}))
+        await node.wait_until(lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
         assert size_of(node, "web") == (30, 8)
 
 
 async def test_within_its_request_a_share_may_shrink_and_grow_back() -> None:
     """No quota is exceeded so, whoever writes the annotation."""
     async with open_world("--gpus=1", "--isolation=vcuda", "--resize.mode=within-request") as (node, _):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         await resize(node, "web", "main:cores=10", (10, 8))
         await resize(node, "web", "main:cores=30,memory=8", (30, 8))
         await annotate(node, "web", "main:cores=31")
-        await wait_until(node, lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
+        await node.wait_until(lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
         assert size_of(node, "web") == (30, 8)
         await resize(node, "web", "main:cores=10", (10, 8))
         await annotate(node, "web", "main:cores=31")
-        await wait_until(node, lambda: "main:cores=10,memory=8,refused" in status_of(node, "web"), "refused as it is")
+        await node.wait_until(lambda: "main:cores=10,memory=8,refused" in status_of(node, "web"), "refused as it is")
         assert size_of(node, "web") == (10, 8)
 
 
@@ -224,10 +219,10 @@ async def test_an_unreadable_annotation_keeps_no_size_that_the_setting_takes_bac
     """Under the setting that granted the size it does."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await start_pods(node, share("web"))
+            await node.start_pods(share("web"))
             await resize(node, "web", "main:cores=50,memory=24", (50, 24))
             await annotate(node, "web", "as much as there is")
-            await wait_until(node, lambda: "refused=InvalidRequest" in status_of(node, "web"), "refused")
+            await node.wait_until(lambda: "refused=InvalidRequest" in status_of(node, "web"), "refused")
             assert size_of(node, "web") == (50, 24)
         async with open_agent(node, "--gpus=1", "--isolation=vcuda", "--resize.mode=within-request"):
             await poll_until(lambda: size_of(node, "web") == (30, 8), "taken back")
@@ -237,7 +232,7 @@ async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answe
     """The file has what was granted: device list and account know it before any pod is listed."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await start_pods(node, share("web"))
+            await node.start_pods(share("web"))
             await resize(node, "web", "main:cores=90,memory=90", (90, 90))
         await node.api.stop_listening()
         async with open_agent(node, *FLAGS, wait=False) as agent:
@@ -245,7 +240,7 @@ async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answe
             await poll_until(lambda: len(cache), "recovered")
             (allocation,) = cache
             assert used_cores(cache)[allocation.gpus[0]] == 90 and used_blocks(cache)[allocation.gpus[0]] == 90
-            await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (40, 14), "IDs withheld")
+            await node.wait_until(lambda: (node.healthy(CORE), node.healthy(MEMORY)) == (40, 14), "IDs withheld")
             assert not agent.parts.node.pods.is_synced
 
 
@@ -253,7 +248,7 @@ async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None
     """Nothing counts as lent, each isolation is told what was allocated, and the annotations say the rest."""
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
-            await start_pods(node, share("web"))
+            await node.start_pods(share("web"))
             await resize(node, "web", "main:cores=90,memory=90", (90, 90))
         node.paths.resize_state.write_text('{"version": 1, "shares": [{"pod_uid": "../x"}]}')
         node.paths.resize_state.with_name("resize.json.last").unlink()
@@ -266,9 +261,9 @@ async def test_a_corrupt_file_is_set_aside_and_shares_are_resized_anew() -> None
 async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
     """A restart would otherwise give the same capacity to another."""
     async with open_world(*FLAGS, "--state-directory=/proc/nowhere") as (node, agent):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         await annotate(node, "web", "main:cores=50")
-        await wait_until(node, lambda: status_of(node, "web") == "main:cores=30,memory=8,pending", "pending")
+        await node.wait_until(lambda: status_of(node, "web") == "main:cores=30,memory=8,pending", "pending")
         await agent.parts.kubelet.resizing.reconcile()
         assert size_of(node, "web") == (30, 8)
 
@@ -277,16 +272,16 @@ async def test_an_isolation_that_limits_nothing_is_not_resized() -> None:
     """The ledger would say what nobody enforces."""
     flags = ("--gpus=1", "--isolation=none", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         await annotate(node, "web", "main:cores=50")
-        await wait_until(node, lambda: "refused=ResizeUnsupported" in status_of(node, "web"), "refused")
+        await node.wait_until(lambda: "refused=ResizeUnsupported" in status_of(node, "web"), "refused")
         assert not agent.parts.node.cache.resized
 
 
 async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> None:
     """A round takes what is there by then, and an Event of a pod waits for the one before."""
     async with open_world() as (node, agent):
-        await start_pods(node, share("web"))
+        await node.start_pods(share("web"))
         for number in range(40):
             await annotate(node, "web", f"main:cores={101 + number}")
         await poll_until(lambda: agent.parts.node.pods.pods()[0].annotations[RESIZE] == "main:cores=140", "the last")
@@ -298,7 +293,7 @@ async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> Non
 async def test_a_refused_pod_does_not_start_on_lent_capacity() -> None:
     """A pod bound past the scheduler meets the account, not the kubelet's count of IDs."""
     async with open_world() as (node, _):
-        await start_pods(node, share("web", 30, 8))
+        await node.start_pods(share("web", 30, 8))
         await resize(node, "web", "main:cores=95", (95, 8))
-        message = await settle_pod(node, share("bound", 10, 8, nodeName=node.name))
+        message = await node.settle_pod(share("bound", 10, 8, nodeName=node.name))
         assert node.api.pod("default", "bound")["status"]["phase"] == "Failed", message

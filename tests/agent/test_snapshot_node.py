@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from aiohttp import ClientSession
 
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
-from tests.agent.support_agent import DEADLINE_S, open_agent
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from tests.agent.support_agent import open_agent
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 PATHS = ("/api/v1/node", "/usage", "/graph", "/version", "/metrics")
 
@@ -36,11 +34,11 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot(monkeypa
         url = f"http://localhost:{await agent.parts.observability.web.wait_listening()}"
 
         async def read(path: str) -> str:
-            async with asyncio.timeout(DEADLINE_S), session.get(url + path) as answer:
+            async with session.get(url + path) as answer:
                 assert answer.status == 200
                 return await answer.text()
 
-        await start_pods(node, pod("shown", container(cores=30, blocks=10)))
+        await node.start_pods(pod("shown", container(cores=30, blocks=10)))
         await agent.parts.observability.usage.sample_once()
         made.clear()
         changes.clear()

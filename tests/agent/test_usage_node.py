@@ -17,62 +17,43 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.usage import UsageRound
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import (
-    DEADLINE_S,
-    InnerAgent,
-    calls_of,
-    gpus_of,
-    open_agent,
-    poll_until,
-    uuid_of,
-    wait_running,
-    wait_until,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_tenant import SlowFiles
-from tests.sandbox.support_sandbox import (
-    container,
-    kill_container,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-)
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
 
 
-def pids_of(node: EmbeddedNode, name: str, container_name: str = "main") -> list[int]:
+def pids_of(node: NodeUnderTest, name: str, container_name: str = "main") -> list[int]:
     """The container's processes on this machine."""
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+    uid = node.uid_of(name)
     run = node.kubelet.runtime.find(uid, container_name)
     assert run is not None
     return node.kubelet.runtime.pids(run)
 
 
-def put_usage(node: EmbeddedNode, *processes: Mapping[str, Any]) -> None:
+def put_usage(node: NodeUnderTest, *processes: Mapping[str, Any]) -> None:
     """What the simulated driver sees from now on."""
     new = node.paths.usage.with_suffix(".new")
     new.write_text(json.dumps({"processes": list(processes)}))
     new.replace(node.paths.usage)
 
 
-def key_of(node: EmbeddedNode, name: str, container_name: str = "main") -> ContainerKey:
-    return ContainerKey(PodUid(node.api.pod("default", name)["metadata"]["uid"]), container_name)
+def key_of(node: NodeUnderTest, name: str, container_name: str = "main") -> ContainerKey:
+    return ContainerKey(node.uid_of(name), container_name)
 
 
-def index_of(node: EmbeddedNode, agent: InnerAgent, name: str) -> int:
+def index_of(node: NodeUnderTest, agent: InnerAgent, name: str) -> int:
     """Of the one GPU that the pod's container has."""
-    (uuid,) = gpus_of(node, name)
+    (uuid,) = node.gpus_of(name)
     return next(gpu.index for gpu in agent.parts.node.inventory.current.gpus if gpu.uuid == uuid)
 
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
     """/metrics by name."""
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+    async with ClientSession() as session:
         port = await agent.parts.observability.web.wait_listening()
         async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
             text = await response.text()
@@ -96,12 +77,12 @@ async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
 
 
 @asynccontextmanager
-async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator[tuple[NodeUnderTest, InnerAgent]]:
     """Two GPUs, and two pods with shares that run."""
     async with open_test_node(cgroups=cgroups) as node, open_agent(node, *FAST, "--simulated.gpus=2", *flags) as agent:
         for name in ("a", "b"):
             node.api.create_pod(pod(name, container(cores=30, blocks=8)))
-        await wait_running(node, "a", "b")
+        await node.wait_running("a", "b")
         yield node, agent
 
 
@@ -124,7 +105,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups:
             return now is not None and all(
                 (use := now.containers.get((key_of(node, name), uuid))) is not None and use.pids == (pid,)
                 for name, pid in (("a", a), ("b", b))
-                for uuid in gpus_of(node, name)
+                for uuid in node.gpus_of(name)
             )
 
         await poll_until(is_seen, "both processes with their containers")
@@ -153,8 +134,8 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         assert of_pod(rows["gpushare_container_memory_used_bytes"], "a") == [0.0]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "a") == [0.3]
         assert sum(value for _, value in rows["gpushare_gpu_cores_allocated_ratio"]) == 0.6
-        await remove_pod(node, "a", grace_period_s=0)
-        await wait_until(node, lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
+        await node.remove_pod("a", grace_period_s=0)
+        await node.wait_until(lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
         rows = await scrape(agent)
         assert not [name for name, found in rows.items() if of_pod(found, "a")]
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "b") == [0.3]
@@ -187,10 +168,10 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
             now = node.kubelet.runtime.find(run.pod_uid, "main")
             return now is not None and now.id != run.id and bool(pids_of(node, "a"))
 
-        await wait_until(node, runs_again, "the container to run again")
+        await node.wait_until(runs_again, "the container to run again")
         (pid, *_) = pids_of(node, "a")
         put_usage(node, {"pid": pid, "gpu": index_of(node, agent, "a"), "sm": 0.5, "memory_bytes": MIB})
-        (uuid,) = gpus_of(node, "a")
+        (uuid,) = node.gpus_of("a")
         key = key_of(node, "a")
 
         def seen() -> bool:
@@ -216,7 +197,7 @@ async def test_use_is_sampled_without_an_isolation_too() -> None:
             return uses[0].sm_ratio if uses else None
 
         await poll_until(lambda: ratio() == 0.75, "its use")
-        assert uuid_of(agent, index_of(node, agent, "a")) in gpus_of(node, "a")
+        assert agent.uuid_of(index_of(node, agent, "a")) in node.gpus_of("a")
 
 
 async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_paid() -> None:
@@ -225,7 +206,7 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
     async with open_test_node() as node, open_agent(node, *flags) as agent:
         for name, cores in (("a", 30), ("b", 60)):
             node.api.create_pod(pod(name, container(cores=cores, blocks=8)))
-        await wait_running(node, "a", "b")
+        await node.wait_running("a", "b")
         put_usage(node, *({"pid": pids_of(node, name)[0], "gpu": 0, "sm": 0.9, "memory_bytes": MIB} for name in "ab"))
         containers = agent.parts.node.settings.virtual_manager.path
 
@@ -246,9 +227,8 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
             return {name: (of_pod(ratios, name), found[name]) for name in "ab"}
 
         async def wait_shown(computing: str, expected: dict[str, tuple[list[float], set[str]]]) -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                while await shown(computing) != expected:
-                    await asyncio.sleep(0.05)
+            while await shown(computing) != expected:
+                await asyncio.sleep(0.05)
 
         await wait_shown("ab", {"a": ([0.3], {"library"}), "b": ([0.6], {"library"})})
         put_usage(node, {"pid": pids_of(node, "a")[0], "gpu": 0, "sm": 0.4, "memory_bytes": MIB})
@@ -258,7 +238,7 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
 async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its own container starts again, with new files and a socket that is served."""
     async with open_test_node() as node, open_agent(node, *FAST, "--isolation=gpushare") as agent:
-        await start_pods(node, pod("hostile", container(cores=10, blocks=2)))
+        await node.start_pods(pod("hostile", container(cores=10, blocks=2)))
         directory = agent.parts.node.settings.virtual_manager.path / key_of(node, "hostile").pod_uid / "main"
         former = (directory / "usage").stat().st_ino
         slow = SlowFiles(monkeypatch)
@@ -267,10 +247,10 @@ async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatc
             await poll_until(lambda: bool(slow.slow), "the file being shortened")
             for number in range(5):
                 node.api.create_pod(pod(f"other{number}", container(cores=10, blocks=2)))
-            await wait_running(node, *(f"other{number}" for number in range(5)))
-            kill_container(node, "default", "hostile", "main")
-            await wait_until(node, lambda: len(calls_of(node, "hostile", "PreStartContainer")) == 2, "the restart")
-            assert not calls_of(node, "hostile", "PreStartContainer")[-1].error
+            await node.wait_running(*(f"other{number}" for number in range(5)))
+            node.kill_container("hostile")
+            await node.wait_until(lambda: len(node.calls_of("hostile", "PreStartContainer")) == 2, "the restart")
+            assert not node.calls_of("hostile", "PreStartContainer")[-1].error
             assert (directory / "usage").stat().st_ino != former and is_served(directory / "vcuda.sock")
             # The thread that removes what was put aside may wait for it.
             assert set(slow.waited) <= {"unlink usage"}

@@ -7,20 +7,19 @@ from pathlib import Path
 from aiohttp import ClientSession
 
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from tests.agent.support_agent import open_agent, poll_until
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 
-def directory_of(node: EmbeddedNode, name: str, inner: str = "main") -> Path:
-    uid = node.api.pod("default", name)["metadata"]["uid"]
+def directory_of(node: NodeUnderTest, name: str, inner: str = "main") -> Path:
+    uid = node.uid_of(name)
     return node.paths.virtual_manager / uid / inner
 
 
 async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> None:
     """The mount is of its own directory; a whole GPU's says that nothing is limited."""
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
-        await start_pods(node, pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=100)))
+        await node.start_pods(pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=100)))
         own = directory_of(node, "share")
         config = decode_config((own / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (30, 10 * 256 * 1024 * 1024, True)
@@ -28,7 +27,7 @@ async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> Non
         assert process is not None  # its PID may have been found by now
         assert config.hard_limit and set(decode_pids((own / "pids.config").read_bytes())) <= {process.pid}
         assert (own / "vcuda.sock").is_socket()
-        answer = next(c for c in calls_of(node, "share") if b"/etc/vcuda" in c.response)
+        answer = next(c for c in node.calls_of("share") if b"/etc/vcuda" in c.response)
         assert str(own).encode() in answer.response
         assert not decode_config((directory_of(node, "whole") / "vcuda.config").read_bytes()).enable
 
@@ -39,7 +38,7 @@ async def test_an_elastic_limit_is_followed_and_a_bad_one_reported() -> None:
         node.api.create_pod(
             pod("share", container(cores=30, blocks=10), annotations={"tencent.com/vcuda-core-limit": "60"})
         )
-        await wait_running(node, "share")
+        await node.wait_running("share")
         path = directory_of(node, "share") / "vcuda.config"
         assert (decode_config(path.read_bytes()).limit, decode_config(path.read_bytes()).hard_limit) == (60, False)
         url = f"{node.api.url}/api/v1/namespaces/default/pods/share"
@@ -61,12 +60,12 @@ async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:
         async with open_agent(node, "--isolation=vcuda"):
             node.api.create_pod(pod("share", container(cores=30, blocks=10)))
             node.api.create_pod(pod("gone", container(cores=30, blocks=10)))
-            await wait_running(node, "share", "gone")
+            await node.wait_running("share", "gone")
             own, other = directory_of(node, "share"), directory_of(node, "gone")
             before = (own / "vcuda.config").read_bytes()
         assert not (own / "vcuda.sock").exists()
         node.api.delete_pod("default", "gone")
-        await wait_until(node, lambda: node.api.find_pod("default", "gone") is None, "the pod gone")
+        await node.wait_until(lambda: node.api.find_pod("default", "gone") is None, "the pod gone")
         async with open_agent(node, "--isolation=vcuda"):
             await poll_until((own / "vcuda.sock").is_socket, "the socket back")
             assert (own / "vcuda.config").read_bytes() == before

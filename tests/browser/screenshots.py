@@ -17,12 +17,11 @@ from pathlib import Path
 
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-from tests.agent.support_agent import InnerAgent, open_agent, wait_until
+from tests.agent.support_agent import InnerAgent, open_agent
 from tests.browser.support_browser import Browser, open_browser
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 SPEED = 40
@@ -55,7 +54,7 @@ ROWS = "document.querySelectorAll('.containers tbody tr').length >= arguments[0]
 
 
 @asynccontextmanager
-async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
+async def busy_node() -> AsyncIterator[tuple[NodeUnderTest, InnerAgent]]:
     """A node with running pods, a refused one and an ill GPU, whose curves are full."""
     flags = (
         f"--simulated.topology={TOPOLOGY}",
@@ -69,7 +68,7 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
     async with open_test_node(node_name="gpu-node-1") as node, open_agent(node, *flags) as agent:
         for namespace, name, cores, blocks in (*PODS, REFUSED):
             node.api.create_pod(pod(name, container(cores=cores, blocks=blocks)), namespace)
-            await wait_until(node, lambda key=(namespace, name): _phase(node, *key), f"{name} to be settled")
+            await node.wait_until(lambda key=(namespace, name): _phase(node, *key), f"{name} to be settled")
         gpus = agent.parts.node.inventory.current.gpus
         started_at = time.time()
 
@@ -88,7 +87,7 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         yield node, agent
 
 
-def _phase(node: EmbeddedNode, namespace: str, name: str) -> bool:
+def _phase(node: NodeUnderTest, namespace: str, name: str) -> bool:
     phase = (node.api.find_pod(namespace, name) or {}).get("status", {}).get("phase")
     return phase in ("Running", "Failed")
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -192,14 +192,3 @@ async def get_json(url: str) -> Any:
     async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
         assert answer.status == 200, (url, answer.status, await answer.text())
         return json.loads(await answer.read())
-
-
-async def eventually(read: Callable[[], Awaitable[Any]], what: str) -> Any:
-    """Polls for a state of another process, under the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not (found := await read()):
-                await asyncio.sleep(0.05)
-            return found
-    except TimeoutError as error:
-        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error

@@ -14,12 +14,12 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.kubectl.dashboard import ClusterPage
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
-from tests.agent.support_agent import open_agent, wait_until
+from tests.agent.support_agent import open_agent
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.cli.support_cluster_page import HOSTILE, served_cluster, waiting
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import FakeCluster, raw_pod
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -205,10 +205,10 @@ async def test_a_nodes_use_and_its_dashboard_come_through_the_api_server() -> No
     ):
         port = await agent.parts.observability.web.wait_listening()
         node.api.add_agent(node.name, AgentServer(url=f"http://127.0.0.1:{port}", log=node.paths.agent_log))
-        await start_pods(node, pod("share", container(cores=30, blocks=8)))
+        await node.start_pods(pod("share", container(cores=30, blocks=8)))
         page, ports = ClusterPage(Settings(), ResourceNames(), port=0), list[int]()
         async with running(lambda: page.run(api, on_listening=ports.append)):
-            await wait_until(node, lambda: bool(ports), "the page listens")
+            await node.wait_until(lambda: bool(ports), "the page listens")
             await browser.open(f"http://localhost:{ports[0]}/")
             await browser.wait("document.querySelector('.node summary')")
             await browser.click(".node summary")

@@ -12,20 +12,12 @@ import pytest
 
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-from tests.agent.support_agent import (
-    InnerAgent,
-    open_agent,
-    settle_pod,
-    wait_running,
-    wait_until,
-    write_faults,
-)
+from tests.agent.support_agent import InnerAgent, open_agent, write_faults
 from tests.browser.support_browser import WHY_NOT, Browser, get_json, open_browser
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, open_test_node, pod, remove_pod
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -53,7 +45,7 @@ ROWS = """return [...document.querySelectorAll('.containers tbody tr')].map((row
 class Scene:
     """A node with its agent, what its containers use, and a browser that shows it."""
 
-    node: EmbeddedNode
+    node: NodeUnderTest
     agent: InnerAgent
     player: WorkloadPlayer
     browser: Browser
@@ -63,7 +55,7 @@ class Scene:
         self.node.api.create_pod(
             pod(name, container(cores=cores, blocks=blocks), annotations={LOAD_ANNOTATION: str(LOAD)})
         )
-        await wait_running(self.node, name)
+        await self.node.wait_running(name)
 
     async def document(self) -> dict[str, Any]:
         document: dict[str, Any] = await get_json(f"{self.url}/api/v1/node")
@@ -105,7 +97,7 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
         await scene.create("pair", cores=200)
         for number, (cores, blocks) in enumerate([(60, 16), (60, 32), (60, 4), (10, 8)]):
             await scene.create(f"share-{number}", cores=cores, blocks=blocks)
-        refusal = await settle_pod(scene.node, pod("much-too-much", container(cores=300)))
+        refusal = await scene.node.settle_pod(pod("much-too-much", container(cores=300)))
         scene.player.play()
         browser = scene.browser
         await browser.wait("document.querySelectorAll('.containers tbody tr').length === 6")
@@ -172,7 +164,7 @@ async def test_the_page_follows_the_node() -> None:
         await scene.browser.wait(
             "[...document.querySelectorAll('.bar .share-name')].filter((one) => one.textContent === 'goes').length === 2"
         )
-        await remove_pod(scene.node, "goes")
+        await scene.node.remove_pod("goes")
         await scene.wait_row("goes", is_there=False)
         await scene.wait_row("stays")
         assert "goes" not in await scene.browser.script("return document.querySelector('#gpus').textContent")
@@ -246,4 +238,4 @@ async def test_the_head_has_the_state_of_the_agent() -> None:
             ",".join(f"Not ready: {reason}." for reason in reasons),
         )
         await scene.node.kubelet.start()
-        await wait_until(scene.node, scene.agent.parts.kubelet.registrar.all_registered.is_set, "registered")
+        await scene.node.wait_until(scene.agent.parts.kubelet.registrar.all_registered.is_set, "registered")

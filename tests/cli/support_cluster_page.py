@@ -12,16 +12,7 @@ from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.kubectl.dashboard import ClusterPage
 from tests.cluster.support_kube import running
-from tests.extender.support_extender import (
-    NAMES,
-    FakeCluster,
-    eventually,
-    fake_cluster,
-    holds,
-    opened_api,
-    raw_node,
-    raw_pod,
-)
+from tests.extender.support_extender import NAMES, FakeCluster, eventually, fake_cluster, raw_node, raw_pod
 from tests.fakes.api_server import Raw
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
@@ -56,8 +47,8 @@ async def served_cluster() -> AsyncIterator[tuple[str, FakeCluster]]:
         waiting("needs-much", (20, 65)),
     ]
     async with fake_cluster(*nodes, out_of_service(raw_node("gpu-3")), pods=pods) as cluster:
-        holds(cluster, "gpu-1", ("uid-one", 0, 30, 8), ("uid-two", 0, 50, 16))
-        async with opened_api(cluster) as api:
+        cluster.holds("gpu-1", ("uid-one", 0, 30, 8), ("uid-two", 0, 50, 16))
+        async with cluster.opened_api() as api:
             page = ClusterPage(Settings(), replace(NAMES, gpu=("nvidia.com/gpu",)), port=0)
             ports: list[int] = []
             async with running(lambda: page.run(api, on_listening=ports.append)):

@@ -17,13 +17,11 @@ from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, 
 from gpushare_agent.core.placement import GpuAccount
 from tests.cli.support_cluster_page import served_cluster, waiting
 from tests.extender.support_extender import raw_node
-from tests.support_deadline import DEADLINE_S
 
 
 async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
-        asyncio.timeout(DEADLINE_S),
         aiohttp.ClientSession() as session,
         session.get(url, headers=named) as answer,
     ):
@@ -51,7 +49,7 @@ async def test_only_its_own_page_is_answered() -> None:
 
 async def test_a_waiting_pod_with_every_gpu() -> None:
     """Its requests, what the scheduler wrote, cut, and each GPU's lack; a pod that waits no more is not found."""
-    async with served_cluster() as (url, _), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, _):
         while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
             await asyncio.sleep(0.01)
         _, answer, _ = await ask(f"{url}api/v1/waiting")
@@ -78,7 +76,7 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
 
 async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> None:
     """In the sentences of `kubectl gpushare explain`: no GPU of a node that does not suit the pod is green."""
-    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, cluster):
         while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
             await asyncio.sleep(0.01)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-nine")
@@ -110,7 +108,7 @@ async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> Non
 )  # fmt: skip
 async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], remedy: str) -> None:
     """Also where it asks for nothing of ours, and no other change is named."""
-    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, cluster):
         mistaken = waiting("mistaken", (30, 8))
         mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
         cluster.put("pods", mistaken)
@@ -126,7 +124,7 @@ async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], 
 
 async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
     """Of a node that is known; where no agent answers, its reason."""
-    async with served_cluster() as (url, _), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, _):
         while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
             await asyncio.sleep(0.01)
         assert (await ask(f"{url}nodes/gpu-1/"))[0] == 200
@@ -141,7 +139,7 @@ async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
 
 async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
     """An annotation may escape one in any of its texts; UTF-8 has none."""
-    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, cluster):
         spoilt = raw_node("gpu-4")
         reported = json.loads(spoilt["metadata"]["annotations"][GPUS_ANNOTATION])
         reported["gpus"][0] |= {"name": "\ud800", "cordoned": "\udfff fan"}
@@ -160,7 +158,7 @@ async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
 
 async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> None:
     """Whatever the reader's own settings say of it: nodes show their shares, and no unit of NVIDIA's."""
-    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, cluster):
         other = waiting("whole", (0, 0))
         other["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
         cluster.put("pods", other)
@@ -173,7 +171,7 @@ async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> No
 
 async def test_so_many_requests_of_a_waiting_pod() -> None:
     """Those that are planned, and how many more it has: the answer for a pod of a thousand containers is a short one."""
-    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+    async with served_cluster() as (url, cluster):
         cluster.put("pods", waiting("many", *[(1, 1)] * 1000))
         while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
             await asyncio.sleep(0.01)

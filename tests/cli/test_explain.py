@@ -19,14 +19,12 @@ from gpushare_agent.core.model.errors import NotFound, RefusalReason, Unavailabl
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.kubectl.explain import ADVICE
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
-from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.fakes.api_server import json_server
-from tests.sandbox.support_sandbox import container, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 from tests.settings.support_settings import run_program
-from tests.support_deadline import DEADLINE_S
 
 
 async def explained(capsys: pytest.CaptureFixture[str], decisions: Sequence[DecisionRecord], *words: str) -> str:
@@ -40,12 +38,12 @@ async def explained(capsys: pytest.CaptureFixture[str], decisions: Sequence[Deci
 
 
 async def text_of(
-    node: EmbeddedNode, url: str, raw: dict[str, Any], phase: str, capsys: pytest.CaptureFixture[str]
+    node: NodeUnderTest, url: str, raw: dict[str, Any], phase: str, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Creates the pod, waits until it is admitted or refused, and asks."""
     name = raw["metadata"]["name"]
     node.api.create_pod(raw)
-    await wait_phase(node, name, phase)
+    await node.wait_phase(name, phase)
     capsys.readouterr()  # the agent's log is in this process
     assert await call("explain", f"--server={url}", name) == 0
     return capsys.readouterr().out
@@ -114,10 +112,9 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
 async def _wait_sick(parts: Any) -> None:
     changed = asyncio.Event()
     parts.node.inventory.subscribe(lambda _: changed.set())
-    async with asyncio.timeout(DEADLINE_S):
-        while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
-            changed.clear()
-            await changed.wait()
+    while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
+        changed.clear()
+        await changed.wait()
 
 
 # --- what is shown ---
@@ -240,6 +237,30 @@ async def test_a_mistyped_annotation_is_named(capsys: pytest.CaptureFixture[str]
     assert "ignored" not in await explained(capsys, [decision()], "train")
 
 
+async def test_a_container_that_runs_without_a_limit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is now, in every form; of that pod alone, and not where an agent before it does not say."""
+    document, record = busy_node(), decision()
+    [shown] = [one for one in document["containers"] if one["container"] == "trainer"]
+    for uid, why in ((record.pod_uid, "no library"), ("another", "no library"), (record.pod_uid, "")):
+        shown |= {"pod_uid": uid, "container": record.container, "not_limited": why}
+        async with json_server(agent_answers(document, record)) as agent:
+            assert await call("explain", f"--server={agent.url}", "train") == 0
+            text = capsys.readouterr().out
+            assert await call("explain", f"--server={agent.url}", "train", "--output=json") == 0
+        is_said = uid == record.pod_uid and bool(why)
+        assert ("  limits  no library" in text) is is_said
+        [found] = json.loads(capsys.readouterr().out)["decisions"]
+        assert found.get("not_limited", "") == (why if is_said else "")
+
+
+async def test_an_agent_that_does_not_describe_its_node_still_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = agent_answers(busy_node(), decision())
+    del answers["/api/v1/node"]
+    async with json_server(answers) as agent:
+        assert await call("explain", f"--server={agent.url}", "train") == 0
+    assert "container main got GPU 0" in capsys.readouterr().out
+
+
 # --- nothing is known ---
 
 
@@ -350,6 +371,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         "/api/v1/namespaces/default/pods/train",
         AGENTS,
         f"{proxy}/api/v1/decisions",
+        f"{proxy}/api/v1/node",
     ]
     assert server.seen[1].query["fieldSelector"] == "spec.nodeName=n1"
     assert server.seen[2].query == {"pod": "train", "namespace": "default", "limit": "500"}

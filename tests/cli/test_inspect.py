@@ -30,7 +30,7 @@ from tests.cli.support_cli import (
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, json_server
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import container, open_test_node, pod, start_pods
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
@@ -257,7 +257,7 @@ async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixt
     """The agent by its ledger; the API server by what the agent wrote on the node."""
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
         for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
-            await start_pods(node, pod(name, container(**limits)))
+            await node.start_pods(pod(name, container(**limits)))
         await node.kubelet.wait_for(
             lambda: _is_all_written(node.api.pods(), node.api.node(node.name)), DEADLINE_S, "facts"
         )

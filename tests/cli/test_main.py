@@ -20,7 +20,7 @@ from gpushare_agent.core.cli.command_line import Command, CommandLine, runnable
 from gpushare_agent.core.settings.reference import all_keys, select_keys
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
-from tests.settings.support_settings import DEADLINE_S, clean_environment, run_program
+from tests.settings.support_settings import clean_environment, run_program
 from tests.support_process import output_of, running_process
 
 SLOW_LIBRARIES = ("argcomplete", "kubernetes_asyncio", "aiohttp", "pynvml", "yaml", "rich.live", "grpclib")
@@ -267,7 +267,6 @@ async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         ) as process,
-        asyncio.timeout(DEADLINE_S),
     ):
         writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
         process.send_signal(signal.SIGINT)
@@ -325,7 +324,6 @@ sys.meta_path.insert(0, Finder)
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         ) as process,
-        asyncio.timeout(DEADLINE_S),
     ):
         writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
         process.send_signal(signal.SIGINT)
@@ -345,12 +343,11 @@ async def test_an_interrupt_of_a_request_is_quiet() -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(DEADLINE_S):
-            writer = await asked.get()
-            process.send_signal(signal.SIGINT)
-            out, err = await process.communicate()
-            writer.close()
-            await writer.wait_closed()
+        writer = await asked.get()
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+        writer.close()
+        await writer.wait_closed()
     assert (process.returncode, out, err) == (130, b"", b"")
 
 

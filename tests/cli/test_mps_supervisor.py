@@ -99,8 +99,7 @@ async def why_given_up(
     with pytest.raises(ExceptionGroup) as raised:
         async with kept(place, control, **timeouts) as found:
             assert found.task is not None
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.wait({found.task})
+            await asyncio.wait({found.task})
     (error,) = raised.value.exceptions
     assert isinstance(error, StartupError) and found is not None
     return str(error), found.seen
@@ -183,8 +182,7 @@ async def test_what_lives_on_of_a_dead_daemon_is_left_alone_and_waited_for(place
                 fcntl.flock(file, fcntl.LOCK_EX)
                 process.kill()
                 assert found.task is not None
-                async with asyncio.timeout(DEADLINE_S):
-                    await asyncio.wait({found.task})
+                await asyncio.wait({found.task})
     (error,) = raised.value.exceptions
     assert "a process of the ended daemon still uses" in str(error) and "has locked" in str(error)
     assert len(place.daemons()) == 1 and lock.exists()
@@ -322,17 +320,15 @@ async def program(place: MpsPlace, *flags: str) -> AsyncIterator[asyncio.subproc
 async def log_until(process: asyncio.subprocess.Process, event: str, **fields: Any) -> dict[str, Any]:
     """The next line of this kind; what the daemon itself prints is skipped."""
     assert process.stderr is not None
-    async with asyncio.timeout(DEADLINE_S):
-        while raw := await process.stderr.readline():
-            line = json.loads(raw) if raw.startswith(b"{") else {}
-            if line.get("event") == event and fields.items() <= line.items():
-                return dict(line)
+    while raw := await process.stderr.readline():
+        line = json.loads(raw) if raw.startswith(b"{") else {}
+        if line.get("event") == event and fields.items() <= line.items():
+            return dict(line)
     raise AssertionError(f"it ended before it logged {event} {fields}")
 
 
 async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
-    async with asyncio.timeout(DEADLINE_S):
-        _, err = await process.communicate()
+    _, err = await process.communicate()
     return process.returncode, err.decode()
 
 
@@ -394,8 +390,7 @@ async def test_a_supervisor_that_was_killed_leaves_its_daemon_to_its_clients(pla
     try:
         await poll_until(lambda: place.record("set_default"), "a daemon with its default")
         process.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            await process.wait()
+        await process.wait()
         (pid,) = place.daemons()
         assert is_alive(pid)
         second = await run_program(*command[3:])

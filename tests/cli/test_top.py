@@ -75,6 +75,18 @@ async def test_compute_that_was_paid_for_has_a_mark_and_a_note(capsys: pytest.Ca
     assert await printed(document, capsys) == before
 
 
+async def test_a_container_without_a_limit_has_a_mark_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    document = busy_node()
+    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
+    before = await printed(document, capsys)
+    trainer["not_limited"] = "no library"
+    lines = (await printed(document, capsys)).splitlines()
+    assert lines[5].split() == ["default/train/trainer", "Unknown", "40–60", "31", "1.95/4!"]
+    assert lines[-1] == "! without a limit: explain POD and the pod's Events say why, and what to do"
+    del trainer["not_limited"]  # of an agent before it
+    assert await printed(document, capsys) == before
+
+
 async def test_the_highest_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     """By `--sort`, GPUs and the containers of each; what was not sampled comes last."""
     async with json_server(agent_answers(busy_node())) as agent:

@@ -14,7 +14,7 @@ from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from tests.cluster.support_kube import FAST, running
-from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod
+from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, raw_pod
 from tests.fakes.api_server import Raw
 
 
@@ -53,7 +53,7 @@ def labelled(name: str, label: str) -> Raw:
 
 @asynccontextmanager
 async def informing(cluster: FakeCluster) -> AsyncIterator[tuple[Informer, Pods, ExtenderMetrics]]:
-    async with opened_api(cluster) as api:
+    async with cluster.opened_api() as api:
         pods, metrics = Pods(), ExtenderMetrics()
         informer = Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics, backoff=FAST)
         async with running(lambda: informer.run(api)):

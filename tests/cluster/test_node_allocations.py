@@ -31,7 +31,6 @@ from gpushare_agent.core.node_report.annotations import (
 from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import used_blocks
-from tests.support_deadline import DEADLINE_S
 
 NAMES = ResourceNames()
 UID = PodUid("u1")
@@ -211,8 +210,7 @@ class NodeObject:
         return await answers(200, body)(server, seen, request)
 
     async def wait_patch(self) -> str:
-        async with asyncio.timeout(DEADLINE_S):
-            await self.patched.wait()
+        await self.patched.wait()
         self.patched.clear()
         return self.annotations[ALLOCATIONS_ANNOTATION]
 
@@ -229,10 +227,9 @@ class Ledger:
         return self.text
 
     async def wait_reads(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.reads < count:
-                self._is_read.clear()
-                await self._is_read.wait()
+        while self.reads < count:
+            self._is_read.clear()
+            await self._is_read.wait()
 
 
 @asynccontextmanager
@@ -250,8 +247,7 @@ def methods(server: FakeApiServer) -> list[str]:
 
 
 async def wait_requests(server: FakeApiServer, count: int) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        await server.wait_for(lambda seen: len(seen) >= count)
+    await server.wait_for(lambda seen: len(seen) >= count)
 
 
 async def test_each_change_is_one_patch_and_the_node_is_read_once() -> None:
@@ -332,7 +328,6 @@ async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure()
         async with (
             fake_api(others=[answers(403, raw_status(403, "nodes is forbidden"))]) as server,
             written(server, ledger, period_s=0.05),
-            asyncio.timeout(DEADLINE_S),
         ):
             await wait_requests(server, 3)
     (reported,) = [entry for entry in logs if entry["event"] == "node_fields_not_written"]

@@ -17,7 +17,6 @@ from gpushare_agent.agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWrit
 from gpushare_agent.core.kit.backoff import Backoff
 from tests.cluster.support_kube import FAST, NODE, NotedBackoff, opened, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, fake_api, raw_status, stalls_before_headers
-from tests.support_deadline import DEADLINE_S
 
 LABELS = {"gpushare-agent/gpu.count": "2"}
 FORBIDDEN = answers(403, raw_status(403, "nodes is forbidden"))
@@ -103,8 +102,7 @@ async def test_nothing_is_written_before_the_gpus_were_read() -> None:
         return facts if is_read else None
 
     async with fake_api(others=[node]) as server, written(server, wanted) as writer:
-        async with asyncio.timeout(DEADLINE_S):
-            await asked.wait()
+        await asked.wait()
         assert server.seen == []
         is_read.append(True)
         writer.changed()
@@ -190,9 +188,8 @@ async def test_a_right_that_is_missing_for_a_moment_costs_no_whole_period() -> N
 
 async def test_a_server_that_does_not_answer_holds_nothing_up_when_the_agent_ends() -> None:
     """The writer is cancelled in the middle of its call."""
-    async with asyncio.timeout(DEADLINE_S):
-        async with fake_api(others=[stalls_before_headers]) as server, written(server, Wanted()):
-            await server.wait_for(lambda requests: len(requests) == 1)
+    async with fake_api(others=[stalls_before_headers]) as server, written(server, Wanted()):
+        await server.wait_for(lambda requests: len(requests) == 1)
 
 
 async def test_a_label_that_another_program_holds_is_named_once_and_left() -> None:

@@ -78,10 +78,9 @@ class Counted:
         self.unreadables += 1
 
     async def wait_ends(self, outcome: str, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.ends.count(outcome) < count:
-                self._ended.clear()
-                await self._ended.wait()
+        while self.ends.count(outcome) < count:
+            self._ended.clear()
+            await self._ended.wait()
 
 
 def _node_pods(api: KubeApi | None, store: PodStore | None = None) -> NodePods:

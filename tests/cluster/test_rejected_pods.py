@@ -16,7 +16,7 @@ from gpushare_agent.core.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import opened, pod, raw_pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, answers_html_502, fake_api, raw_status
-from tests.support_deadline import DEADLINE_S, Changes
+from tests.support_deadline import Changes
 
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 MESSAGE = "Pod was rejected: Allocate failed due to rpc error: code = Unavailable desc = no GPU, which is unexpected"
@@ -100,10 +100,9 @@ class LookedAt(PodStore):
 
     async def wait_cycles(self, count: int) -> None:
         end = self._looks + count
-        async with asyncio.timeout(DEADLINE_S):
-            while self._looks < end:
-                self._looked.clear()
-                await self._looked.wait()
+        while self._looks < end:
+            self._looked.clear()
+            await self._looked.wait()
 
 
 def _store(count: int) -> LookedAt:

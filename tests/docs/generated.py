@@ -108,7 +108,7 @@ def full_metrics() -> str:
     allocated = allocation(key_of(1))
     holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
-    shown = snapshot(facts(allocated), usage=usage)
+    shown = snapshot(replace(facts(allocated), not_limited="no library"), usage=usage)
     first, second = shown.inventory.gpus
     second = replace(second, mig=mig_instance(1, 0, 0).mig, has_joined=True)
     with_instance = replace(shown.inventory, gpus=(first, second))

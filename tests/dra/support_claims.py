@@ -132,7 +132,7 @@ class FakeClaimApi:
         self.before: Callable[[], None] = lambda: None
         self.gets = 0
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
+    async def get_claim(self, namespace: str, name: str) -> Raw:
         await asyncio.sleep(0)
         self.gets += 1
         self.before()

@@ -10,7 +10,6 @@ from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_c
 from gpushare_agent.core.claims.gpu_config import MpsLimits, ShareConfig
 from gpushare_agent.core.model.errors import Corrupt
 from tests.dra.support_claims import (
-    DRIVER,
     NODE,
     admin,
     gpu_config,
@@ -25,7 +24,7 @@ from tests.support_json import undecoded
 
 
 def read(raw: dict[str, Any], policy: ClaimPolicy = ClaimPolicy()) -> AllocatedClaim:  # noqa: B008 - frozen
-    return read_claim(undecoded(raw), driver=DRIVER, pool=NODE, policy=policy)
+    return read_claim(undecoded(raw), pool=NODE, policy=policy)
 
 
 def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:

@@ -17,7 +17,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey, Shar
 from gpushare_agent.core.model.isolation import ResizeMode
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
-from tests.dra.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
+from tests.dra.support_claims import NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
 from tests.support_core import NAMES, inventory, pod
 from tests.support_json import undecoded
 from tests.support_node import node_of
@@ -35,7 +35,7 @@ class World:
         self.store, self.cache = node.pods, node.cache
         self.store.replace_all([])
         gpus = {device_name(gpu.uuid): gpu for gpu in inventory(2).gpus}
-        claim = read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
+        claim = read_claim(undecoded(raw), pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)
         for allocation in allocations_of(made, NAMES, 0.0):

@@ -322,7 +322,7 @@ def test_a_claim_is_named_as_in_its_pod() -> None:
     names = {}
     for given in ({}, {"pod-claim-name": "g"}, {"pod-claim-name": "/"}, {"extended-resource-claim": "true"}):
         raw["metadata"]["annotations"] = {f"resource.kubernetes.io/{name}": value for name, value in given.items()}
-        names[str(given)] = read_claim(undecoded(raw), driver="gpushare-agent", pool="node").shown_as
+        names[str(given)] = read_claim(undecoded(raw), pool="node").shown_as
     assert [*names.values()] == ["claim-1", "g", "claim-1", "extended-resources"]
 
 
@@ -434,10 +434,10 @@ async def test_a_claim_beside_it_that_cannot_be_read_holds_up_only_while_it_may_
     )
     answer = driver.api.get_claim
 
-    async def get(namespace: str, name: str, *, timeout_s: float) -> Raw:
+    async def get(namespace: str, name: str) -> Raw:
         if name == "claim-2":
             raise Unavailable("the API server did not answer")
-        return await answer(namespace, name, timeout_s=timeout_s)
+        return await answer(namespace, name)
 
     driver.api.get_claim = get  # type: ignore[method-assign]
     assert "did not answer" in await refused(driver)

@@ -21,7 +21,6 @@ from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import (
-    DRIVER,
     NODE,
     admin,
     edit_policy,
@@ -44,7 +43,7 @@ REQUESTS = st.one_of(
 
 def prepare(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim | Refused:
     gpus = {device_name(gpu.uuid): gpu for gpu in inventory(4).gpus}
-    read = read_claim(undecoded(raw), driver=DRIVER, pool=NODE, policy=ClaimPolicy(nvidia_names=True))
+    read = read_claim(undecoded(raw), pool=NODE, policy=ClaimPolicy(nvidia_names=True))
     return prepare_claim(read, gpus, pods, policy or edit_policy(), 256)
 
 

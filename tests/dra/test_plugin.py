@@ -31,7 +31,6 @@ class Served:
         self.registry, self.plugins = directory / "r", directory / "p"
         self.registry.mkdir()
         self.registration = DraRegistration(
-            driver=DRIVER,
             instance="0a0a0a0a",
             registry=self.registry,
             plugin_path=self.plugins,

@@ -190,7 +190,7 @@ def test_the_slice_of_a_node_with_a_long_name_has_a_name_of_its_own() -> None:
         f"{long}{'x' * size}{end}{last}" for size in range(1, 4) for end in (".e-f" * 7, "--g.h" * 6) for last in "01"
     ]
     nodes = ["n", "n" * 63, *alike]
-    names = [slice_name(node, DRIVER) for node in nodes]
+    names = [slice_name(node) for node in nodes]
     assert len({*names}) == len(nodes) and names[0] == f"n-{DRIVER}" and max(map(len, nodes)) <= 253
     assert sum(len(node) + len(DRIVER) + 1 > 253 for node in nodes) == len(alike)
     for name in names:
@@ -284,7 +284,7 @@ class Published:
     def __init__(self, wanted: list[Device] | None) -> None:
         self.wanted = wanted
         self.api = FakeSlices()
-        self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, desired=lambda: self.wanted)
+        self.publisher = SlicePublisher(node_name=NODE, desired=lambda: self.wanted)
         self.registered = asyncio.Event()
         self.registered.set()
         self.api.publisher = self.publisher

@@ -31,10 +31,10 @@ class Waked:
         self.error: Exception | None = None
         self.waker = PodWaker(claims=driver.claims, clock=lambda: self.now)
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
+    async def get_claim(self, namespace: str, name: str) -> Raw:
         if self.error is not None:
             raise self.error
-        return await self.driver.api.get_claim(namespace, name, timeout_s=timeout_s)
+        return await self.driver.api.get_claim(namespace, name)
 
     async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]

@@ -199,19 +199,27 @@ class FakeCluster(FakeApiServer):
         assert found is not None
         return found.topology
 
+    def holds(self, node: str, *charges: tuple[str, int, int, int]) -> None:
+        """The node's agent tells of pods: UID, GPU, cores, blocks."""
+        held = {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges}
+        text = json.dumps({"schema": 1, "allocations": held})
+        self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
-def holds(cluster: FakeCluster, node: str, *charges: tuple[str, int, int, int]) -> None:
-    """The node's agent tells of pods: UID, GPU, cores, blocks."""
-    held = {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges}
-    text = json.dumps({"schema": 1, "allocations": held})
-    cluster.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
+    def put_quota(self, quota: Any) -> None:
+        text = quota if isinstance(quota, str) else json.dumps(quota)
+        self.put(
+            "configmaps", {"metadata": {"name": "gpuquota", "namespace": "kube-system"}, "data": {"gpu_quota": text}}
+        )
 
-
-def put_quota(cluster: FakeCluster, quota: Any) -> None:
-    text = quota if isinstance(quota, str) else json.dumps(quota)
-    cluster.put(
-        "configmaps", {"metadata": {"name": "gpuquota", "namespace": "kube-system"}, "data": {"gpu_quota": text}}
-    )
+    @asynccontextmanager
+    async def opened_api(self, *, request_s: float = DEADLINE_S) -> AsyncIterator[ClusterApi]:
+        directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+        try:
+            kubeconfig = write_kubeconfig(directory, self.url, {"token": "secret"})
+            async with open_cluster_api(kubeconfig=kubeconfig, request_s=request_s) as api:
+                yield api
+        finally:
+            shutil.rmtree(directory)
 
 
 def foreign_lease(holder: str = "somebody") -> Raw:
@@ -255,17 +263,6 @@ async def fake_cluster(*nodes: Raw, pods: Sequence[Raw] = ()) -> AsyncIterator[F
         cluster.put("pods", pod)
     async with cluster:
         yield cluster
-
-
-@asynccontextmanager
-async def opened_api(cluster: FakeCluster, *, request_s: float = DEADLINE_S) -> AsyncIterator[ClusterApi]:
-    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    try:
-        kubeconfig = write_kubeconfig(directory, cluster.url, {"token": "secret"})
-        async with open_cluster_api(kubeconfig=kubeconfig, request_s=request_s) as api:
-            yield api
-    finally:
-        shutil.rmtree(directory)
 
 
 class Asker:
@@ -322,7 +319,7 @@ async def running_extender(
 ) -> AsyncIterator[Asker]:
     """The whole extender over HTTP, without election unless asked for."""
     chosen = {"port": 0, "leader_elect": False, **settings}
-    async with opened_api(cluster, request_s=request_s) as api, aiohttp.ClientSession() as session:
+    async with cluster.opened_api(request_s=request_s) as api, aiohttp.ClientSession() as session:
         parts = build(Settings(extender=ExtenderSettings(**chosen)), api, clock=clock)
         parts.web.verbs.most_fitting = most_fitting
         stop = asyncio.Event()
@@ -414,7 +411,7 @@ async def running_replica(
     cluster: FakeCluster, clock: Callable[[], float] = time.monotonic, *, bind_s: float = DEADLINE_S
 ) -> AsyncIterator[Replica]:
     """With informers that run, not leading yet. What the API server leaves unanswered it cuts off: no time need end."""
-    async with opened_api(cluster) as api:
+    async with cluster.opened_api() as api:
         replica = Replica(api, clock, bind_s)
         async with running(*(partial(informer.run, api) for informer in replica.informers)):
             yield replica

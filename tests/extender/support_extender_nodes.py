@@ -22,7 +22,7 @@ from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embe
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, SmallPlugin, device_ids, open_plugin
+from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, NodeUnderTest, SmallPlugin, device_ids, under_test
 from tests.support_deadline import DEADLINE_S
 from tests.support_threads import remove_directory
 
@@ -30,48 +30,63 @@ CALM = ("--allocation.check-period-s=5", "--health.check-period-s=5", "--sample-
 QUICK = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=0.5)
 
 
+class ClusterUnderTest(EmbeddedCluster, frozen=True, kw_only=True):
+    """An embedded cluster with what tests do to it, wait for and read."""
+
+    nodes: tuple[NodeUnderTest, ...]
+
+    async def wait_until(self, found: Callable[[], Any], what: str) -> Any:
+        return await self.api.signal.wait_until(found, DEADLINE_S, what)
+
+    async def wait_bound(self, name: str) -> str:
+        """The node of the pod."""
+        return str(await self.wait_until(lambda: self.node_of(name), f"pod {name} on a node"))
+
+    def node_of(self, name: str) -> str:
+        return str(self.api.pod("default", name)["spec"].get("nodeName", ""))
+
+    def condition_of(self, name: str) -> dict[str, Any]:
+        """The pod's PodScheduled, empty where the scheduler has not spoken."""
+        conditions = self.api.pod("default", name)["status"].get("conditions", ())
+        return next((one for one in conditions if one["type"] == "PodScheduled"), {})
+
+    @asynccontextmanager
+    async def with_plugins(self, **cores: int) -> AsyncIterator[None]:
+        """By node: how many cores its plugin offers."""
+        async with AsyncExitStack() as stack:
+            for node in self.nodes:
+                devices = device_ids(f"GPU-{node.name}", count=cores[node.name])
+                await stack.enter_async_context(node.open_plugin(SmallPlugin(CORE, devices)))
+            yield
+
+    @asynccontextmanager
+    async def open_agents(self, *flags: Sequence[str]) -> AsyncIterator[list[InnerAgent]]:
+        """One for each node, in the order of the nodes, each with its flags. They work seldom: there may be many."""
+        async with AsyncExitStack() as stack:
+            agents = [
+                await stack.enter_async_context(open_agent(node, *CALM, *own, wait=False))
+                for node, own in zip(self.nodes, flags, strict=True)
+            ]
+            for node, agent in zip(self.nodes, agents, strict=True):
+                await self.wait_until(partial(_offers, node), f"the devices of node {node.name}")
+                await wait_synced(agent.parts)
+            yield agents
+
+
 @asynccontextmanager
 async def open_cluster(
     *names: str, extender_url: str = "", times: KubeletTimes = SHORT_TIMES, scheduler_times: SchedulerTimes = QUICK
-) -> AsyncIterator[EmbeddedCluster]:
+) -> AsyncIterator[ClusterUnderTest]:
     """In a short directory below /tmp, which is removed afterwards."""
     state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
         async with open_embedded_cluster(
             state, node_names=names, extender_url=extender_url, times=times, scheduler_times=scheduler_times
         ) as cluster:
-            yield cluster
+            nodes = tuple(map(under_test, cluster.nodes))
+            yield ClusterUnderTest(paths=cluster.paths, api=cluster.api, nodes=nodes)
     finally:
         remove_directory(state)
-
-
-async def wait_cluster(cluster: EmbeddedCluster, found: Callable[[], Any], what: str) -> Any:
-    return await cluster.api.signal.wait_until(found, DEADLINE_S, what)
-
-
-async def wait_bound(cluster: EmbeddedCluster, name: str) -> str:
-    """The node of the pod."""
-    return str(await wait_cluster(cluster, lambda: node_of(cluster, name), f"pod {name} on a node"))
-
-
-def node_of(cluster: EmbeddedCluster, name: str) -> str:
-    return str(cluster.api.pod("default", name)["spec"].get("nodeName", ""))
-
-
-def condition_of(cluster: EmbeddedCluster, name: str) -> dict[str, Any]:
-    """The pod's PodScheduled, empty where the scheduler has not spoken."""
-    conditions = cluster.api.pod("default", name)["status"].get("conditions", ())
-    return next((one for one in conditions if one["type"] == "PodScheduled"), {})
-
-
-@asynccontextmanager
-async def with_plugins(cluster: EmbeddedCluster, **cores: int) -> AsyncIterator[None]:
-    """By node: how many cores its plugin offers."""
-    async with AsyncExitStack() as stack:
-        for node in cluster.nodes:
-            devices = device_ids(f"GPU-{node.name}", count=cores[node.name])
-            await stack.enter_async_context(open_plugin(node, SmallPlugin(CORE, devices)))
-        yield
 
 
 @dataclass
@@ -85,7 +100,7 @@ class ReportedExtender:
     filter_error: str = ""
     seen: list[tuple[str, str, Any]] = field(default_factory=list)
     """Verb, pod, and the nodes or the node."""
-    cluster: EmbeddedCluster | None = None
+    cluster: ClusterUnderTest | None = None
     port: int = field(default_factory=free_port)
 
     @property
@@ -144,7 +159,7 @@ async def serving(extender: ReportedExtender) -> AsyncIterator[ReportedExtender]
 @asynccontextmanager
 async def open_reported(
     extender: ReportedExtender, names: Sequence[str], *, scheduler_times: SchedulerTimes = QUICK
-) -> AsyncIterator[EmbeddedCluster]:
+) -> AsyncIterator[ClusterUnderTest]:
     """A cluster whose scheduler asks this extender."""
     async with (
         serving(extender),
@@ -158,7 +173,7 @@ async def open_reported(
 
 
 @asynccontextmanager
-async def open_extender(cluster: EmbeddedCluster, port: int, *flags: str) -> AsyncIterator[ExtenderParts]:
+async def open_extender(cluster: ClusterUnderTest, port: int, *flags: str) -> AsyncIterator[ExtenderParts]:
     """It leads at once, and has listed the cluster."""
     arguments = [
         f"--kubeconfig={cluster.paths.kubeconfig}", f"--extender.port={port}", "--extender.leader-elect=false", *flags,
@@ -178,20 +193,6 @@ async def open_extender(cluster: EmbeddedCluster, port: int, *flags: str) -> Asy
                 stop.set()
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.wait({task})
-
-
-@asynccontextmanager
-async def open_agents(cluster: EmbeddedCluster, *flags: Sequence[str]) -> AsyncIterator[list[InnerAgent]]:
-    """One for each node, in the order of the nodes, each with its flags. They work seldom: there may be many."""
-    async with AsyncExitStack() as stack:
-        agents = [
-            await stack.enter_async_context(open_agent(node, *CALM, *own, wait=False))
-            for node, own in zip(cluster.nodes, flags, strict=True)
-        ]
-        for node, agent in zip(cluster.nodes, agents, strict=True):
-            await wait_cluster(cluster, partial(_offers, node), f"the devices of node {node.name}")
-            await wait_synced(agent.parts)
-        yield agents
 
 
 def _offers(node: EmbeddedNode) -> bool:

@@ -41,7 +41,6 @@ from tests.extender.support_extender import (
     Replica,
     eventually,
     fake_cluster,
-    opened_api,
     predicted,
     raw_node,
     raw_pod,
@@ -321,7 +320,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
     for container in pod["spec"]["containers"]:
         container["resources"] = {"limits": {"aliyun.com/gpu-mem": "3"}}
     names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, opened_api(cluster) as api:
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, cluster.opened_api() as api:
         writes = PodWrites(api=api, names=names, leads=lambda: True)
         found = read_node(
             undecoded(cluster.objects["nodes"]["n1"]), names, model_label=MODEL_LABEL, pool_label=POOL_LABEL
@@ -368,7 +367,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
             replica.is_leading = prepared < at
             return prepared
 
-        async with opened_api(cluster) as api:
+        async with cluster.opened_api() as api:
             writes = PodWrites(api=api, names=NAMES, leads=lambda: replica.is_leading, time_ns=time_ns)
             reservation = replica.state.reserve(lean_pod(read_pod_json(undecoded(pod)), NAMES), "n1", 0.0)
             assert isinstance(reservation, Reservation)

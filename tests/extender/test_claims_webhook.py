@@ -28,10 +28,9 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.messages import MAX_POD_BYTES
-from tests.extender.support_extender import FakeCluster, fake_cluster, opened_api, running_extender
+from tests.extender.support_extender import FakeCluster, fake_cluster, running_extender
 from tests.extender.test_app import DATA, client
 from tests.fakes.api_server import Raw
-from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
@@ -258,7 +257,7 @@ def review(raw: Raw, *, is_dry_run: bool = False, **changes: Any) -> Raw:
 
 
 async def mutated(cluster: FakeCluster, *reviews: Raw, clock: Any = lambda: 0.0) -> list[Raw]:
-    async with opened_api(cluster) as api:
+    async with cluster.opened_api() as api:
         webhook = ClaimsWebhook(api=api, names=NAMES, clock=clock)
         answers = [json.loads((await webhook.mutate(json.dumps(one).encode())).body) for one in reviews]
     return [answer["response"] for answer in answers]
@@ -296,7 +295,7 @@ async def test_a_template_of_that_name_and_another_spec_is_an_error() -> None:
 
 async def test_a_template_that_another_replica_makes_meanwhile_is_taken() -> None:
     """A 409 to the creation is no error, where the template is there then."""
-    async with fake_cluster() as cluster, opened_api(cluster) as api:
+    async with fake_cluster() as cluster, cluster.opened_api() as api:
         webhook = ClaimsWebhook(api=api, names=NAMES)
         content = json.dumps(review(SHARE)).encode()
         async with asyncio.TaskGroup() as group:
@@ -320,7 +319,7 @@ async def test_templates_are_created_at_a_bounded_rate() -> None:
     """Whoever reaches the port may ask; known requests are answered all the same."""
     now = [0.0]
     reviews = [review(pod_of(container("c", 30, blocks))) for blocks in range(1, MOST_NEW + 2)]
-    async with fake_cluster() as cluster, opened_api(cluster) as api:
+    async with fake_cluster() as cluster, cluster.opened_api() as api:
         webhook = ClaimsWebhook(api=api, names=NAMES, clock=lambda: now[0])
 
         async def is_allowed(one: Raw) -> bool:
@@ -349,7 +348,7 @@ async def test_templates_are_created_at_a_bounded_rate() -> None:
 async def test_what_is_no_review_of_a_new_pod_is_refused(body: bytes) -> None:
     """Without a request to the API server."""
     async with fake_cluster() as cluster:
-        async with opened_api(cluster) as api:
+        async with cluster.opened_api() as api:
             refused = await ClaimsWebhook(api=api, names=NAMES).mutate(body)
         assert (refused.status, refused.outcome) == (400, "bad")
         assert not cluster.requests
@@ -368,7 +367,6 @@ async def test_who_may_ask_is_a_setting_and_every_replica_answers(mode: str, exp
         for has_certificate in (True, False):
             connector = aiohttp.TCPConnector(ssl=client(has_certificate=has_certificate))
             async with (
-                asyncio.timeout(DEADLINE_S),
                 aiohttp.ClientSession(connector=connector) as session,
                 session.post(url, json=review(SHARE, is_dry_run=True)) as answer,
             ):

@@ -18,7 +18,6 @@ from tests.extender.support_extender import (
     POOL_LABEL,
     eventually,
     fake_cluster,
-    put_quota,
     raw_node,
     raw_pod,
     running_extender,
@@ -138,9 +137,9 @@ async def test_no_text_of_an_object_ends_the_extender() -> None:
         keys = ("tencent.com/predicate-gpu-idx-0", "gpushare-agent/resize", "tencent.com/vcuda-core-limit")
         pod["metadata"]["annotations"] = dict.fromkeys((*keys, "ALIYUN_COM_GPU_MEM_IDX"), text)
     async with fake_cluster(raw_node("good"), odd, *nodes, pods=pods) as cluster, running_extender(cluster) as asker:
-        put_quota(cluster, "{}")
+        cluster.put_quota("{}")
         for text in texts:
-            put_quota(cluster, text)
+            cluster.put_quota(text)
             changed = raw_node("n0")
             changed["metadata"]["annotations"]["gpushare-agent/gpus"] = text
             cluster.put("nodes", changed)

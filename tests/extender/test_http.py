@@ -208,11 +208,10 @@ async def test_the_end_during_a_handshake_leaves_nothing() -> None:
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
             opened.append(sock)
-    async with asyncio.timeout(DEADLINE_S):
-        for sock in opened:
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
-            sock.close()
+    for sock in opened:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+        sock.close()
     gc.collect()
 
 

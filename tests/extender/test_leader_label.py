@@ -13,7 +13,7 @@ import structlog.testing
 from gpushare_agent.extender import app
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
 from tests.cluster.support_kube import FAST, running
-from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, opened_api, raw_pod, running_extender
+from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, raw_pod, running_extender
 from tests.fakes.api_server import Raw
 
 NAMESPACE = "gpushare-system"
@@ -67,7 +67,7 @@ def warnings(logs: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[st
 async def labelling(
     cluster: FakeCluster, term: Term, name: str = "a", *, check_period_s: float = 60.0
 ) -> AsyncIterator[LeaderLabel]:
-    async with opened_api(cluster) as api:
+    async with cluster.opened_api() as api:
         label = LeaderLabel(
             api=api, election=term, namespace=NAMESPACE, name=name, backoff=FAST, check_period_s=check_period_s
         )

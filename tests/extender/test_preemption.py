@@ -24,8 +24,6 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
-    holds,
-    put_quota,
     raw_node,
     raw_pod,
     running_extender,
@@ -284,7 +282,7 @@ SHARES = [share(gpu) for gpu in range(2)]
 
 
 def reported(cluster: FakeCluster) -> None:
-    holds(cluster, "n1", *((f"uid-s{gpu}", gpu, 60, 1) for gpu in range(2)))
+    cluster.holds("n1", *((f"uid-s{gpu}", gpu, 60, 1) for gpu in range(2)))
 
 
 async def refused(asker: Asker, cluster: FakeCluster, name: str = "urgent") -> None:
@@ -371,7 +369,7 @@ async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
                 await asker.parts.preemption.preempt_due()
                 assert len(written(cluster, "/eviction")) == 2
                 cluster.remove("pods", "default/s1")
-            holds(cluster, "n1", ("uid-s0", 0, 60, 1))
+            cluster.holds("n1", ("uid-s0", 0, 60, 1))
             await eventually(lambda: len(asker.parts.state.reservations()) == 1)
             assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
 
@@ -406,7 +404,7 @@ async def test_nobody_else_ends_where_others_end_already_for_the_pod() -> None:
     pods = [*SHARES, ending, raw_ranked("e1", 60, 0, node="n2"), urgent]
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
         reported(cluster)
-        holds(cluster, "n2", ("uid-e0", 0, 60, 1), ("uid-e1", 1, 60, 1))
+        cluster.holds("n2", ("uid-e0", 0, 60, 1), ("uid-e1", 1, 60, 1))
         async with running_extender(cluster, clock=clock) as asker:
             names = ["n1", *(f"unknown{n}" for n in range(MOST_NODES)), "n2"]
             assert not (await asker.filter(urgent, names))["NodeNames"]
@@ -439,7 +437,7 @@ async def test_the_leader_evicts_nobody(why: str) -> None:
     async with fake_cluster(raw_node("n1"), pods=[*SHARES, urgent]) as cluster:
         reported(cluster)
         if why == "quota":
-            put_quota(cluster, {"default": {"vcore": 10}})
+            cluster.put_quota({"default": {"vcore": 10}})
         code = {"a budget": 429, "no right": 403}.get(why, 0)
         for one in SHARES if code else ():
             path = f"/api/v1/namespaces/default/pods/{one['metadata']['name']}/eviction"

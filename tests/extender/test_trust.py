@@ -10,9 +10,7 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
-    holds,
     predicted,
-    put_quota,
     raw_node,
     raw_pod,
     running_extender,
@@ -39,7 +37,7 @@ async def test_forged_annotations_change_nothing(forged: dict[str, str]) -> None
     pods = [raw_pod("evil", (60, 8), annotations=forged), raw_pod("good", (60, 8))]
     quota = {"default": {"vcore": 120}}
     async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
-        put_quota(cluster, quota)
+        cluster.put_quota(quota)
         async with running_extender(cluster) as asker:
             for pod in pods:
                 assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n1", "n2"]
@@ -74,7 +72,7 @@ async def test_gpus_that_the_agent_gave_otherwise_are_counted() -> None:
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
-        holds(cluster, "n1", ("uid-a", 1, 60, 8))
+        cluster.holds("n1", ("uid-a", 1, 60, 8))
         await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
         assert asker.parts.state.reservations()[0].plan.charges.keys() == {1}
         assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]

@@ -26,9 +26,7 @@ from tests.extender.support_extender import (
     Asker,
     eventually,
     fake_cluster,
-    holds,
     predicted,
-    put_quota,
     raw_container,
     raw_node,
     raw_pod,
@@ -73,9 +71,9 @@ async def golden_extender() -> AsyncIterator[Asker]:
     train["metadata"]["uid"] = TRAIN_UID
     nodes = [raw_node(f"node-{letter}") for letter in "abcd"]
     async with fake_cluster(*nodes, pods=[*pods, train]) as cluster:
-        holds(cluster, "node-b", ("victim-1", 0, 60, 8), ("kept-1", 1, 60, 8))
-        holds(cluster, "node-c", ("victim-2", 0, 60, 8), ("kept-2", 1, 60, 8))
-        holds(cluster, "node-d", ("kept-3", 0, 30, 8))
+        cluster.holds("node-b", ("victim-1", 0, 60, 8), ("kept-1", 1, 60, 8))
+        cluster.holds("node-c", ("victim-2", 0, 60, 8), ("kept-2", 1, 60, 8))
+        cluster.holds("node-d", ("kept-3", 0, 30, 8))
         async with running_extender(cluster, most_fitting=0) as asker:
             yield asker
 
@@ -159,7 +157,7 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
     nodes = [raw_node(f"n{number}") for number in range(5)]
     async with fake_cluster(*nodes, pods=[]) as cluster:
         for number, cores in ((1, 30), (3, 20), (4, 90)):
-            holds(cluster, f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
+            cluster.holds(f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
         async with running_extender(cluster, most_fitting=2) as asker:
             names = ["n4", "n3", "n2", "n1", "n0"]
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
@@ -282,13 +280,13 @@ async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
     """A second pod is over the quota as soon as the first is reserved, and fits when the quota is raised."""
     pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
     async with fake_cluster(raw_node("n1", model="M40", pool="public"), pods=pods) as cluster:
-        put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 1}}})
+        cluster.put_quota({"default": {"pool": ["public"], "quota": {"M40": 1}}})
         async with running_extender(cluster) as asker:
             assert await asker.bind(pods[0], "n1") == ""
             refused = (await asker.filter(pods[1], ["n1"]))["FailedAndUnresolvableNodes"]["n1"]
             assert "0.6" in refused and "M40" in refused and "default" in refused
             assert "quota" in await asker.bind(pods[1], "n1")
-            put_quota(cluster, {"default": {"pool": ["public"], "quota": {"M40": 2}}})
+            cluster.put_quota({"default": {"pool": ["public"], "quota": {"M40": 2}}})
             await eventually(lambda: "200" in str(asker.parts.state.quota.quota))
             assert await asker.bind(pods[1], "n1") == ""
 

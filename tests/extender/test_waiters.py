@@ -21,7 +21,6 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
-    opened_api,
     raw_node,
     raw_pod,
     running_extender,
@@ -70,7 +69,7 @@ class Waiting(Struct, kw_only=True):
 @asynccontextmanager
 async def waiting(parts: int) -> AsyncIterator[tuple[Waiting, Waiters]]:
     """A pod just refused on one of so many parts of the nodes."""
-    async with fake_cluster(pods=[RAW]) as cluster, opened_api(cluster) as api:
+    async with fake_cluster(pods=[RAW]) as cluster, cluster.opened_api() as api:
         one = Waiting(cluster=cluster, clock=FakeClock())
 
         one.fits = True

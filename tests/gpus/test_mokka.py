@@ -17,7 +17,7 @@ from xml.etree import ElementTree as Xml
 import pytest
 import yaml
 
-from tests.agent.support_agent import open_child, poll_until, wait_until
+from tests.agent.support_agent import open_child, poll_until
 from tests.gpus.support_nvml import Probe, running_probe
 from tests.sandbox.support_sandbox import CORE, open_test_node
 
@@ -192,15 +192,15 @@ async def test_the_agent_on_it(machine: Machine, mokka: Path, short_dir: Path, m
                 return node.kubelet.devices.capacity()[CORE][1]
             return 0
 
-        await wait_until(node, lambda: healthy() == 800, "eight GPUs")
+        await node.wait_until(lambda: healthy() == 800, "eight GPUs")
         xid = {"failure": {"mode": "ecc_uncorrectable", "xid": {"code": 79}}}
         machine.becomes(gpu_3=xid)
-        await wait_until(node, lambda: healthy() == 700, "one with an Xid")
+        await node.wait_until(lambda: healthy() == 700, "one with an Xid")
         await poll_until(lambda: bool(node.api.events()), "an Event")
         machine.becomes(gpu_3=xid, gpu_5={"failure": {"mode": "lost"}})
-        await wait_until(node, lambda: healthy() == 600, "one lost, too")
+        await node.wait_until(lambda: healthy() == 600, "one lost, too")
         machine.becomes(gpu_3=xid)
-        await wait_until(node, lambda: healthy() == 700, "the lost one again")
+        await node.wait_until(lambda: healthy() == 700, "the lost one again")
 
 
 @pytest.mark.parametrize("model", MODELS)

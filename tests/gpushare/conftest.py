@@ -7,20 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpushare.support_gpushare import GpushareBuilt, Machine, build_for_gpushare
+from tests.gpushare.support_gpushare import GpushareBuilt, Machine, build_for_gpushare, built_in
 from tests.native.build import CannotBuildError
 
 MachineWith = Callable[..., Machine]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("isolation").addoption(
+    group = parser.getgroup("isolation")
+    group.addoption("--built", metavar="DIRECTORY", help="what was built before is in it (test_mutants.py)")
+    group.addoption(
         "--all-cells", action="store_true", help="all cells of the limit of compute (test_turns.py), some ten minutes"
     )
 
 
 @pytest.fixture(scope="session")
-def gpushare(tmp_path_factory: pytest.TempPathFactory) -> GpushareBuilt:
+def gpushare(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> GpushareBuilt:
+    if built := pytestconfig.getoption("--built"):
+        return built_in(Path(built))
     try:
         return build_for_gpushare(tmp_path_factory.mktemp("gpushare"))
     except CannotBuildError as error:

@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_config,
     encode_usage,
 )
-from native.build_gpushare import build_gpushare
+from native.build_gpushare import SOURCES, build_gpushare
 from tests.gpushare.usage_reader import GpuUsage, ProcessUsage, read_usage
 from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
 
@@ -45,22 +45,31 @@ class GpushareBuilt:
     virtual_time: Path
 
 
+def built_in(directory: Path) -> GpushareBuilt:
+    return GpushareBuilt(
+        driver=directory / "driver",
+        programs=directory / "programs",
+        library=directory / "libgpushare.so",
+        virtual_time=directory / "libvirtualtime.so",
+    )
+
+
 def build_for_gpushare(directory: Path) -> GpushareBuilt:
     """The library looks for its files in the working directory. Raises CannotBuildError."""
-    driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
+    built = built_in(directory)
+    driver, programs, source = build_fake_driver(built.driver), built.programs, NATIVE / "gpu_program.c"
     programs.mkdir()
-    source, library = NATIVE / "gpu_program.c", directory / "libgpushare.so"
     build_program(programs / "gpu_program", source, ["-ldl"])
     linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
     build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
     for name in ("hard_program", "other_gpu"):
         build_program(programs / name, NATIVE / f"{name}.c", linked)
+    build_program(programs / "every_hook", NATIVE / "every_hook.c", [f"-I{SOURCES}", "-ldl"])
     build_program(programs / "tenant", NATIVE / "tenant.c", linked)
     build_program(programs / "meter", NATIVE / "fake_driver" / "meter.c")
-    build_gpushare(cuda_include(), library, directory=".")
-    virtual_time = directory / "libvirtualtime.so"
-    build_program(virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
-    return GpushareBuilt(driver=driver, programs=programs, library=library, virtual_time=virtual_time)
+    build_gpushare(cuda_include(), built.library, directory=".")
+    build_program(built.virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
+    return built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +160,12 @@ class Container:
         preload: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         program = {"link": "gpu_program_linked", "other_gpu": way}.get(way, "gpu_program")
         words = actions if way == "other_gpu" else [way, str(version), *actions]
         command = [*prefix, str(self.machine.built.programs / program), *words]
-        return self.start_command(command, preload=preload, env=env)
+        return self.start_command(command, preload=preload, env=env, stdin=stdin)
 
     def start_command(
         self,
@@ -181,6 +191,17 @@ class Container:
 
     def usage(self) -> tuple[GpuUsage, list[ProcessUsage]]:
         return read_usage((self.directory / USAGE_NAME).read_bytes())
+
+
+@contextmanager
+def neighbour(machine: Machine) -> Iterator[None]:
+    """Another container's program, which has a context on the GPU."""
+    with machine.container("neighbour").start("wait", stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while '"wait"' not in process.stdout.readline():
+            assert process.poll() is None, process.communicate()
+        yield
+        process.communicate(timeout=DEADLINE_S)
 
 
 def finish(process: subprocess.Popen[str]) -> Ended:

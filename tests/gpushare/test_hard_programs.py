@@ -132,6 +132,18 @@ def test_signals_jumps_and_cancels_lift_no_limit(share: Container, case: str) ->
     assert (taken, error) == (8, "") and is_share_of_gpu(rate), rate
 
 
+@pytest.mark.parametrize("call", ["alloc", "async", "context"])
+def test_a_cancelled_thread_leaves_no_lock(share: Container, call: str) -> None:
+    """It ends behind the call, in which files were opened and closed, and a line was written."""
+    usage = share.directory / USAGE_NAME
+    usage.rename(share.directory / "later")
+    with begun(share, "cancel-within", call) as process:
+        assert process.stdout is not None and '"blocks": 0' in process.stdout.readline()
+        (share.directory / "later").rename(usage)
+        taken, result, error = end(process)
+    assert (taken, result, error.count("\n")) == (7, 0, 1)
+
+
 def test_another_namespace_of_the_loader_is_not_counted_and_ends_nothing(share: Container) -> None:
     """dlmopen preloads nothing: what a program does there is seen by the agent alone."""
     assert run(share, "namespace") == (8, 0, "")

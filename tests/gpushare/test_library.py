@@ -65,13 +65,13 @@ def check_library(library: Path, machine: str, most_glibc: tuple[int, ...]) -> N
         tags = {tag.entry.d_tag: getattr(tag, "soname", "") for tag in elf.get_section_by_name(".dynamic").iter_tags()}
         segments = [segment.header for segment in elf.iter_segments()]
     hooked = {name for name, kind in read_hooks(HOOKS.read_text()).items() if kind == "hook"}
-    assert exported == hooked | {"dlsym", "dlvsym"}
+    assert exported == hooked | {"dlmopen", "dlopen", "dlsym", "dlvsym", "__asan_default_options"}
     assert max(tuple(map(int, name.removeprefix("GLIBC_").split("."))) for name in names) <= most_glibc, names
     assert tags["DT_SONAME"] == "libgpushare.so" and "DT_TEXTREL" not in tags
     loaded = [one for one in segments if one.p_type == "PT_LOAD"]
     assert loaded and all(one.p_align >= page and (one.p_vaddr - one.p_offset) % page == 0 for one in loaded), loaded
     assert not [one for one in segments if one.p_flags & 3 == 3], "a segment that is written and executed"
-    assert library.stat().st_size < 256 * 1024
+    assert library.stat().st_size < 384 * 1024
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,7 @@ def test_each_function_s_versions_are_the_headers(include: Path) -> None:
         "cuMemAllocAsync_ptsz": ("cuMemAllocAsync", 11020, True),
         "cuCtxCreate_v4": ("cuCtxCreate", 12050, False),
         "cuGetProcAddress_v2": ("cuGetProcAddress", 12000, False),
+        "cuGetProcAddress_v2_ptsz": ("cuGetProcAddress", 12000, True),
         "cuLaunchKernel_ptsz": ("cuLaunchKernel", 7000, True),
     }
     assert {name: known[name] for name in expected} == expected

@@ -23,7 +23,15 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish, needs_own_programs
+from tests.gpushare.support_gpushare import (
+    BLOCK_MIB,
+    CONTEXT_MIB,
+    MIB,
+    Container,
+    finish,
+    needs_own_programs,
+    neighbour,
+)
 
 pytestmark = pytest.mark.isolation
 
@@ -242,6 +250,14 @@ def test_memory_of_the_host_and_of_others_is_not_counted(share: Container, kind:
     ended = share.run(f"alloc:{kind}:{BLOCK_MIB}:20", "info")
     assert (ended.step("alloc")["blocks"], ended.code) == (20, 0)
     assert ended.step("info")["free_mib"] == SHARE_MIB - CONTEXT_MIB - (BLOCK_MIB if kind == "ipc" else 0)
+
+
+def test_a_context_counts_as_what_it_takes(machine_with: MachineWith) -> None:
+    """Where the driver shows it, as on a GPU that is in use."""
+    machine = machine_with(context_mib=450)
+    with neighbour(machine):
+        ended = machine.container(memory_mib=SHARE_MIB).run("info")
+    assert ended.step("info")["free_mib"] == SHARE_MIB - 450
 
 
 def test_mixed_kinds_have_the_share_together(share: Container) -> None:

@@ -19,14 +19,13 @@ from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import BusyProcess, GpuBusy
-from gpushare_agent.sandbox.node import EmbeddedNode
 from native.build_gpushare import build_gpushare
-from tests.agent.support_agent import log_lines, open_child, poll_until, wait_until
+from tests.agent.support_agent import open_child, poll_until
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import CONTEXT_MIB, Machine, needs_own_programs
 from tests.gpushare.test_many_processes import bytes_of_driver
 from tests.native.build import build_program, cuda_include
-from tests.sandbox.support_sandbox import MEMORY, open_test_node, wait_allocatable
+from tests.sandbox.support_sandbox import MEMORY, NodeUnderTest, open_test_node
 from tests.settings.support_settings import run_program
 
 pytestmark = [pytest.mark.isolation, needs_own_programs]
@@ -239,11 +238,11 @@ async def test_the_agent_proves_the_library_once(
         monkeypatch.setenv(name, value)
     async with open_test_node() as node:
         async with open_child(node, *agent_flags(machine, library)):
-            await poll_until(lambda: log_lines(node, "isolation_probe_passed"), "a result", deadline_s=60)
-        [line] = log_lines(node, "isolation_probe_passed")
+            await poll_until(lambda: node.log_lines("isolation_probe_passed"), "a result", deadline_s=60)
+        [line] = node.log_lines("isolation_probe_passed")
         async with open_child(node, *agent_flags(machine, library)):
-            await wait_allocatable(node, MEMORY, 96)
-            assert log_lines(node, "isolation_probe_passed") == [line]
+            await node.wait_allocatable(MEMORY, 96)
+            assert node.log_lines("isolation_probe_passed") == [line]
     assert (remembered(machine)["state"], remembered(machine)["driver"]) == ("passed", "580.95.05")
 
 
@@ -256,14 +255,14 @@ async def test_shares_are_refused_under_a_library_that_does_not_limit(
     for name, value in machine.env().items():
         monkeypatch.setenv(name, value)
     async with open_test_node() as node, open_child(node, *agent_flags(machine, library)):
-        await wait_until(node, lambda: _probe_events(node), "an Event of the node")
-        await wait_until(node, lambda: not node.kubelet.devices.capacity()[MEMORY][1], "no memory")
+        await node.wait_until(lambda: _probe_events(node), "an Event of the node")
+        await node.wait_until(lambda: not node.kubelet.devices.capacity()[MEMORY][1], "no memory")
         [event] = _probe_events(node)
         assert "under driver 580.95.05: a program got 16384 MiB in a share of 2048 MiB" in event["message"]
         assert (event["type"], event["involvedObject"]["kind"]) == ("Warning", "Node")
 
 
-def _probe_events(node: EmbeddedNode) -> list[dict[str, Any]]:
+def _probe_events(node: NodeUnderTest) -> list[dict[str, Any]]:
     return [event for event in node.api.events() if event["reason"] == "IsolationProbeFailed"]
 
 

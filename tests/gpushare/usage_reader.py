@@ -34,6 +34,7 @@ class ProcessUsage:
     started_at_ns: int
     held_bytes: Sequence[int]
     bytes_of_kind: dict[str, int]
+    unhooked: int
 
 
 def read_usage(usage: bytes) -> tuple[GpuUsage, list[ProcessUsage]]:
@@ -53,6 +54,7 @@ def read_usage(usage: bytes) -> tuple[GpuUsage, list[ProcessUsage]]:
             started_at_ns=slot[2],
             held_bytes=slot[3:4],
             bytes_of_kind=dict(zip(KINDS, slot[3 + 2 * MOST_GPUS :], strict=False)),
+            unhooked=slot[-1],
         )
         for slot in slots
         if slot[0] > 0

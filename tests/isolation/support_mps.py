@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpushare_agent.agent.isolation.mps.control import MpsControl
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_deadline import poll_until as poll_until  # noqa: PLC0414
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,13 +70,3 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-async def poll_until(condition: Callable[[], object], what: str) -> None:
-    """For what other processes do: looked at every few milliseconds, under the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-    except TimeoutError as error:
-        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error

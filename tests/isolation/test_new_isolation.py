@@ -15,9 +15,9 @@ from gpushare_agent.core.settings.isolation_names import isolation_names
 from gpushare_agent.core.settings.reference import markdown
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from tests.agent.support_agent import calls_of, open_agent
+from tests.agent.support_agent import open_agent
 from tests.docs.isolations_page import isolations
-from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod, start_pods, wait_allocatable
+from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod
 from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
 
@@ -100,10 +100,10 @@ async def test_check_asks_it_and_says_what_it_keeps(tmp_path: Path) -> None:
 async def test_a_pod_gets_its_edits_and_the_node_document_shows_it() -> None:
     """A share; a whole GPU next to it has nothing to keep."""
     async with open_test_node() as node, open_agent(node, "--isolation=example", "--simulated.gpus=2") as agent:
-        await wait_allocatable(node, CORE, 200)
-        await start_pods(node, pod("share", container(cores=30, blocks=8)), pod("whole", container(cores=100)))
+        await node.wait_allocatable(CORE, 200)
+        await node.start_pods(pod("share", container(cores=30, blocks=8)), pod("whole", container(cores=100)))
         given = {
-            name: [ContainerAllocateResponse.parse(call.response).envs for call in calls_of(node, name)]
+            name: [ContainerAllocateResponse.parse(call.response).envs for call in node.calls_of(name)]
             for name in ("share", "whole")
         }
         document = written_node(agent.parts.observability.snapshots.current())

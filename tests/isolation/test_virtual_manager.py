@@ -104,7 +104,9 @@ class World:
     def set_namespace_pids(self, host_pid: int, *pids: int) -> None:
         directory = self.proc / str(host_pid)
         directory.mkdir(exist_ok=True)
-        (directory / "status").write_text(f"Name:\tx\nNSpid:\t{host_pid}\t" + "\t".join(map(str, pids)) + "\n")
+        (directory / "status").write_text(
+            f"Name:\tx\nVmSize:\t1 kB\nNSpid:\t{host_pid}\t" + "\t".join(map(str, pids)) + "\n"
+        )
 
     def set_pids(self, container_id: str, *pids: int) -> None:
         place = self.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / container_id

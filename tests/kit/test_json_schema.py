@@ -62,7 +62,7 @@ READERS: dict[str, Read] = {
     "pod": lambda content, _: parse_pod(read_pod_json(Raw(content))),
     "node": lambda content, _: read_node_json(Raw(content)),
     "object": lambda content, _: object_meta(Raw(content), "object"),
-    "claim": lambda content, _: read_claim(Raw(content), driver="gpu.example.com", pool="n1"),
+    "claim": lambda content, _: read_claim(Raw(content), pool="n1"),
     "claim's name": lambda content, _: claim_ref(Raw(content)),
     "claim's parameters": lambda content, _: read_config(Raw(content)),
     "NVIDIA's parameters": lambda content, _: read_gpu_config(Raw(content)),

@@ -114,8 +114,7 @@ async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported() -> N
             await anext(v1beta1.DevicePluginStub(channel).list_and_watch())
             assert b.plugin.open_streams == 1
             b.plugin.on_streams_changed = reported.set
-        async with asyncio.timeout(DEADLINE_S):
-            await reported.wait()
+        await reported.wait()
         assert b.plugin.open_streams == 0
 
 
@@ -308,7 +307,7 @@ async def test_grpcio_follows_list_and_watch() -> None:
     """The streaming method too, to its end."""
     pytest.importorskip("grpc")
     aio = pytest.importorskip("grpc.aio")
-    async with bench() as b, aio.insecure_channel(f"unix:{b.path}") as channel, asyncio.timeout(DEADLINE_S):
+    async with bench() as b, aio.insecure_channel(f"unix:{b.path}") as channel:
         call = channel.unary_stream("/v1beta1.DevicePlugin/ListAndWatch")(b"")
         assert await call.read() == b.table.encode()
         b.table.set_devices([])

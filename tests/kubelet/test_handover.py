@@ -60,8 +60,7 @@ async def test_the_lock_of_a_killed_agent_is_free() -> None:
             assert holder.stdout is not None and await asyncio.to_thread(holder.stdout.readline)
             assert not lock.try_acquire()
             holder.kill()
-            async with asyncio.timeout(DEADLINE_S):
-                await lock.acquire()
+            await lock.acquire()
         lock.release()
 
 
@@ -80,9 +79,8 @@ async def test_a_successor_is_told_when_the_agent_has_left(method: str) -> None:
         handover.subscribe(lambda: requested.record("requested"))
         async with serving(directory, handover), asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(ask_for_handover(directory, method, timeout_s=DEADLINE_S))
-            async with asyncio.timeout(DEADLINE_S):
-                while not handover.waiting:
-                    await asyncio.sleep(0.001)
+            while not handover.waiting:
+                await asyncio.sleep(0.001)
             assert requested.events == (["requested"] if method == TAKE else [])
             assert not asked.done()
             await handover.answer()
@@ -96,7 +94,7 @@ async def test_of_several_successors_one_newcomer_is_told() -> None:
         handover = Handover()
         handover.is_serving = True
         async with asyncio.TaskGroup() as tasks:
-            async with serving(directory, handover), asyncio.timeout(DEADLINE_S):
+            async with serving(directory, handover):
                 waiting = tasks.create_task(ask_for_handover(directory, WAIT, timeout_s=DEADLINE_S))
                 while handover.waiting < 1:
                     await asyncio.sleep(0.001)
@@ -152,7 +150,7 @@ async def test_a_socket_of_an_agent_that_is_killed_later_is_removed_without_anot
         killed = bind_unix_socket(socket_path, mode=0o600)
         killed.listen()
         stale = StaleSockets(directory, age_s=0.0, period_s=0.001)
-        async with asyncio.timeout(DEADLINE_S), running(stale.run):
+        async with running(stale.run):
             await asyncio.sleep(0)
             assert socket_path.is_socket()
             killed.close()
@@ -164,7 +162,7 @@ async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
     """All three of them; without a call the wait for idleness returns at once."""
     handler = FakeAdmission()
     calls = QueuedCalls()
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         await calls.wait_idle()
         preferred = tasks.create_task(calls.preferred("r", ["a", "b"], [], 1))
         allocated = tasks.create_task(calls.allocate("r", ["a"]))
@@ -190,7 +188,7 @@ async def test_calls_close_in_the_step_that_ends_an_admission() -> None:
         await calls.allocate("r", ["a"])
         await calls.preferred("r", ["b"], [], 1)
 
-    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         await calls.preferred("r", ["a"], [], 1)
         closed = tasks.create_task(calls.close_between(lambda: allocated in first.calls.events))
         await asyncio.sleep(0)

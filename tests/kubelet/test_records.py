@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from gpushare_agent.agent.kubelet.records import FILE_NAME, KubeletCheckpoint, read_checkpoint
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, Unavailable
-from tests.support_deadline import DEADLINE_S
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
@@ -64,8 +62,7 @@ async def test_a_stalled_disk_is_unavailable(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     os.mkfifo(path)
     checkpoint = KubeletCheckpoint(tmp_path, DeviceIds())
-    async with asyncio.timeout(DEADLINE_S):
-        for reason in ("got no answer within 1 s", "an earlier call still hangs"):
-            with pytest.raises(Unavailable, match=reason):
-                await checkpoint.read()
-        os.close(os.open(path, os.O_WRONLY))
+    for reason in ("got no answer within 1 s", "an earlier call still hangs"):
+        with pytest.raises(Unavailable, match=reason):
+            await checkpoint.read()
+    os.close(os.open(path, os.O_WRONLY))

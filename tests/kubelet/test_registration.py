@@ -159,9 +159,8 @@ async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
             await kubelet.stop()
-            async with asyncio.timeout(DEADLINE_S):
-                while a.registrar.is_registered(CORES) or a.registrar.is_registered(MEMORY):
-                    await asyncio.sleep(0.01)
+            while a.registrar.is_registered(CORES) or a.registrar.is_registered(MEMORY):
+                await asyncio.sleep(0.01)
             await kubelet.start()
             await both_registered(kubelet, 2)
 

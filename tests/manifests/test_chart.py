@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["base"],
         ["driver-limits"],
     ),
+    "end-unlimited": ({"endUnlimited": True}, ["base"], ["end-unlimited"]),
     "driver-container": (
         {"isolation": "vcuda", "vcuda": {"driverContainer": True, "pruneDriverVolume": True}},
         ["base"],
@@ -500,6 +501,7 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"settings": {"gpushare": ON}}, "use the value `gpuMem.enabled`"),
         ({"settings": {"driver_limits": {"set_by_agent": True}}}, "use the value `driverLimits.setByAgent`"),
         ({"settings": {"facts": {"is_written": False}}}, "use the value `nodeFacts`"),
+        ({"settings": {"libgpushare": {"unlimited": "end"}}}, "use the value `endUnlimited`"),
         ({"nvidia": ON, "settings": {"nvidia": {"sharing": "mps"}}}, "use the value `nvidia.sharing`"),
         (
             {"nvidia": ON, "migStrategy": "mixed", "settings": {"nvidia": {"mig_strategy": "single"}}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ COMPONENTS = {
     "driver-container",
     "driver-from-host",
     "driver-limits",
+    "end-unlimited",
     "gpushare",
     "isolation-none",
     "kubelet-directory",
@@ -93,24 +95,19 @@ def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> 
             assert (patch["kind"], patch["metadata"]["name"]) in base
 
 
-def test_without_cleanup_takes_the_right_and_the_setting_away_together() -> None:
+@pytest.mark.parametrize(
+    ("component", "right", "setting"),
+    [
+        ("without-cleanup", CLEANUP_RIGHT, "allocation.cleanup_rejected_pods"),
+        ("without-node-facts", FACTS_RIGHT, "facts.is_written"),
+    ],
+)
+def test_a_component_takes_a_right_and_its_setting_away_together(
+    component: str, right: tuple[str, str], setting: str
+) -> None:
     """One without the other would be a warning of `check`, or a right that nothing uses."""
-    role, binding, setting = (
-        documents(f"components/without-cleanup/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
-    )
-    assert role["$patch"] == binding["$patch"] == "delete"
-    given = [item for item in documents("base/rbac.yaml") if item["kind"] == "ClusterRole"]
-    (removed,) = [item for item in given if item["metadata"]["name"] == role["metadata"]["name"]]
-    rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
-    assert rights == [CLEANUP_RIGHT]
-    (container,) = setting["spec"]["template"]["spec"]["containers"]
-    assert load_settings([], variables(container)).settings.allocation.cleanup_rejected_pods is False
-
-
-def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> None:
-    """As without-cleanup: nothing is left that only warns, and no right that nothing uses."""
-    role, binding, setting = (
-        documents(f"components/without-node-facts/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
+    role, binding, patch = (
+        documents(f"components/{component}/{name}.yaml")[0] for name in ("no-role", "no-binding", "setting")
     )
     assert role["$patch"] == binding["$patch"] == "delete"
     assert (role["kind"], binding["kind"]) == ("ClusterRole", "ClusterRoleBinding")
@@ -119,9 +116,9 @@ def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> N
         item for item in documents("base/rbac.yaml") if item["metadata"] == role["metadata"] and "rules" in item
     ]
     rights = [(verb, resource) for rule in removed["rules"] for verb in rule["verbs"] for resource in rule["resources"]]
-    assert rights == [FACTS_RIGHT]
-    (container,) = setting["spec"]["template"]["spec"]["containers"]
-    assert load_settings([], variables(container)).settings.facts.is_written is False
+    assert rights == [right]
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert attrgetter(setting)(load_settings([], variables(container)).settings) is False
 
 
 def test_the_component_nvidia_turns_the_names_of_nvidias_plugin_on(tmp_path: Path) -> None:
@@ -328,6 +325,15 @@ def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() 
     mount = host_mounts(agent, spec)[settings.runtime.cgroup_root]
     assert mount["host"] == "/sys/fs/cgroup" and not mount.get("readOnly")
     assert volumes_are_those_mounted(spec)
+
+
+def test_the_component_end_unlimited_gives_the_setting_and_the_right_together() -> None:
+    """To signal processes of any user, and nothing else; an agent without it ends nobody."""
+    spec = patched("components/end-unlimited/end-unlimited.yaml")
+    (agent,), (before,) = spec["containers"], pod_spec()["containers"]
+    assert effective_settings(spec).libgpushare.unlimited == "end"
+    assert effective_settings(pod_spec()).libgpushare.unlimited == "warn"
+    assert agent["securityContext"] == before["securityContext"] | {"capabilities": {"drop": ["ALL"], "add": ["KILL"]}}
 
 
 def test_the_init_container_of_vcuda_makes_every_driver_volume_from_the_hosts_files() -> None:

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
-from tests.agent.support_agent import DEADLINE_S, open_agent, poll_until, settle_pod, wait_running
+from tests.agent.support_agent import open_agent, poll_until
 from tests.docs.generated import full_metrics
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_process import output_of
@@ -43,9 +43,9 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
             ("whole", container(cores=100)),
         ):
             node.api.create_pod(pod(name, one))
-        await wait_running(node, "a", "b", "whole")
-        await settle_pod(node, pod("refused", container(cores=10)))
-        pid = node.kubelet.runtime.living(node.api.pod("default", "a")["metadata"]["uid"])[0].pid
+        await node.wait_running("a", "b", "whole")
+        await node.settle_pod(pod("refused", container(cores=10)))
+        pid = node.kubelet.runtime.living(node.uid_of("a"))[0].pid
         used = [{"pid": who, "gpu": gpu, "sm": 0.5, "memory_bytes": 2**30} for gpu in range(3) for who in (pid, 1)]
         node.paths.usage.write_text(json.dumps({"processes": used}))
         await poll_until(
@@ -55,7 +55,7 @@ async def test_the_scrape_of_an_embedded_node_is_clean() -> None:
             ),
             "use",
         )
-        async with asyncio.timeout(DEADLINE_S), ClientSession() as session:
+        async with ClientSession() as session:
             port = await agent.parts.observability.web.wait_listening()
             async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
                 text = await response.text()

@@ -21,6 +21,7 @@ int main(void)
     printf("sizeof.usage.gpu %zu\nsizeof.slot %zu\n", sizeof(struct usage_gpu), sizeof(struct usage_slot));
     printf("USAGE_BYTES %d\nMOST_GPUS %d\nMOST_SLOTS %d\nKINDS %d\nLAYOUTS %d\n", USAGE_BYTES, MOST_GPUS, MOST_SLOTS, KINDS,
            CONFIG_LAYOUT == USAGE_LAYOUT ? CONFIG_LAYOUT : -1);
+    printf("FIRST_LOCKED_BYTE %d\n", FIRST_LOCKED_BYTE);
     printf("TURN_NS %d\nCHANGE_NS %d\n", TURN_NS, CHANGE_NS);
     printf("flags %d\n", LIMITS_MEMORY | LIMITS_CORES << 8 | HAS_CEILING << 16);
     return 0;

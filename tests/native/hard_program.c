@@ -408,6 +408,40 @@ static int cancel(void)
     return say("cancelled", take(20), (int)rate_of_launches(1));
 }
 
+/* One that is cancelled already goes on to the end of its call, also where that is the first one with the files, and takes locks. */
+static const char *called;
+static int results_of_cancelled = -1;
+static void *call_cancelled(void *context)
+{
+    CUdeviceptr address;
+    CUcontext made;
+    cuCtxSetCurrent(context);
+    pthread_cancel(pthread_self());
+    results_of_cancelled = strcmp(called, "alloc") == 0   ? (int)cuMemAlloc_v2(&address, 1 << 20)
+                           : strcmp(called, "async") == 0 ? (int)cuMemAllocAsync(&address, 1 << 20, NULL)
+                                                          : (int)cuCtxCreate_v2(&made, 0, 0);
+    pthread_testcancel();
+    return NULL;
+}
+static int be_cancelled_within(const char *call)
+{
+    CUcontext context;
+    pthread_t thread;
+    void *ended = NULL;
+    called = call;
+    if (start() || cuCtxGetCurrent(&context))
+        return 3;
+    say("before", take(1), 0);
+    getchar(); /* the files come */
+    nanosleep(&(struct timespec){.tv_nsec = 110000000}, NULL); /* until they are looked for again */
+    pthread_create(&thread, NULL, call_cancelled, context);
+    pthread_join(thread, &ended);
+    alarm(20);
+    cuCtxSetCurrent(context);
+    int taken = take(7); /* a second context has its part */
+    return say("within", taken, ended == PTHREAD_CANCELED ? results_of_cancelled : -2);
+}
+
 /* Another copy of the loader's world, into which nothing is preloaded. */
 static int open_another_namespace(void)
 {
@@ -540,6 +574,7 @@ int main(int count, char **words)
     CASE("signals", interrupt())
     CASE("jump", jump_out())
     CASE("cancel", cancel())
+    CASE("cancel-within", be_cancelled_within(count > 2 ? words[2] : ""))
     CASE("namespace", open_another_namespace())
     CASE("user", become_other_user())
     CASE("root", change_root())

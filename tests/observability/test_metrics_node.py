@@ -122,6 +122,15 @@ def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:
     assert (of_whole["memory_by"], of_whole["compute_by"], of_whole["not_kept"]) == ("whole-gpu", "whole-gpu", "")
 
 
+def test_a_container_without_a_limit_has_a_row_and_no_other_has_one() -> None:
+    limited, unlimited = (facts(allocation(key_of(n), (0,), blocks=8)) for n in (1, 2))
+    assert "gpushare_container_not_limited" not in rows_of(snapshot(limited))
+    [(labels, value)] = rows_of(snapshot(limited, replace(unlimited, not_limited="why")))[
+        "gpushare_container_not_limited"
+    ]
+    assert (labels["pod"], labels["container"], value) == (unlimited.allocation.pod_name, "main", 1.0)
+
+
 def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
     """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
     allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)

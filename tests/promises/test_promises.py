@@ -20,20 +20,10 @@ from msgspec import Struct
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire.v1beta1 import DevicePluginStub, Empty
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import log_lines, open_child, wait_until
+from tests.agent.support_agent import open_child
 from tests.gpus.support_nvml import ONE_GPU, fake_library
 from tests.isolation.support_library import fake_library as limiting_library
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    container,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-)
-from tests.support_deadline import DEADLINE_S
+from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 INSIDE = """
 import asyncio, gc, importlib, json, socket, sys, threading
@@ -62,23 +52,22 @@ FLAGS = ("--driver=nvml", "--isolation=gpushare", "--libgpushare.probe=false", "
 class Running(Struct, frozen=True):
     """The agent with a running share, pod `train`."""
 
-    node: EmbeddedNode
+    node: NodeUnderTest
     socket: Path
 
     async def inside(self, expression: str) -> Any:
         """Its value in the agent's process; `alive(NAME)` has the objects there of a class."""
-        async with asyncio.timeout(DEADLINE_S):
-            reader, writer = await asyncio.open_unix_connection(str(self.socket))
-            writer.write(f"{expression}\n".encode())
-            answer = await reader.readline()
-            writer.close()
-            await writer.wait_closed()
+        reader, writer = await asyncio.open_unix_connection(str(self.socket))
+        writer.write(f"{expression}\n".encode())
+        answer = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
         assert answer, f"the agent cannot say {expression}"
         return json.loads(answer)
 
     async def page(self, path: str) -> tuple[int, str]:
         """Status and text."""
-        port = log_lines(self.node, "web_listening")[-1]["port"]
+        port = self.node.log_lines("web_listening")[-1]["port"]
         async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
             return answer.status, await answer.text()
 
@@ -141,7 +130,7 @@ async def _aiohttp(agent: Running) -> bool:
 
 async def _structlog(agent: Running) -> bool:
     """Its log is one of structlog's, in JSON."""
-    (line, *_) = log_lines(agent.node, "device_plugin_registered")
+    (line, *_) = agent.node.log_lines("device_plugin_registered")
     return {"level", "timestamp"} <= line.keys() and await agent.inside("sys.modules['structlog'].is_configured()")
 
 
@@ -158,7 +147,7 @@ async def _pydantic_settings(agent: Running) -> bool:
 async def _two_servers(agent: Running) -> bool:
     """Cores and memory have a socket each, and the kubelet has registered both."""
     sockets = agent.plugin_sockets()
-    registered = {one["resource"] for one in log_lines(agent.node, "device_plugin_registered")}
+    registered = {one["resource"] for one in agent.node.log_lines("device_plugin_registered")}
     return [len(found) for found in sockets.values()] == [1, 1] and registered == {CORE, MEMORY}
 
 
@@ -201,9 +190,9 @@ async def _debug(agent: Running) -> bool:
 
 async def _garbage_collection(agent: Running) -> bool:
     """The last row, because it ends the pod."""
-    await remove_pod(agent.node, "train", grace_period_s=0)
-    await wait_until(agent.node, lambda: log_lines(agent.node, "share_freed"), "the share is free")
-    freed = [one["pod"] for one in log_lines(agent.node, "share_freed")]
+    await agent.node.remove_pod("train", grace_period_s=0)
+    await agent.node.wait_until(lambda: agent.node.log_lines("share_freed"), "the share is free")
+    freed = [one["pod"] for one in agent.node.log_lines("share_freed")]
     return freed == ["train"] and await agent.containers() == []
 
 
@@ -244,6 +233,6 @@ async def test_the_agent_is_what_it_was_asked_to_be(short_dir: Path, monkeypatch
         monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
         flags = (*FLAGS, f"--libgpushare.library={limiting_library(short_dir / 'lib.so')}")
         async with open_test_node() as node, open_child(node, *flags, program=program):
-            await start_pods(node, pod("train", container(cores=30, blocks=8)))
+            await node.start_pods(pod("train", container(cores=30, blocks=8)))
             agent = Running(node, socket)
             assert [promise for promise, proof in PROMISES.items() if not await _is_kept(proof, agent)] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,6 @@ async def wait_ended(runtime: ContainerRuntime, container: Container) -> int:
         while container.exit_code is None:
             await signal.wait(signal.count)
     return container.exit_code
-
-
-async def wait_true(condition: Callable[[], Any], what: str) -> Any:
-    """For what tells nobody of its change, such as a process: looked at every few milliseconds, under a deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not (found := condition()):
-                await asyncio.sleep(0.005)
-            return found
-    except TimeoutError as error:
-        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
 
 
 def is_alive(pid: int) -> bool:

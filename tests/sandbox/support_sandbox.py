@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpclib.client import Channel
 from grpclib.const import Handler
+from msgspec import structs
 from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire import v1
 from gpushare_agent.core.wire.v1beta1 import (
@@ -45,11 +49,20 @@ from gpushare_agent.sandbox.kubelet.device_manager import DeviceRecord
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
 from gpushare_agent.sandbox.scheduler.scheduler import EmbeddedScheduler
 from gpushare_agent.sandbox.state_directory import prepare_state_directory
-from tests.fakes.kubelet_calls import CallLog
+from tests.fakes.kubelet_calls import CallLog, PluginCall
 from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_threads import remove_directory
 
+if TYPE_CHECKING:
+    from tests.agent.support_agent import InnerAgent
+
+CORES = 100
+BLOCKS = 96
+"""Memory blocks of a simulated GPU."""
+
+Held = dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]
+"""(pod UID, container) -> vcore IDs, vmemory IDs."""
 CORE = "tencent.com/vcuda-core"
 MEMORY = "tencent.com/vcuda-memory"
 _LIST_AND_WATCH = "/v1beta1.DevicePlugin/ListAndWatch"
@@ -69,7 +82,7 @@ async def open_embedded_node(
     seed: int = 0,
     times: KubeletTimes | None = None,
     cgroups: str | None = None,
-) -> AsyncIterator[EmbeddedNode]:
+) -> AsyncIterator[NodeUnderTest]:
     """A node with an API server and a scheduler of its own. `cgroups` insists on a kind: v2, v1 or none."""
     paths = prepare_state_directory(state)
     async with (
@@ -79,7 +92,7 @@ async def open_embedded_node(
             api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
         ) as node,
     ):
-        yield node
+        yield under_test(node)
 
 
 @asynccontextmanager
@@ -90,7 +103,7 @@ async def open_test_node(
     times: KubeletTimes = SHORT_TIMES,
     node_name: str = "node-a",
     cgroups: str | None = None,
-) -> AsyncIterator[EmbeddedNode]:
+) -> AsyncIterator[NodeUnderTest]:
     """An embedded node in a short directory below /tmp, which is removed afterwards. Use it inside a test, not as a fixture:
     a TaskGroup must be left by the task that entered it.
     """
@@ -240,100 +253,6 @@ def device_ids(*gpus: str, count: int, numa: int | None = 0) -> dict[str, tuple[
     return {f"{key_of(gpu)}-{n}": ("Healthy", numa) for gpu in gpus for n in range(count)}
 
 
-async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:
-    channel = Channel(path=str(node.paths.device_plugin_path / "kubelet.sock"))
-    try:
-        request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
-        async with asyncio.timeout(DEADLINE_S):
-            await RegistrationStub(channel).register(request)
-    finally:
-        channel.close()
-
-
-@asynccontextmanager
-async def serving(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str) -> AsyncIterator[SmallPlugin]:
-    """The plugin on its socket, not registered. Leaving the block cuts its connections, as the end of its process does."""
-    async with served_at(node.paths.device_plugin_path / socket_name, plugin):
-        yield plugin
-
-
-@asynccontextmanager
-async def open_plugin(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str = "") -> AsyncIterator[SmallPlugin]:
-    """Serving, registered, and its devices known to the kubelet and in the Node object."""
-    socket_name = socket_name or f"{plugin.resource.rpartition('/')[2]}.sock"
-    async with serving(node, plugin, socket_name):
-        await register(node, plugin, socket_name)
-        await wait_allocatable(node, plugin.resource, sum(health == "Healthy" for health, _ in plugin.devices.values()))
-        yield plugin
-
-
-def kill_container(node: EmbeddedNode, namespace: str, pod_name: str, container: str) -> None:
-    """Ends a container's process as a crash would."""
-    found = node.kubelet.runtime.find(node.api.pod(namespace, pod_name)["metadata"]["uid"], container)
-    assert found is not None and found.is_running
-    node.kubelet.runtime.kill(found)
-
-
-def active_records(node: EmbeddedNode) -> list[DeviceRecord]:
-    """The allocations of pods that have not ended."""
-    return [record for record in node.kubelet.devices.records.all() if record.pod_uid in node.kubelet.active_pods()]
-
-
-# --- waiting ---
-
-
-async def wait_allocatable(node: EmbeddedNode, resource: str, count: int) -> None:
-    def is_shown() -> bool:
-        raw = node.api.object_of("nodes", ("", node.name)) or {}
-        is_known = (
-            node.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
-        )  # the Node object outlives the kubelet
-        return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
-
-    await node.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
-
-
-async def wait_phase(node: EmbeddedNode, name: str, *phases: str, namespace: str = "default") -> dict[str, Any]:
-    def settled() -> dict[str, Any] | None:
-        raw = node.api.find_pod(namespace, name)
-        return raw if raw is not None and raw["status"]["phase"] in phases else None
-
-    found = await node.kubelet.wait_for(settled, DEADLINE_S, f"pod {name} in phase {' or '.join(phases)}")
-    assert found is not None
-    return found
-
-
-async def start_pods(node: EmbeddedNode, *pods: dict[str, Any]) -> None:
-    """Until they run."""
-    for one in pods:
-        node.api.create_pod(one)
-    for one in pods:
-        status = (await wait_phase(node, one["metadata"]["name"], "Running", "Failed"))["status"]
-        assert status["phase"] == "Running", (one["metadata"]["name"], status)
-
-
-async def remove_pod(node: EmbeddedNode, name: str, **how: Any) -> None:
-    """Until it is gone."""
-    node.api.delete_pod("default", name, **how)
-    await wait_gone(node, name)
-
-
-async def wait_gone(node: EmbeddedNode, name: str, *, namespace: str = "default") -> None:
-    await node.kubelet.wait_for(lambda: node.api.find_pod(namespace, name) is None, DEADLINE_S, f"pod {name} gone")
-
-
-# --- PodResources ---
-
-
-@asynccontextmanager
-async def pod_resources(node: EmbeddedNode) -> AsyncIterator[v1.PodResourcesListerStub]:
-    channel = Channel(path=str(node.paths.pod_resources_socket))
-    try:
-        yield v1.PodResourcesListerStub(channel, timeout=DEADLINE_S)
-    finally:
-        channel.close()
-
-
 def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set[str]]]:
     """`pod/container` -> resource -> IDs, the entries of one resource merged."""
     found: dict[str, dict[str, set[str]]] = {}
@@ -343,11 +262,6 @@ def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set
             for entry in item.devices:
                 devices.setdefault(entry.resource_name, set()).update(entry.device_ids)
     return found
-
-
-async def list_pods(node: EmbeddedNode) -> dict[str, dict[str, set[str]]]:
-    async with pod_resources(node) as stub:
-        return by_container(await stub.list())
 
 
 def controller_of(node: EmbeddedNode) -> NodeController:
@@ -364,3 +278,234 @@ def controller_of(node: EmbeddedNode) -> NodeController:
         faults=GpuFaults(node.paths.faults, 2),
         read_agent=no_agent,
     )
+
+
+def under_test(node: EmbeddedNode) -> NodeUnderTest:
+    return NodeUnderTest(**structs.asdict(node))
+
+
+class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
+    """An embedded node with what tests do to it, wait for and read. Everything that waits has a deadline."""
+
+    async def start_pods(self, *pods: dict[str, Any]) -> None:
+        """Until they run."""
+        for one in pods:
+            self.api.create_pod(one)
+        for one in pods:
+            status = (await self.wait_phase(one["metadata"]["name"], "Running", "Failed"))["status"]
+            assert status["phase"] == "Running", (one["metadata"]["name"], status)
+
+    async def remove_pod(self, name: str, **how: Any) -> None:
+        """Until it is gone."""
+        self.api.delete_pod("default", name, **how)
+        await self.wait_gone(name)
+
+    async def settle_pod(self, made: dict[str, Any]) -> str:
+        """Until it runs or is refused; the message of the status."""
+        self.api.create_pod(made)
+        return await self.wait_settled(made["metadata"]["name"])
+
+    def kill_container(self, name: str, container: str = "main") -> None:
+        """Ends a container's process as a crash would."""
+        found = self.container_of(name, container)
+        assert found is not None and found.is_running
+        self.kubelet.runtime.kill(found)
+
+    def uid_of(self, name: str) -> PodUid:
+        return PodUid(self.api.pod("default", name)["metadata"]["uid"])
+
+    def container_of(self, name: str, container: str = "main") -> Any:
+        """The runtime's newest run of it, None before the first."""
+        return self.kubelet.runtime.find(self.uid_of(name), container)
+
+    def messages(self, reason: str) -> list[str]:
+        """Those of the Events with that reason."""
+        return [event["message"] for event in self.api.events() if event["reason"] == reason]
+
+    def healthy(self, resource: str) -> int:
+        """How many healthy devices the kubelet has of a resource that was registered."""
+        return self.kubelet.devices.capacity()[resource][1]
+
+    def states_of(self, uuid: str) -> set[bool]:
+        """The health of a GPU's IDs, of both resources, as the kubelet has them."""
+        return {
+            state
+            for resource in (CORE, MEMORY)
+            for device, state in self.kubelet.devices.health(resource).items()
+            if device.startswith(key_of(uuid))
+        }
+
+    async def register(self, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:
+        channel = Channel(path=str(self.paths.device_plugin_path / "kubelet.sock"))
+        try:
+            request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
+            async with asyncio.timeout(DEADLINE_S):
+                await RegistrationStub(channel).register(request)
+        finally:
+            channel.close()
+
+    @asynccontextmanager
+    async def serving(self, plugin: SmallPlugin, socket_name: str) -> AsyncIterator[SmallPlugin]:
+        """The plugin on its socket, not registered. Leaving the block cuts its connections, as its process's end does."""
+        async with served_at(self.paths.device_plugin_path / socket_name, plugin):
+            yield plugin
+
+    @asynccontextmanager
+    async def open_plugin(self, plugin: SmallPlugin, socket_name: str = "") -> AsyncIterator[SmallPlugin]:
+        """Serving, registered, and its devices known to the kubelet and in the Node object."""
+        socket_name = socket_name or f"{plugin.resource.rpartition('/')[2]}.sock"
+        async with self.serving(plugin, socket_name):
+            await self.register(plugin, socket_name)
+            await self.wait_allocatable(
+                plugin.resource, sum(health == "Healthy" for health, _ in plugin.devices.values())
+            )
+            yield plugin
+
+    @asynccontextmanager
+    async def pod_resources(self) -> AsyncIterator[v1.PodResourcesListerStub]:
+        channel = Channel(path=str(self.paths.pod_resources_socket))
+        try:
+            yield v1.PodResourcesListerStub(channel, timeout=DEADLINE_S)
+        finally:
+            channel.close()
+
+    async def list_pods(self) -> dict[str, dict[str, set[str]]]:
+        async with self.pod_resources() as stub:
+            return by_container(await stub.list())
+
+    def arguments(self, *flags: str) -> list[str]:
+        """Flags of an agent for this node: no fixed port, everything periodic often."""
+        fast = ["--web.port=0", "--allocation.check-period-s=0.2", "--health.check-period-s=0.05"]
+        return [*self.agent_arguments(), *fast, *flags]
+
+    def log_lines(self, event: str) -> list[dict[str, Any]]:
+        """What a child said under this name; the line that is being written right now does not count yet."""
+        if not self.paths.agent_log.exists():
+            return []
+        whole = self.paths.agent_log.read_text().rpartition("\n")[0]
+        lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
+        return [line for line in lines if line.get("event") == event]
+
+    def calls_of(self, name: str, method: str = "Allocate") -> list[PluginCall]:
+        return [c for c in self.calls.calls if c.pod_name == name and c.method == method]
+
+    def plugin_socket(self, kind: str) -> Path:
+        """Of the one agent that has sockets there; `kind` is vcore, vmemory or gpumem."""
+        (found,) = self.paths.device_plugin_path.glob(f"{kind}-*.sock")
+        return found
+
+    def active_records(self) -> list[DeviceRecord]:
+        """The allocations of pods that have not ended."""
+        return [record for record in self.kubelet.devices.records.all() if record.pod_uid in self.kubelet.active_pods()]
+
+    def kubelet_held(self) -> Held:
+        """The kubelet's records of pods that live, as the ledger has them."""
+        found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
+        for record in self.active_records():
+            found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
+        return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+
+    def given(self) -> Held:
+        """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
+        last: dict[tuple[str, str, str], PluginCall] = {}
+        for call in self.calls.calls:
+            if call.method == "Allocate" and not call.error:
+                last[call.pod_uid, call.container, call.resource] = call
+        found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
+        for (uid, container, resource), call in last.items():
+            if self.kubelet.runtime.is_running(uid, container):
+                found.setdefault((uid, container), {})[resource] = frozenset(call.device_ids)
+        return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+
+    def gpus_of(self, name: str, container: str = "main") -> set[str]:
+        """The UUIDs of the GPUs whose vcore IDs a running container was given."""
+        keys = {device.rpartition("-")[0] for device in self.kubelet_held()[self.uid_of(name), container][0]}
+        uuids = {uuid for index in range(16) if key_of(uuid := simulated_uuid(self.name, index)) in keys}
+        assert len(uuids) == len(keys)
+        return uuids
+
+    def assert_nothing_shared(self, *, blocks: int = BLOCKS) -> None:
+        """No ID is held by two live containers, each container is on one GPU or on whole ones, and no GPU is overfull."""
+        held = self.given()
+        for kind in (0, 1):
+            ids = [device for both in held.values() for device in both[kind]]
+            assert len(ids) == len(set(ids)), f"held twice: {sorted({d for d in ids if ids.count(d) > 1})[:5]}"
+        used: dict[str, int] = {}
+        for key, (vcores, vmemory) in sorted(held.items()):
+            per_gpu: dict[str, int] = {}
+            for device in vcores:
+                key = device.rpartition("-")[0]
+                per_gpu[key] = per_gpu.get(key, 0) + 1
+            if not vcores:  # a GPU under one of NVIDIA's names
+                continue
+            assert len(per_gpu) == 1 or set(per_gpu.values()) == {CORES}, (key, per_gpu)
+            if len(vcores) < CORES:
+                gpu = next(iter(per_gpu))
+                used[gpu] = used.get(gpu, 0) + len(vmemory)
+        assert all(count <= blocks for count in used.values()), used
+
+    async def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
+        return await self.kubelet.wait_for(condition, DEADLINE_S, what)
+
+    async def wait_allocatable(self, resource: str, count: int) -> None:
+        def is_shown() -> bool:
+            raw = self.api.object_of("nodes", ("", self.name)) or {}
+            is_known = (
+                self.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
+            )  # the Node object outlives the kubelet
+            return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
+
+        await self.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
+
+    async def wait_registered(self) -> None:
+        """The kubelet has healthy devices of both resources, and the scheduler knows it."""
+
+        def is_shown() -> bool:
+            raw = (self.api.object_of("nodes", ("", self.name)) or {}).get("status", {}).get("allocatable", {})
+            healthy = {name: str(count) for name, (_, count) in self.kubelet.devices.capacity().items() if count}
+            return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
+
+        await self.wait_until(is_shown, "both resources allocatable")
+
+    async def wait_healthy_devices(self) -> None:
+        """The kubelet alone has them, of both resources: for a test without an API server."""
+
+        def is_there() -> bool:
+            capacity = self.kubelet.devices.capacity()
+            return all(capacity.get(name, (0, 0))[1] for name in (CORE, MEMORY))
+
+        await self.wait_until(is_there, "healthy devices of both resources")
+
+    async def wait_phase(self, name: str, *phases: str, namespace: str = "default") -> dict[str, Any]:
+        def settled() -> dict[str, Any] | None:
+            raw = self.api.find_pod(namespace, name)
+            return raw if raw is not None and raw["status"]["phase"] in phases else None
+
+        found = await self.kubelet.wait_for(settled, DEADLINE_S, f"pod {name} in phase {' or '.join(phases)}")
+        assert found is not None
+        return found
+
+    async def wait_settled(self, name: str) -> str:
+        """Running or Failed; the message of the status."""
+        raw = await self.wait_phase(name, "Running", "Failed")
+        return str(raw["status"].get("message", ""))
+
+    async def wait_running(self, *names: str) -> None:
+        for name in names:
+            await self.wait_settled(name)
+            found = self.api.pod("default", name)["status"]
+            assert found["phase"] == "Running", (name, found)
+
+    async def wait_gone(self, name: str, *, namespace: str = "default") -> None:
+        await self.kubelet.wait_for(lambda: self.api.find_pod(namespace, name) is None, DEADLINE_S, f"pod {name} gone")
+
+    async def wait_ledger_equal(self, agent: InnerAgent) -> None:
+        """The ledger of the agent are the kubelet's records of the pods that live."""
+        try:
+            await self.wait_until(lambda: agent.held() == self.kubelet_held(), "books like the kubelet's records")
+        except TimeoutError as error:
+            raise AssertionError(f"agent: {_brief(agent.held())}\nkubelet: {_brief(self.kubelet_held())}") from error
+
+
+def _brief(held: Held) -> dict[str, tuple[int, int]]:
+    return {f"{uid[:8]}/{name}": (len(both[0]), len(both[1])) for (uid, name), both in sorted(held.items())}

@@ -10,35 +10,25 @@ from typing import Any
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.sandbox.support_sandbox import (
     CORE,
     FOO,
     MEMORY,
+    NodeUnderTest,
     SmallPlugin,
     bound,
     container,
     device_ids,
     foo,
     foo_plugin,
-    kill_container,
-    list_pods,
-    open_plugin,
     open_test_node,
     pod,
-    register,
-    serving,
-    start_pods,
-    wait_allocatable,
-    wait_gone,
-    wait_phase,
 )
-from tests.support_deadline import DEADLINE_S
 
 
-async def rejected(node: EmbeddedNode, manifest: dict[str, Any]) -> str:
+async def rejected(node: NodeUnderTest, manifest: dict[str, Any]) -> str:
     node.api.create_pod(bound(manifest))
-    raw = await wait_phase(node, manifest["metadata"]["name"], "Failed")
+    raw = await node.wait_phase(manifest["metadata"]["name"], "Failed")
     assert raw["status"]["reason"] == "UnexpectedAdmissionError"
     assert "containerStatuses" not in raw["status"]
     return str(raw["status"]["message"])
@@ -48,13 +38,13 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
     """Ten pods of two containers with two resources: always c1 before c2, both resource orders seen, all serial."""
     async with open_test_node(seed=1) as node:
         core, memory = (SmallPlugin(name, device_ids("a", count=100)) for name in (CORE, MEMORY))
-        async with open_plugin(node, core), open_plugin(node, memory):
+        async with node.open_plugin(core), node.open_plugin(memory):
             for n in range(10):
                 node.api.create_pod(
                     pod(f"p{n}", container("c1", cores=1, blocks=1), container("c2", cores=1, blocks=1))
                 )
             for n in range(10):
-                await wait_phase(node, f"p{n}", "Running")
+                await node.wait_phase(f"p{n}", "Running")
         calls = [c for c in node.calls.calls if c.method == "Allocate"]
         assert [(c.pod_name, c.container) for c in calls[::2]] == [
             (f"p{n}", c) for n in range(10) for c in ("c1", "c2")
@@ -67,9 +57,9 @@ async def test_containers_come_in_spec_order_and_their_resources_in_random_order
 async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() -> None:
     """init 2, sidecar 1 (from init's, without a GetPreferredAllocation), main 3 (must-include the one left): as measured."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
+        async with node.open_plugin(foo_plugin()):
             sidecar = foo("s", 1, restartPolicy="Always")
-            await start_pods(node, pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
+            await node.start_pods(pod("chain", foo("m", 3), init=(foo("i", 2), sidecar)))
         calls = {(c.method[0], c.container): c for c in node.calls.calls}
         assert [(c.method[0], c.container) for c in node.calls.calls] == [
             ("G", "i"), ("A", "i"), ("A", "s"), ("G", "m"), ("A", "m"),
@@ -86,8 +76,8 @@ async def test_an_init_containers_ids_are_used_again_and_a_sidecars_are_not() ->
 async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
     """Init containers of one pod use each other's devices; with enough of them the plugin is not asked what it prefers."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
-            await start_pods(node, pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
+        async with node.open_plugin(foo_plugin()):
+            await node.start_pods(pod("p", foo("m", 2), init=(foo("i1", 2), foo("i2", 2))))
         assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", *["Allocate"] * 3]
         assert len({frozenset(c.device_ids) for c in node.calls.calls[1:]}) == 1
 
@@ -104,8 +94,8 @@ async def test_a_second_init_container_reuses_the_first_ones_ids() -> None:
 async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
     """A short answer is filled up from anything free, unknown IDs are ignored; the pod runs."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin(preferred=preferred)):
-            await start_pods(node, pod("p", foo(count=3)))
+        async with node.open_plugin(foo_plugin(preferred=preferred)):
+            await node.start_pods(pod("p", foo(count=3)))
         ids = set(node.calls.of("Allocate")[0].device_ids)
         assert len(ids) == 3
         assert wanted <= ids <= {f"foo-{n}" for n in range(10)}
@@ -114,16 +104,16 @@ async def test_a_preference_is_advice(preferred: Any, wanted: set[str]) -> None:
 async def test_without_the_option_the_plugin_is_not_asked() -> None:
     """No GetPreferredAllocation for a plugin that does not offer it."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin(prefers=False)):
-            await start_pods(node, pod("p", foo(count=3)))
+        async with node.open_plugin(foo_plugin(prefers=False)):
+            await node.start_pods(pod("p", foo(count=3)))
         assert [c.method for c in node.calls.calls] == ["Allocate"]
 
 
 async def test_asking_for_all_that_is_left_is_asked_too() -> None:
     """GetPreferredAllocation comes even when asked equals available."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
-            await start_pods(node, pod("p", foo(count=10)))
+        async with node.open_plugin(foo_plugin()):
+            await node.start_pods(pod("p", foo(count=10)))
         assert [c.method for c in node.calls.calls] == ["GetPreferredAllocation", "Allocate"]
 
 
@@ -135,22 +125,22 @@ async def test_a_failed_allocate_rejects_the_pod_with_the_plugins_text() -> None
     """Failed, UnexpectedAdmissionError, the measured message, an Event; an earlier container's devices are free at once."""
     async with open_test_node() as node:
         core = SmallPlugin(CORE, device_ids("a", count=10))
-        async with open_plugin(node, core), open_plugin(node, foo_plugin(on_allocate=refuse)):
+        async with node.open_plugin(core), node.open_plugin(foo_plugin(on_allocate=refuse)):
             message = await rejected(node, pod("bad", container("c1", cores=10), foo("c2", 1)))
             expected = "Allocate failed due to rpc error: code = Internal desc = no é / 50% of it, which is unexpected"
             assert message == f"Pod was rejected: {expected}"
             event = next(e for e in node.api.events() if e["reason"] == "UnexpectedAdmissionError")
             assert (event["message"], event["involvedObject"]["name"]) == (expected, "bad")
-            await start_pods(node, pod("next", container("main", cores=10)))
+            await node.start_pods(pod("next", container("main", cores=10)))
             assert len(node.calls.of("Allocate")) == 3  # not retried
 
 
 async def test_the_ids_of_a_failed_allocate_are_free_again() -> None:
     """All of them, at once, for the next pod."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(on_allocate=refuse)) as plugin:
+    async with open_test_node() as node, node.open_plugin(foo_plugin(on_allocate=refuse)) as plugin:
         await rejected(node, pod("bad", foo(count=10)))
         plugin.on_allocate = None
-        await start_pods(node, pod("next", foo(count=10)))
+        await node.start_pods(pod("next", foo(count=10)))
 
 
 async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None:
@@ -159,7 +149,7 @@ async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None
     async def fail() -> None:
         await refuse()
 
-    async with open_test_node() as node, open_plugin(node, foo_plugin(on_preferred=fail)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(on_preferred=fail)):
         message = await rejected(node, pod("bad", foo()))
         assert (
             "device plugin GetPreferredAllocation rpc failed with err: rpc error: code = Internal desc = no" in message
@@ -169,7 +159,7 @@ async def test_a_failed_preference_rejects_the_pod_without_an_allocate() -> None
 
 async def test_past_the_scheduler_too_few_devices_reject_the_pod() -> None:
     """The measured message with what was asked and what is there."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         message = await rejected(node, pod("big", foo(count=3)))
         assert f"requested number of devices unavailable for {FOO}. Requested: 3, Available: 2" in message
 
@@ -178,7 +168,7 @@ async def test_an_unknown_resource_does_not_hinder_a_pod_that_the_scheduler_has_
     """A resource the node never heard of: the pod runs without any device."""
     async with open_test_node() as node:
         node.api.create_pod(bound(pod("p", foo())))
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
         assert node.calls.calls == []
 
 
@@ -186,14 +176,14 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
     """Not every call belongs to an admission: the pod worker asks when the container starts again."""
     async with open_test_node() as node:
         node.api.create_pod(bound(pod("p", foo())))
-        await wait_phase(node, "p", "Running")
-        async with open_plugin(node, foo_plugin()):
-            kill_container(node, "default", "p", "main")
+        await node.wait_phase("p", "Running")
+        async with node.open_plugin(foo_plugin()):
+            node.kill_container("p")
             await node.kubelet.wait_for(lambda: node.calls.of("Allocate"), what="the late Allocate")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
 
 
-def _restarts(node: EmbeddedNode, name: str) -> int:
+def _restarts(node: NodeUnderTest, name: str) -> int:
     status = node.api.pod("default", name)["status"]
     return int(status["containerStatuses"][0]["restartCount"]) if status["containerStatuses"][0]["ready"] else -1
 
@@ -207,29 +197,29 @@ async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
 
     async with open_test_node() as node:
         plugin = foo_plugin()
-        async with open_plugin(node, plugin):
-            await start_pods(node, pod("runs", foo()))
+        async with node.open_plugin(plugin):
+            await node.start_pods(pod("runs", foo()))
             plugin.on_allocate = hang
             node.api.create_pod(pod("hangs", foo()))
             await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             node.api.create_pod(pod("plain"))
             node.api.delete_pod("default", "runs")
             await node.kubelet.wait_for(lambda: node.api.pod("default", "plain")["spec"].get("nodeName"))
-            assert set(await list_pods(node)) == {"runs/main", "hangs/main"}
+            assert set(await node.list_pods()) == {"runs/main", "hangs/main"}
             assert node.api.pod("default", "plain")["status"]["phase"] == "Pending"
             assert node.api.find_pod("default", "runs") is not None
             release.set()
-            await wait_gone(node, "runs")
-            await wait_phase(node, "plain", "Running")
+            await node.wait_gone("runs")
+            await node.wait_phase("plain", "Running")
 
 
 async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_once() -> None:
     """A container that dies is started again with its devices: PreStartContainer yes, Allocate no."""
     async with open_test_node() as node:
         plugin = foo_plugin(wants_pre_start=True)
-        async with open_plugin(node, plugin):
-            await start_pods(node, pod("p", foo(count=2)))
-            kill_container(node, "default", "p", "main")
+        async with node.open_plugin(plugin):
+            await node.start_pods(pod("p", foo(count=2)))
+            node.kill_container("p")
             await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
         methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
         assert methods == ["Allocate", "PreStartContainer", "PreStartContainer"]
@@ -238,7 +228,7 @@ async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_on
 async def test_a_failed_prestart_keeps_the_container_waiting_and_is_tried_again() -> None:
     """The pod stays Pending with CreateContainerConfigError, and runs when the plugin agrees."""
     plugin = foo_plugin(wants_pre_start=True, on_pre_start=refuse)
-    async with open_test_node() as node, open_plugin(node, plugin):
+    async with open_test_node() as node, node.open_plugin(plugin):
         node.api.create_pod(pod("p", foo()))
 
         def waiting() -> dict[str, Any]:
@@ -250,14 +240,14 @@ async def test_a_failed_prestart_keeps_the_container_waiting_and_is_tried_again(
         assert shown["reason"] == "CreateContainerConfigError"
         assert "PreStartContainer rpc failed with err: rpc error: code = Internal" in shown["message"]
         plugin.on_pre_start = None
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
 
 
 async def test_registration_with_another_version_is_refused() -> None:
     """The kubelet's own text comes back, with code UNKNOWN."""
-    async with open_test_node() as node, serving(node, foo_plugin(), "foo.sock") as plugin:
+    async with open_test_node() as node, node.serving(foo_plugin(), "foo.sock") as plugin:
         with pytest.raises(GRPCError, match="not supported by kubelet") as refusal:
-            await register(node, plugin, "foo.sock", version="v2")
+            await node.register(plugin, "foo.sock", version="v2")
         assert refusal.value.status is Status.UNKNOWN
         assert plugin.seen == []
 
@@ -266,55 +256,54 @@ async def test_registration_of_a_socket_that_nobody_serves_is_refused() -> None:
     """The dial-back fails inside Register."""
     async with open_test_node() as node:
         with pytest.raises(GRPCError, match="failed to get device plugin options"):
-            await register(node, foo_plugin(), "absent.sock")
+            await node.register(foo_plugin(), "absent.sock")
 
 
 async def test_a_plugin_that_ends_leaves_capacity_without_allocatable() -> None:
     """Its devices are unhealthy, a pod past the scheduler is rejected, running pods are not touched."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin()):
-            await start_pods(node, pod("runs", foo()))
-        await wait_allocatable(node, FOO, 0)
+        async with node.open_plugin(foo_plugin()):
+            await node.start_pods(pod("runs", foo()))
+        await node.wait_allocatable(FOO, 0)
         assert node.api.node("node-a")["status"]["capacity"][FOO] == "10"
         message = await rejected(node, pod("late", foo()))
         assert f"no healthy devices present; cannot allocate unhealthy devices {FOO}" in message
         assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
-        assert set(await list_pods(node)) == {"runs/main"}
+        assert set(await node.list_pods()) == {"runs/main"}
 
 
 async def test_a_second_registration_takes_over_and_the_first_is_not_used_again() -> None:
     """The newest plugin's devices count; when it ends nothing is allocatable, though the first stream stayed open."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(10), "one.sock") as first:
-        async with open_plugin(node, foo_plugin(4), "two.sock"):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(10), "one.sock") as first:
+        async with node.open_plugin(foo_plugin(4), "two.sock"):
             assert node.api.node("node-a")["status"]["capacity"][FOO] == "4"
-        await wait_allocatable(node, FOO, 0)
+        await node.wait_allocatable(FOO, 0)
         assert not first.streams_ended.is_set()
-        await register(node, first, "one.sock")
-        await wait_allocatable(node, FOO, 10)
+        await node.register(first, "one.sock")
+        await node.wait_allocatable(FOO, 10)
 
 
 async def test_the_end_of_a_replaced_plugin_disconnects_the_one_that_serves() -> None:
     """The kubelet finds the stream's client by the resource's name: the newest. It serves once it has registered again."""
     async with open_test_node() as node, AsyncExitStack() as until_replaced:
-        await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
-        async with open_plugin(node, foo_plugin(4), "two.sock") as second:
+        await until_replaced.enter_async_context(node.open_plugin(foo_plugin(10), "one.sock"))
+        async with node.open_plugin(foo_plugin(4), "two.sock") as second:
             await until_replaced.aclose()
-            async with asyncio.timeout(DEADLINE_S):
-                await second.streams_ended.wait()
-            await wait_allocatable(node, FOO, 0)
-            await register(node, second, "two.sock")
-            await wait_allocatable(node, FOO, 4)
-            await start_pods(node, pod("p", foo(count=4)))
+            await second.streams_ended.wait()
+            await node.wait_allocatable(FOO, 0)
+            await node.register(second, "two.sock")
+            await node.wait_allocatable(FOO, 4)
+            await node.start_pods(pod("p", foo(count=4)))
 
 
 async def test_an_unhealthy_device_leaves_allocatable_and_its_pod_goes_on() -> None:
     """9 of 10 allocatable; the unhealthy ID is not offered any more."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin()) as plugin:
-        await start_pods(node, pod("runs", foo()))
+    async with open_test_node() as node, node.open_plugin(foo_plugin()) as plugin:
+        await node.start_pods(pod("runs", foo()))
         await plugin.set_devices({**plugin.devices, "foo-0": ("Unhealthy", None)})
-        await wait_allocatable(node, FOO, 9)
+        await node.wait_allocatable(FOO, 9)
         assert node.api.pod("default", "runs")["status"]["phase"] == "Running"
-        await start_pods(node, pod("next", foo(count=2)))
+        await node.start_pods(pod("next", foo(count=2)))
         assert "foo-0" not in node.calls.of("GetPreferredAllocation")[-1].device_ids
 
 
@@ -322,17 +311,16 @@ async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
     """grpc-go's limit on what the kubelet receives: the plugin's devices never come to the node."""
     async with open_test_node() as node:
         plugin = SmallPlugin(FOO, {f"{'x' * 200}-{n}": ("Healthy", None) for n in range(20_000)})
-        async with serving(node, plugin, "foo.sock"):
-            await register(node, plugin, "foo.sock")
-            await wait_allocatable(node, FOO, 0)
-            async with asyncio.timeout(DEADLINE_S):
-                await plugin.streams_ended.wait()
+        async with node.serving(plugin, "foo.sock"):
+            await node.register(plugin, "foo.sock")
+            await node.wait_allocatable(FOO, 0)
+            await plugin.streams_ended.wait()
         assert node.kubelet.devices.capacity() == {FOO: (0, 0)}
 
 
 async def test_a_resource_may_have_more_ids_than_a_message_has_other_fields() -> None:
     """As on 64 GPUs of 80 GiB: a kubelet takes a list of 4 MiB, however many IDs are in it."""
     plugin = SmallPlugin(FOO, device_ids("a", count=20_480), prefers=False)
-    async with open_test_node() as node, open_plugin(node, plugin):
-        await start_pods(node, pod("p", foo(count=2)))
+    async with open_test_node() as node, node.open_plugin(plugin):
+        await node.start_pods(pod("p", foo(count=2)))
         assert node.api.node("node-a")["status"]["capacity"][FOO] == "20480"

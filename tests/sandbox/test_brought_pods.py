@@ -21,12 +21,9 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     device_ids,
     limits_of,
-    open_plugin,
     open_test_node,
     pod,
-    remove_pod,
-    start_pods,
-    wait_phase,
+    under_test,
 )
 
 CLAIMS_SAMPLE = Path(__file__).parents[2] / "manifests/samples/claims/share.yaml"
@@ -78,10 +75,6 @@ def log_of(node: EmbeddedNode, uid: str) -> str:
     return node.kubelet.runtime.log_of(run).read_text()
 
 
-def messages(node: EmbeddedNode, reason: str) -> list[str]:
-    return [one["message"] for one in node.api.events() if one["reason"] == reason]
-
-
 def of_image(*command: str, **extra: Any) -> dict[str, Any]:
     return {"name": "main", "image": "busybox:1.36", "command": list(command), **extra}
 
@@ -92,9 +85,9 @@ async def test_an_ordinary_images_command_ends_with_its_code() -> None:
         for name, code, phase in (("good", 0, "Succeeded"), ("bad", 3, "Failed")):
             script = of_image("sh", "-c", f"echo {name}; exit {code}")
             raw = node.api.create_pod(pod(name, script, restartPolicy="Never"))
-            await wait_phase(node, name, phase)
+            await node.wait_phase(name, phase)
             assert log_of(node, raw["metadata"]["uid"]) == f"{name}\n"
-        assert messages(node, "CommandNotRun") == []
+        assert node.messages("CommandNotRun") == []
 
 
 async def test_what_is_not_run_sleeps_and_says_so() -> None:
@@ -102,13 +95,13 @@ async def test_what_is_not_run_sleeps_and_says_so() -> None:
     timed = {"sandbox.gpushare/run-seconds": "0"}
     async with open_test_node() as node:
         raw = node.api.create_pod(pod("a", of_image("python", "train.py")))
-        await wait_phase(node, "a", "Running")
+        await node.wait_phase("a", "Running")
         said = "The sandbox runs no image: instead of `python train.py` of busybox:1.36 this container sleeps "
         said += "until it is deleted"
-        assert messages(node, "CommandNotRun") == [said] and log_of(node, raw["metadata"]["uid"]) == f"{said}\n"
+        assert node.messages("CommandNotRun") == [said] and log_of(node, raw["metadata"]["uid"]) == f"{said}\n"
         node.api.create_pod(pod("b", of_image("sleep", "infinity"), annotations=timed))
-        await wait_phase(node, "b", "Succeeded")
-        assert messages(node, "CommandNotRun")[1:] == [
+        await node.wait_phase("b", "Succeeded")
+        assert node.messages("CommandNotRun")[1:] == [
             "The sandbox runs no image: instead of `sleep infinity` of busybox:1.36 this container sleeps 0 s and ends well"
         ]
 
@@ -121,23 +114,23 @@ async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
         node.api.create("jobs", job)
         PodControllers(node.api).reconcile()
         (made,) = node.api.pods()
-        await wait_phase(node, made["metadata"]["name"], "Running")
-        (said,) = messages(node, "CommandNotRun")
+        await node.wait_phase(made["metadata"]["name"], "Running")
+        (said,) = node.messages("CommandNotRun")
         assert said.endswith("this container sleeps 10 s and ends well")
 
 
 async def test_a_pod_has_the_events_of_a_cluster() -> None:
     """In their order, before those that only the sandbox has."""
     async with open_test_node() as node:
-        await start_pods(node, pod("a", of_image("sleep", "infinity")))
+        await node.start_pods(pod("a", of_image("sleep", "infinity")))
         assert [(one["reason"], one["source"]["component"], one["type"]) for one in node.api.events()] == [
             ("Scheduled", "default-scheduler", "Normal"), ("Pulled", "kubelet", "Normal"),
             ("Created", "kubelet", "Normal"), ("Started", "kubelet", "Normal"),
         ]  # fmt: skip
-        assert messages(node, "Scheduled") == ["Successfully assigned default/a to node-a"]
+        assert node.messages("Scheduled") == ["Successfully assigned default/a to node-a"]
         assert {one["involvedObject"].get("fieldPath") for one in node.api.events()[1:]} == {"spec.containers{main}"}
-        await remove_pod(node, "a")
-        assert messages(node, "Killing") == ["Stopping container main"]
+        await node.remove_pod("a")
+        assert node.messages("Killing") == ["Stopping container main"]
 
 
 async def test_the_oldest_events_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +140,7 @@ async def test_the_oldest_events_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
         raw = node.api.create_pod(pod("a", schedulerName="none"))
         for number in range(5):
             node.api.record_event(raw, reason="Seen", message=str(number), source="test")
-        assert messages(node, "Seen") == ["2", "3", "4"]
+        assert node.messages("Seen") == ["2", "3", "4"]
 
 
 async def test_a_pod_for_another_scheduler_waits_for_it() -> None:
@@ -155,7 +148,7 @@ async def test_a_pod_for_another_scheduler_waits_for_it() -> None:
     async with open_test_node() as node:
         for name, scheduler in (("a", "volcano"), ("b", "gpushare-scheduler"), ("c", "default-scheduler")):
             node.api.create_pod(pod(name, schedulerName=scheduler))
-        await wait_phase(node, "c", "Running")
+        await node.wait_phase("c", "Running")
         for name in ("a", "b"):
             assert node.api.pod("default", name)["status"]["phase"] == "Pending"
             assert not any(one["involvedObject"]["name"] == name for one in node.api.events())
@@ -176,12 +169,12 @@ async def test_claims_that_no_agent_serves_name_what_to_start() -> None:
             async with session.post(node.api.url + path, json=raw) as answer:
                 assert answer.status == 201
                 assert (hint in answer.headers.get("Warning", "")) == (raw["metadata"]["name"] != "plain")
-        await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
+        await node.kubelet.wait_for(lambda: node.messages("FailedScheduling"))
         lacks = "0/1 nodes are available: 1 request gpu: device class gpu.gpushare-agent does not exist."
-        assert messages(node, "FailedScheduling")[0].startswith(lacks)
+        assert node.messages("FailedScheduling")[0].startswith(lacks)
         node.api.create("deviceclasses", {"metadata": {"name": "gpu.gpushare-agent"}, "spec": {}})
-        await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) == 2)
-        assert all(one.endswith(hint) for one in messages(node, "FailedScheduling"))
+        await node.kubelet.wait_for(lambda: len(node.messages("FailedScheduling")) == 2)
+        assert all(one.endswith(hint) for one in node.messages("FailedScheduling"))
 
 
 async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
@@ -189,14 +182,14 @@ async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
     async with open_test_node() as node:
         asked = limits_of("main", {"nvidia.com/gpu": 1, "example.com/fpga": 1})
         node.api.create_pod(pod("early", asked))
-        await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
+        await node.kubelet.wait_for(lambda: node.messages("FailedScheduling"))
         lacks = "0/1 nodes are available: 1 Insufficient example.com/fpga, 1 Insufficient nvidia.com/gpu."
-        assert messages(node, "FailedScheduling") == [lacks]
-        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+        assert node.messages("FailedScheduling") == [lacks]
+        async with node.open_plugin(SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
             node.api.create_pod(pod("late", asked))
-            await node.kubelet.wait_for(lambda: len(messages(node, "FailedScheduling")) >= 3)
+            await node.kubelet.wait_for(lambda: len(node.messages("FailedScheduling")) >= 3)
         remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
-        assert set(messages(node, "FailedScheduling")[1:]) == {lacks + remedy}
+        assert set(node.messages("FailedScheduling")[1:]) == {lacks + remedy}
 
 
 async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:
@@ -204,8 +197,8 @@ async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:
     async with open_embedded_cluster(
         short_dir / "s", node_names=["desk"], times=SHORT_TIMES, names=ResourceNames()
     ) as cluster:
-        (node,) = cluster.nodes
-        async with open_plugin(node, SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
+        node = under_test(*cluster.nodes)
+        async with node.open_plugin(SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
             node.api.create_pod(pod("bytes", limits_of("main", {CORE: 30, MEMORY: "4Gi"})))
-            await node.kubelet.wait_for(lambda: messages(node, "FailedScheduling"))
-        assert messages(node, "FailedScheduling")[-1].endswith(f"Write {MEMORY}: 16 for 4 GiB.")
+            await node.kubelet.wait_for(lambda: node.messages("FailedScheduling"))
+        assert node.messages("FailedScheduling")[-1].endswith(f"Write {MEMORY}: 16 for 4 GiB.")

@@ -16,12 +16,11 @@ from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
-from tests.agent.support_agent import arguments, open_agent
+from tests.agent.support_agent import open_agent
 from tests.isolation.support_cdi import spec, write_spec
 from tests.sandbox.support_containers import host_container
-from tests.sandbox.support_sandbox import CORE, FOO, MEMORY, SmallPlugin, open_plugin, open_test_node, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, FOO, MEMORY, NodeUnderTest, SmallPlugin, open_test_node, pod
 
 NAME = "nvidia.com/gpu=GPU-0"
 PRINTS = host_container("main", "sh", args=["-c", "env"])
@@ -31,14 +30,14 @@ def asks(resource: str = FOO, count: int = 1) -> dict[str, Any]:
     return pod("p", {**PRINTS, "resources": {"limits": {resource: str(count)}}}, restartPolicy="Never")
 
 
-def waiting(node: EmbeddedNode) -> str:
+def waiting(node: NodeUnderTest) -> str:
     """Why the container is not created; nothing when it is."""
     [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
     found: dict[str, str] = status["state"].get("waiting", {})
     return found["message"] if found.get("reason") == "CreateContainerError" else ""
 
 
-def printed(node: EmbeddedNode) -> dict[str, str]:
+def printed(node: NodeUnderTest) -> dict[str, str]:
     """The environment of the container's process, as it printed it."""
     lines = (node.paths.logs / "default_p_main.log").read_text().splitlines()
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
@@ -60,14 +59,14 @@ async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answ
     """Its status says which name; as soon as the spec is there it starts, with what the spec says."""
     answer.envs = {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
     answer.devices = [DeviceSpec(container_path="/dev/nvidia7", host_path="/dev/nvidia7", permissions="rw")]
-    async with open_test_node() as node, open_plugin(node, plugin(answer)):
+    async with open_test_node() as node, node.open_plugin(plugin(answer)):
         node.api.create_pod(asks())
         message = await node.kubelet.wait_for(lambda: waiting(node))
         assert message == f"CDI device injection failed: unresolvable CDI devices {NAME}"
         raw = spec("GPU-0") | {"containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}}
         node.paths.cdi.mkdir()
         (node.paths.cdi / "a.json").write_text(json.dumps(raw))
-        await wait_phase(node, "p", "Succeeded")
+        await node.wait_phase("p", "Succeeded")
         inside = printed(node)
         assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
         assert inside["SANDBOX_DEVICE_NODES"] == "/dev/nvidia7,/dev/nvidia0"
@@ -78,13 +77,13 @@ async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -
     """A share gets its GPU's node and the control nodes, seen inside the running container; whole GPUs get theirs."""
     flags = (f"--device-list-strategy={strategy}", "--isolation=none", "--simulated.gpus=2")
     async with open_test_node() as node:
-        settings = load_settings(arguments(node, *flags), {}).settings
+        settings = load_settings(node.arguments(*flags), {}).settings
         gpus = (await open_driver(settings).read()).gpus
         cdi_specs(settings, mounts_driver=False).ensure(gpus)
         async with open_agent(node, *flags):
             limits = {CORE: "200", MEMORY: "1"}
             node.api.create_pod(pod("p", {**PRINTS, "resources": {"limits": limits}}, restartPolicy="Never"))
-            await wait_phase(node, "p", "Succeeded")
+            await node.wait_phase("p", "Succeeded")
         inside = printed(node)
         assert set(inside["SANDBOX_DEVICE_NODES"].split(",")) == {
             *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"),

@@ -30,8 +30,8 @@ from tests.sandbox.support_containers import (
     open_containers,
     shell,
     wait_ended,
-    wait_true,
 )
+from tests.support_deadline import poll_until
 
 TWO_CHILDREN = "sleep 600 & sleep 600 & wait"
 LEAVES_A_CHILD = "(trap '' TERM; sleep 600 & echo $! > {file}.new; mv {file}.new {file}; wait) & wait"
@@ -66,7 +66,7 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
         cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
         directory = find_cgroup(cgroups, container.id)
         assert directory is not None
-        await wait_true(lambda: len(cgroups.processes(directory).pids) == 3, "three processes")
+        await poll_until(lambda: len(cgroups.processes(directory).pids) == 3, "three processes")
         pids = cgroups.processes(directory).pids
         assert runtime.pids(container) == pids and container.pid in pids
         assert {cgroups.identify(pid) for pid in pids} == {PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)}
@@ -97,7 +97,7 @@ async def test_who_ignores_term_is_killed_after_the_grace_period(kind: str, shor
     """Whether it catches TERM itself or is not sent it, as the annotation has it."""
     async with open_containers(kind) as runtime:
         deaf = runtime.start(shell(f"trap '' TERM; : > {short_dir}/ready; while :; do sleep 600; done"))
-        await wait_true((short_dir / "ready").exists, "the trap set")
+        await poll_until((short_dir / "ready").exists, "the trap set")
         runtime.stop(deaf, 0.05)
         assert await wait_ended(runtime, deaf) == 137
         spared = runtime.start(config(ignore_term_s=60.0))
@@ -114,7 +114,7 @@ async def test_a_child_that_outlives_the_first_process_is_killed(kind: str, shor
     async with open_containers(kind) as runtime:
         file = short_dir / "pid"
         container = runtime.start(shell(LEAVES_A_CHILD.format(file=file)))
-        await wait_true(file.exists, "the child")
+        await poll_until(file.exists, "the child")
         child = int(file.read_text())
         assert child in runtime.pids(container)
         runtime.stop(container, 30)
@@ -132,13 +132,13 @@ async def test_nobody_gets_out_of_a_cgroup_by_leaving_session_and_parent(kind: s
             "setsid -f sh -c 'echo $$ > $FILE.new; mv $FILE.new $FILE; exec sleep 600'; wait; exec sleep 600"
         )
         container = runtime.start(replace(daemon, env={**daemon.env, "FILE": str(file)}))
-        await wait_true(file.exists, "the daemon")
+        await poll_until(file.exists, "the daemon")
         pid = int(file.read_text())
         inner = container.cgroup / "inner" / "most"
         inner.mkdir(parents=True)
         (inner / "cgroup.procs").write_text(str(pid))
         # setsid has forked, and mv has renamed the file, before they end.
-        await wait_true(lambda: runtime.pids(container) == sorted([container.pid, pid]), "the two that stay")
+        await poll_until(lambda: runtime.pids(container) == sorted([container.pid, pid]), "the two that stay")
         runtime.kill(container)
         assert await wait_ended(runtime, container) == 137
         assert not is_alive(pid) and not container.cgroup.exists()
@@ -156,7 +156,7 @@ async def test_a_process_from_outside_joins_a_container_with_its_children(kind: 
             assert outsider.stdin is not None
             outsider.stdin.write(b"\n")
             outsider.stdin.flush()
-            await wait_true(lambda: len(runtime.pids(container)) == 3, "the outsider's child")
+            await poll_until(lambda: len(runtime.pids(container)) == 3, "the outsider's child")
             runtime.stop(container, 30)
             await wait_ended(runtime, container)
             assert outsider.wait(DEADLINE_S) == -signal.SIGKILL
@@ -217,7 +217,7 @@ async def test_the_end_of_the_node_ends_every_process(kind: str, short_dir: Path
     file = short_dir / "pid"
     containers = [runtime.start(config(name=f"c{n}")) for n in range(5)]
     containers.append(runtime.start(shell(LEAVES_A_CHILD.format(file=file))))
-    await wait_true(file.exists, "the child")
+    await poll_until(file.exists, "the child")
     runtime.close()
     assert not any(is_alive(pid) for pid in (*(c.pid for c in containers), int(file.read_text())))
     assert {c.exit_code for c in containers} == {137}
@@ -253,7 +253,7 @@ async def test_containers_die_with_a_sandbox_that_is_killed(kind: str, path: str
         _, pid, root = started.split()
         assert is_alive(int(pid))
         sandbox.kill()
-    await wait_true(lambda: not is_alive(int(pid)), "the end of the container")
+    await poll_until(lambda: not is_alive(int(pid)), "the end of the container")
     async with open_containers(kind):
         assert not Path(root).exists()
 
@@ -304,14 +304,14 @@ async def test_without_cgroups_a_command_ends_with_its_code_and_its_children(sho
         assert await wait_ended(runtime, runtime.start(config(run_s=0.02))) == 0
         files = [short_dir / name for name in ("a", "b")]
         first, second = (runtime.start(shell(LEAVES_A_CHILD.format(file=file), name=file.name)) for file in files)
-        await wait_true(lambda: all(file.exists() for file in files), "the children")
+        await poll_until(lambda: all(file.exists() for file in files), "the children")
         children = [int(file.read_text()) for file in files]
         runtime.stop(first, 30)
         assert await wait_ended(runtime, first) == 143
-        await wait_true(lambda: not is_alive(children[0]), "the end of the child")
+        await poll_until(lambda: not is_alive(children[0]), "the end of the child")
         runtime.kill(second)
         assert await wait_ended(runtime, second) == 137
-        await wait_true(lambda: not is_alive(children[1]), "the end of the other child")
+        await poll_until(lambda: not is_alive(children[1]), "the end of the other child")
     runtime.close()
 
 

@@ -15,7 +15,7 @@ from gpushare_agent.core.wire.runtime import v1
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from tests.runtime.support_cri import all_containers, open_runtime, reported_pid
 from tests.sandbox.support_containers import config, open_containers, wait_ended
-from tests.sandbox.support_sandbox import container, kill_container, open_test_node, pod, start_pods, wait_phase
+from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 
 
@@ -27,7 +27,7 @@ async def test_the_agents_client_finds_every_container_and_its_process() -> None
         assert (version.name, version.endpoint) == ("gpushare-sandbox", str(socket))
         assert await client.running() == {}
         raw = node.api.create_pod(pod("train", container("main"), container("side"), init=(container("setup"),)))
-        await wait_phase(node, "train", "Running")
+        await node.wait_phase("train", "Running")
         uid = raw["metadata"]["uid"]
         ours = {name: node.kubelet.runtime.find(uid, name) for name in ("main", "side")}
         ids = {ContainerKey(uid, name): one.id for name, one in ours.items() if one is not None}
@@ -51,7 +51,7 @@ async def test_the_agents_client_finds_every_container_and_its_process() -> None
 async def test_the_ids_are_those_of_the_pods_status() -> None:
     """`containerd://<id>`; a restarted container has a new one and the next attempt."""
     async with open_test_node() as node:
-        await start_pods(node, pod("train"))
+        await node.start_pods(pod("train"))
 
         def shown() -> tuple[str, int]:
             status = node.api.pod("default", "train")["status"]["containerStatuses"][0]
@@ -60,7 +60,7 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
 
         [first] = (await all_containers(node.paths.runtime_socket)).values()
         assert shown() == (f"containerd://{first.id}", 0)
-        kill_container(node, "default", "train", "main")
+        node.kill_container("train")
         await node.kubelet.wait_for(lambda: shown()[1] == 1, what="the restart")
         [second] = (await all_containers(node.paths.runtime_socket)).values()
         assert second.metadata is not None

@@ -17,17 +17,8 @@ from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
-from gpushare_agent.sandbox.node import EmbeddedNode, running_task
-from tests.sandbox.support_sandbox import (
-    SHORT_TIMES,
-    kill_container,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_gone,
-    wait_phase,
-)
+from gpushare_agent.sandbox.node import running_task
+from tests.sandbox.support_sandbox import SHORT_TIMES, NodeUnderTest, open_test_node, pod
 from tests.sandbox.support_sandbox_cli import sandbox
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
@@ -75,9 +66,9 @@ class SmallDriver(dra_v1.DraPluginBase):
 
 
 @asynccontextmanager
-async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[None]:
+async def open_driver(node: NodeUnderTest, driver: SmallDriver) -> AsyncIterator[None]:
     registration = DraRegistration(
-        driver=DRIVER, instance="00000001", registry=node.paths.plugin_registry, plugin_path=node.paths.dra_plugin,
+        instance="00000001", registry=node.paths.plugin_registry, plugin_path=node.paths.dra_plugin,
         services=[driver],
     )  # fmt: skip
     async with running_task("driver", registration.run):
@@ -86,7 +77,7 @@ async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def open_dra_node(times: KubeletTimes = TIMES) -> AsyncIterator[tuple[EmbeddedNode, SmallDriver]]:
+async def open_dra_node(times: KubeletTimes = TIMES) -> AsyncIterator[tuple[NodeUnderTest, SmallDriver]]:
     """With a driver, a class, a template and the claim `shared`, each of one device that many can have."""
     async with open_test_node(times=times) as node:
         driver = SmallDriver(node.paths.cdi)
@@ -100,7 +91,7 @@ async def open_dra_node(times: KubeletTimes = TIMES) -> AsyncIterator[tuple[Embe
             yield node, driver
 
 
-def publish(node: EmbeddedNode) -> None:
+def publish(node: NodeUnderTest) -> None:
     device = {"name": "gpu-0", "allowMultipleAllocations": True, "capacity": {"cores": {"value": "100", "requestPolicy": {
         "default": "10", "validRange": {"min": "1"}}}}}  # fmt: skip
     pool = {"name": node.name, "generation": 1, "resourceSliceCount": 1}
@@ -117,7 +108,7 @@ FROM_TEMPLATE = {"name": "g", "resourceClaimTemplateName": "share-40"}
 SHARED = {"name": "g", "resourceClaimName": "shared"}
 
 
-def has_ended(node: EmbeddedNode, *claims: str) -> Callable[[], bool]:
+def has_ended(node: NodeUnderTest, *claims: str) -> Callable[[], bool]:
     """The kubelet has no record of a claim whose name begins so."""
     return lambda: not any(record.name.startswith(claims) for record in node.kubelet.claims.values())
 
@@ -136,13 +127,13 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
             node.calls.dra_calls.clear()
 
         async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
-            await start_pods(node, claiming(name, *claims, **extra))
+            await node.start_pods(claiming(name, *claims, **extra))
 
         async def delete(*names: str) -> None:
             for name in names:
                 node.api.delete_pod("default", name)
             for name in names:
-                await wait_gone(node, name)
+                await node.wait_gone(name)
 
         check()
         await run("one", FROM_TEMPLATE)
@@ -150,7 +141,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await delete("one")
         check()
         await run("again", FROM_TEMPLATE)
-        kill_container(node, "default", "again", "c")
+        node.kill_container("again", "c")
         await node.kubelet.wait_for(lambda: restarts(node, "again") == 1)
         check()
         await delete("again")
@@ -159,7 +150,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
             "ends", FROM_TEMPLATE, restartPolicy="Never", annotations={"sandbox.gpushare/run-seconds": "0.01"}
         )
         node.api.create_pod(ends)
-        await wait_phase(node, "ends", "Succeeded")
+        await node.wait_phase("ends", "Succeeded")
         await node.kubelet.wait_for(lambda: [one["metadata"]["name"] for one in claims_of(node)] == ["shared"])
         check()
         await run("first", SHARED)
@@ -186,19 +177,19 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         assert next(steps, None) is None and not node.kubelet.claims
 
 
-def restarts(node: EmbeddedNode, name: str) -> int:
+def restarts(node: NodeUnderTest, name: str) -> int:
     statuses = node.api.pod("default", name)["status"].get("containerStatuses") or [{"restartCount": 0}]
     return int(statuses[0]["restartCount"])
 
 
-def claims_of(node: EmbeddedNode) -> list[dict[str, Any]]:
+def claims_of(node: NodeUnderTest) -> list[dict[str, Any]]:
     return node.api.store.all("resourceclaims")
 
 
 async def test_a_claim_of_a_template_is_the_pods_and_reaches_its_container() -> None:
     async with open_dra_node() as (node, _driver):
         node.api.create_pod(claiming("p", FROM_TEMPLATE))
-        raw = await wait_phase(node, "p", "Running")
+        raw = await node.wait_phase("p", "Running")
         (claim,) = [one for one in claims_of(node) if one["metadata"]["name"] != "shared"]
         metadata = claim["metadata"]
         assert re.fullmatch(r"p-g-[a-z0-9]{5}", metadata["name"])
@@ -226,7 +217,7 @@ async def test_a_failed_prepare_waits_for_a_change_of_the_pod() -> None:
         assert not driver.prepared and raw["status"]["phase"] == "Pending"
         annotated = {**raw["metadata"], "annotations": {"gpushare-agent/claims-retry-at": "1"}}
         node.api.store.replace("pods", {**raw, "metadata": annotated})
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
 
 
 async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
@@ -237,21 +228,21 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
             lambda: len([name for name, _ in node.calls.dra_calls if name.startswith("NodeP")]) > 2
         )
         driver.error = ""
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
 
 
 async def test_a_pod_stays_until_its_claims_are_unprepared() -> None:
     async with open_dra_node() as (node, driver):
-        await start_pods(node, claiming("p", SHARED))
+        await node.start_pods(claiming("p", SHARED))
         driver.unprepare_errors = 3
-        await remove_pod(node, "p")
+        await node.remove_pod("p")
         assert driver.unprepare_errors == 0 and not node.kubelet.claims
         await node.kubelet.wait_for(lambda: not claims_of(node)[0]["status"])
 
 
 async def test_a_pod_that_ended_while_the_kubelet_was_down_is_unprepared() -> None:
     async with open_dra_node() as (node, _driver):
-        await start_pods(node, claiming("p", SHARED))
+        await node.start_pods(claiming("p", SHARED))
         await node.kubelet.stop()
         node.api.delete_pod("default", "p", grace_period_s=0)
         await node.kubelet.start()
@@ -264,22 +255,22 @@ async def test_a_pod_waits_for_a_share_and_for_its_claim() -> None:
         for number in range(11):
             node.api.create_pod(claiming(f"p{number}", FROM_TEMPLATE))
         for number in range(10):
-            await wait_phase(node, f"p{number}", "Running")
+            await node.wait_phase(f"p{number}", "Running")
         await node.kubelet.wait_for(lambda: "1 cannot allocate all claims" in scheduling(node, "p10"))
         node.api.create_pod(claiming("other", {"name": "g", "resourceClaimName": "none"}))
         await node.kubelet.wait_for(lambda: 'resourceclaim "none" not found' in scheduling(node, "other"))
         node.api.delete_pod("default", "p3")
-        await wait_phase(node, "p10", "Running")
+        await node.wait_phase("p10", "Running")
 
 
-def scheduling(node: EmbeddedNode, name: str) -> str:
+def scheduling(node: NodeUnderTest, name: str) -> str:
     conditions = node.api.pod("default", name)["status"].get("conditions") or ()
     return next((str(one.get("message")) for one in conditions if one["type"] == "PodScheduled"), "")
 
 
 async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
     async with open_dra_node() as (node, _driver):
-        await start_pods(node, claiming("p", SHARED))
+        await node.start_pods(claiming("p", SHARED))
         node.api.delete("resourceclaims", ("default", "shared"))
         assert "deletionTimestamp" in claims_of(node)[0]["metadata"]
         node.api.delete_pod("default", "p")

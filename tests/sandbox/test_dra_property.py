@@ -28,7 +28,7 @@ from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION, claim_names
-from tests.dra.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
+from tests.dra.support_claims import NODE, Driver, edit_policy, ref_of
 from tests.sandbox.support_sandbox import SHORT_TIMES, open_test_node, pod
 from tests.support_core import NAMES, allocation, ids, used_blocks, used_cores
 from tests.support_core import pod as core_pod
@@ -49,7 +49,7 @@ class ApiOfAgent:
     def __init__(self, node: EmbeddedNode) -> None:
         self._api = node.api
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
+    async def get_claim(self, namespace: str, name: str) -> Raw:
         await asyncio.sleep(0)
         return undecoded(self._api.store.get("resourceclaims", (namespace, name)))
 
@@ -89,14 +89,14 @@ class World:
         cache = self.driver.cache
         for one in self.plugins.values():
             cache.put(one)
-        publisher = SlicePublisher(driver=DRIVER, node_name=NODE, desired=self.devices)
+        publisher = SlicePublisher(node_name=NODE, desired=self.devices)
         cache.subscribe(lambda _old, _new: self._changed(publisher))
         await self.driver.claims.restore()
         self.check()
         ready = asyncio.Event()
         ready.set()
         registration = DraRegistration(
-            driver=DRIVER, instance=f"{self.rng.getrandbits(32):08x}", registry=self.node.paths.plugin_registry,
+            instance=f"{self.rng.getrandbits(32):08x}", registry=self.node.paths.plugin_registry,
             plugin_path=self.node.paths.dra_plugin, services=[DraPlugin(self.driver.claims, ready)],
         )  # fmt: skip
         self.publisher = publisher

@@ -12,38 +12,28 @@ from aiohttp.test_utils import TestServer
 
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes, open_extender_calls
-from tests.extender.support_extender_nodes import (
-    ReportedExtender,
-    condition_of,
-    node_of,
-    open_cluster,
-    open_reported,
-    serving,
-    wait_bound,
-    wait_cluster,
-    with_plugins,
-)
-from tests.sandbox.support_sandbox import CORE, container, pod, wait_phase
+from tests.extender.support_extender_nodes import ReportedExtender, open_cluster, open_reported, serving
+from tests.sandbox.support_sandbox import CORE, container, pod
 
 
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
     """The resource fit is the scheduler's own, before the extender's."""
     extender = ReportedExtender(score=lambda pod, node: {"b": 3, "c": 7}.get(node, 0))
-    async with open_reported(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=2, b=10, c=10):
+    async with open_reported(extender, ["a", "b", "c"]) as cluster, cluster.with_plugins(a=2, b=10, c=10):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        assert await wait_bound(cluster, "p") == "c"
+        assert await cluster.wait_bound("p") == "c"
         assert extender.seen == [("filter", "p", ["b", "c"]), ("prioritize", "p", ["b", "c"]), ("bind", "p", "c")]
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
 
 
 async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tried_again() -> None:
     """It is Pending and Unschedulable, not Failed; what the nodes say stands in its status and in an Event."""
     reasons = {"a": "cores are free on two GPUs, and it needs one whole GPU", "b": "no GPU is healthy"}
     extender = ReportedExtender(fits=lambda pod, node: reasons[node])
-    async with open_reported(extender, ["a", "b", "c"]) as cluster, with_plugins(cluster, a=10, b=10, c=1):
+    async with open_reported(extender, ["a", "b", "c"]) as cluster, cluster.with_plugins(a=10, b=10, c=1):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        reported = condition_of(cluster, "p")
+        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
+        reported = cluster.condition_of("p")
         assert (reported["status"], reported["reason"]) == ("False", "Unschedulable")
         assert reported["message"] == (
             f"0/3 nodes are available: 1 Insufficient {CORE}, 1 cores are free on two GPUs, and it needs one whole GPU, "
@@ -53,9 +43,9 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
         assert [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"] == [
             reported["message"]
         ]
-        await wait_cluster(cluster, lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
+        await cluster.wait_until(lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
         reasons["b"] = ""
-        assert await wait_bound(cluster, "p") == "b"
+        assert await cluster.wait_bound("p") == "b"
 
 
 async def test_an_extender_that_has_not_heard_of_a_change_is_asked_again() -> None:
@@ -64,24 +54,24 @@ async def test_an_extender_that_has_not_heard_of_a_change_is_asked_again() -> No
     answers = ["node a has not reported its GPUs"]
     extender = ReportedExtender(fits=lambda pod, node: answers.pop() if answers else "")
     times = SchedulerTimes(first_backoff_s=0.05, last_backoff_s=3600)
-    async with open_reported(extender, ["a"], scheduler_times=times) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(extender, ["a"], scheduler_times=times) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        assert await wait_bound(cluster, "p") == "a"
+        assert await cluster.wait_bound("p") == "a"
         assert len(extender.asked("filter", "p")) == 2
 
 
 async def test_a_pod_with_claims_is_not_bound_without_them() -> None:
     """It would wait on the node for ever; the reason says how to start the sandbox."""
-    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}]))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        assert "start it without --extender, with --dra" in condition_of(cluster, "p")["message"]
+        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
+        assert "start it without --extender, with --dra" in cluster.condition_of("p")["message"]
 
 
 async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_on() -> None:
     """`kubectl cordon`: the extender is not asked about the node."""
     extender = ReportedExtender()
-    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(extender, ["a"]) as cluster, cluster.with_plugins(a=10):
 
         def cordon(is_cordoned: bool) -> None:
             raw = cluster.api.node("a")
@@ -89,11 +79,11 @@ async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_
 
         cordon(True)
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        assert condition_of(cluster, "p")["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
+        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
+        assert cluster.condition_of("p")["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
         assert extender.seen == []
         cordon(False)
-        assert await wait_bound(cluster, "p") == "a"
+        assert await cluster.wait_bound("p") == "a"
 
 
 SELECTED = [{"key": "zone", "operator": "In", "values": ["b"]}]
@@ -104,27 +94,27 @@ AFFINITY = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerm
 async def test_a_pod_waits_for_a_node_with_the_labels_that_it_selects(demand: dict[str, Any]) -> None:
     """In kube-scheduler's words; a label that comes later lets it go on."""
     extender = ReportedExtender()
-    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(extender, ["a"]) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", container(cores=5), **demand))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
+        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
         why = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
-        assert condition_of(cluster, "p")["message"] == why and extender.seen == []
+        assert cluster.condition_of("p")["message"] == why and extender.seen == []
         raw = cluster.api.node("a")
         labels = {**raw["metadata"].get("labels", {}), "zone": "b"}
         cluster.api.store.replace("nodes", {**raw, "metadata": {**raw["metadata"], "labels": labels}})
-        assert await wait_bound(cluster, "p") == "a"
+        assert await cluster.wait_bound("p") == "a"
 
 
 async def test_a_taint_keeps_pods_off_that_do_not_tolerate_it() -> None:
     taint = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
-    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, cluster.with_plugins(a=10):
         raw = cluster.api.node("a")
         cluster.api.store.replace("nodes", {**raw, "spec": {**(raw.get("spec") or {}), "taints": [taint]}})
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
-        assert "1 node(s) had untolerated taint(s)" in condition_of(cluster, "p")["message"]
+        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
+        assert "1 node(s) had untolerated taint(s)" in cluster.condition_of("p")["message"]
         cluster.api.create_pod(pod("q", container(cores=5), tolerations=[{"key": "gpu", "operator": "Exists"}]))
-        assert await wait_bound(cluster, "q") == "a"
+        assert await cluster.wait_bound("q") == "a"
 
 
 async def test_what_is_being_bound_counts_as_taken() -> None:
@@ -137,15 +127,15 @@ async def test_what_is_being_bound_counts_as_taken() -> None:
         return ""
 
     extender = ReportedExtender(before_bind=before_bind)
-    async with open_reported(extender, ["a", "b"]) as cluster, with_plugins(cluster, a=10, b=6):
+    async with open_reported(extender, ["a", "b"]) as cluster, cluster.with_plugins(a=10, b=6):
         cluster.api.create_pod(pod("first", container(cores=8)))
-        await wait_cluster(cluster, lambda: extender.asked("bind", "first"), "the first bind")
+        await cluster.wait_until(lambda: extender.asked("bind", "first"), "the first bind")
         cluster.api.create_pod(pod("second", container(cores=6)))
-        assert await wait_bound(cluster, "second") == "b"
+        assert await cluster.wait_bound("second") == "b"
         assert extender.asked("filter", "second") == [["b"]]
-        assert node_of(cluster, "first") == ""
+        assert cluster.node_of("first") == ""
         may_bind.set()
-        assert await wait_bound(cluster, "first") == "a"
+        assert await cluster.wait_bound("first") == "a"
 
 
 async def test_a_bind_that_fails_is_reported_and_tried_again() -> None:
@@ -156,9 +146,9 @@ async def test_a_bind_that_fails_is_reported_and_tried_again() -> None:
         return errors.pop(0) if name == "p" else ""
 
     extender = ReportedExtender(before_bind=before_bind)
-    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+    async with open_reported(extender, ["a"]) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", container(cores=10)))
-        assert await wait_bound(cluster, "p") == "a"
+        assert await cluster.wait_bound("p") == "a"
         assert len(extender.asked("bind", "p")) == 2
         (reported,) = [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"]
         assert "binding to node a: the extender refused to bind: the node has no such GPU any more" in reported
@@ -167,22 +157,22 @@ async def test_a_bind_that_fails_is_reported_and_tried_again() -> None:
 async def test_while_the_extender_is_away_pods_wait_and_are_not_given_up() -> None:
     """It may come later than the nodes, and answer an error at first."""
     extender = ReportedExtender(filter_error="this replica does not lead")
-    async with open_cluster("a", extender_url=extender.url) as cluster, with_plugins(cluster, a=10):
+    async with open_cluster("a", extender_url=extender.url) as cluster, cluster.with_plugins(a=10):
         extender.cluster = cluster
         cluster.api.create_pod(pod("p", container(cores=10)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "p").get("reason") == "SchedulerError", "a word")
-        assert "cannot be asked to filter" in condition_of(cluster, "p")["message"]
+        await cluster.wait_until(lambda: cluster.condition_of("p").get("reason") == "SchedulerError", "a word")
+        assert "cannot be asked to filter" in cluster.condition_of("p")["message"]
         async with serving(extender):
-            await wait_cluster(cluster, lambda: "does not lead" in condition_of(cluster, "p")["message"], "its error")
+            await cluster.wait_until(lambda: "does not lead" in cluster.condition_of("p")["message"], "its error")
             extender.filter_error = ""
-            assert await wait_bound(cluster, "p") == "a"
+            assert await cluster.wait_bound("p") == "a"
 
 
 async def test_a_pod_that_asks_for_no_gpu_needs_no_extender() -> None:
     """kube-scheduler sends it only pods with the resources that it manages."""
-    async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
+    async with open_reported(ReportedExtender(), ["a"]) as cluster, cluster.with_plugins(a=1):
         cluster.api.create_pod(pod("plain"))
-        await wait_phase(cluster.nodes[0], "plain", "Running")
+        await cluster.nodes[0].wait_phase("plain", "Running")
 
 
 async def test_an_answer_without_an_end_is_no_answer() -> None:

@@ -19,18 +19,8 @@ from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.agent.support_agent import open_agent
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    active_records,
-    container,
-    key_of,
-    open_test_node,
-    pod,
-    start_pods,
-    wait_allocatable,
-)
-from tests.sandbox.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
+from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
+from tests.sandbox.support_sandbox_cli import document_of, live, read_until, sandbox
 
 QUICK = ("--health.check-period-s=0.2", "--health.recovery-period-s=0.2", "--health.recovery-probes=1")
 
@@ -161,24 +151,24 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
         faults = GpuFaults(node.paths.faults, 3)
         keys = [key_of(c.uuid) for c in agent.parts.node.inventory.current.gpus]
         for name in ("first", "second") if gpu == 1 else ("second",):
-            await start_pods(node, pod(name, container("main", cores=60, blocks=8)))
-        [held] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "second")]
+            await node.start_pods(pod(name, container("main", cores=60, blocks=8)))
+        [held] = [r.ids for r in node.active_records() if r.resource == CORE and _is_of(node, r, "second")]
         assert {name.rpartition("-")[0] for name in held} == {keys[gpu]}
         faults.lose(gpu)
-        await wait_allocatable(node, CORE, 200)
-        await wait_allocatable(node, MEMORY, 192)
+        await node.wait_allocatable(CORE, 200)
+        await node.wait_allocatable(MEMORY, 192)
         assert not any(ok for name, ok in node.kubelet.devices.health(CORE).items() if name.startswith(keys[gpu]))
         assert all(ok for name, ok in node.kubelet.devices.health(CORE).items() if not name.startswith(keys[gpu]))
-        await start_pods(node, pod("next", container("main", cores=30, blocks=8)))
-        [given] = [r.ids for r in active_records(node) if r.resource == CORE and _is_of(node, r, "next")]
+        await node.start_pods(pod("next", container("main", cores=30, blocks=8)))
+        [given] = [r.ids for r in node.active_records() if r.resource == CORE and _is_of(node, r, "next")]
         assert keys[gpu] not in {name.rpartition("-")[0] for name in given}
         assert node.api.pod("default", "second")["status"]["phase"] == "Running"
         faults.heal(gpu)
-        await wait_allocatable(node, CORE, 300)
+        await node.wait_allocatable(CORE, 300)
 
 
 def _is_of(node: Any, record: Any, name: str) -> bool:
-    return bool(record.pod_uid == node.api.pod("default", name)["metadata"]["uid"])
+    return bool(record.pod_uid == node.uid_of(name))
 
 
 # --- the commands ---
@@ -256,12 +246,11 @@ def reasons(document: dict[str, Any]) -> list[str]:
 async def shown_until(state: Path, gpu: int, *, is_healthy: bool, used_bytes: int = 0) -> dict[str, Any]:
     """The report once the agent offers the GPU so, and use is known and at least `used_bytes`: the sample before a
     container's first moment shows none."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            document = await document_of(state)
-            node = document["node"]
-            used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
-            is_used = used and all(one and (one["memory_bytes"] or 0) >= used_bytes for one in used)
-            if node["gpus"][gpu]["is_healthy"] is is_healthy and is_used:
-                return document
-            await asyncio.sleep(0.05)  # another process: it can only be asked again
+    while True:
+        document = await document_of(state)
+        node = document["node"]
+        used = [part["usage"] for one in node["containers"] for part in one["gpus"]]
+        is_used = used and all(one and (one["memory_bytes"] or 0) >= used_bytes for one in used)
+        if node["gpus"][gpu]["is_healthy"] is is_healthy and is_used:
+            return document
+        await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -4,91 +4,75 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
     FOO,
     HELD_ADMISSIONS,
+    NodeUnderTest,
     bound,
     foo,
     foo_plugin,
-    kill_container,
-    list_pods,
-    open_plugin,
     open_test_node,
     pod,
-    pod_resources,
-    register,
-    remove_pod,
-    serving,
-    start_pods,
-    wait_allocatable,
-    wait_gone,
-    wait_phase,
 )
 from tests.support_deadline import DEADLINE_S
 
 
-def container_of(node: EmbeddedNode, name: str, container: str = "main") -> Any:
-    return node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], container)
-
-
 async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> None:
     """TERM ignored: the pod is listed with its devices, and "Available: 0", until its process dies."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
-        await start_pods(node, pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
-        process = container_of(node, "slow")
+        await node.start_pods(pod("slow", foo(count=2), annotations=slow, terminationGracePeriodSeconds=60))
+        process = node.container_of("slow")
         node.api.delete_pod("default", "slow")
         node.api.create_pod(bound(pod("early", foo())))
-        await wait_phase(node, "early", "Failed")
+        await node.wait_phase("early", "Failed")
         assert "Available: 0" in node.api.pod("default", "early")["status"]["message"]
-        assert await list_pods(node) == {"slow/main": {FOO: {"foo-0", "foo-1"}}}
+        assert await node.list_pods() == {"slow/main": {FOO: {"foo-0", "foo-1"}}}
         node.kubelet.runtime.kill(process)
-        await wait_gone(node, "slow")
+        await node.wait_gone("slow")
         node.api.create_pod(bound(pod("later", foo(count=2))))
-        await wait_phase(node, "later", "Running")
+        await node.wait_phase("later", "Running")
 
 
 @needs_processes
 async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives() -> None:
     """Two pods on the same devices, as measured; the cgroup tells that the first one's process is still there."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         slow = {"sandbox.gpushare/ignore-term-seconds": "60"}
-        await start_pods(node, pod("slow", foo(count=2), annotations=slow))
-        process = container_of(node, "slow")
+        await node.start_pods(pod("slow", foo(count=2), annotations=slow))
+        process = node.container_of("slow")
         node.api.delete_pod("default", "slow", grace_period_s=0)
         node.api.create_pod(bound(pod("next", foo(count=2))))
-        await wait_phase(node, "next", "Running")
+        await node.wait_phase("next", "Running")
         assert process.is_running
         assert (process.cgroup / "cgroup.events").read_text().startswith("populated 1\n")
-        assert set(await list_pods(node)) == {"next/main"}
+        assert set(await node.list_pods()) == {"next/main"}
         await node.kubelet.wait_for(lambda: not process.is_running, what="the kill after the kubelet's two seconds")
         assert not process.cgroup.exists()
 
 
 async def test_a_succeeded_pods_devices_are_free_while_its_object_stands() -> None:
     """The next pod gets them at once."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0.05"}))
-        await wait_phase(node, "done", "Succeeded")
-        await start_pods(node, pod("next", foo(count=2)))
+        await node.wait_phase("done", "Succeeded")
+        await node.start_pods(pod("next", foo(count=2)))
         assert node.api.find_pod("default", "done") is not None
 
 
 async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> None:
     """Whoever reads it as truth believes in devices that are free."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         checkpoint = node.paths.device_plugin_path / "kubelet_internal_checkpoint"
         raw = node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0"}))
-        await wait_phase(node, "done", "Succeeded")
-        assert await list_pods(node) == {}
+        await node.wait_phase("done", "Succeeded")
+        assert await node.list_pods() == {}
         assert raw["metadata"]["uid"] in checkpoint.read_text()
-        await start_pods(node, pod("next", foo()))
+        await node.start_pods(pod("next", foo()))
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
 
 
@@ -96,20 +80,20 @@ async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> No
     """Below kubepods/burstable, as the kubelet names it; it goes with the pod."""
     async with open_test_node() as node:
         raw = node.api.create_pod(pod("p"))
-        status = (await wait_phase(node, "p", "Running"))["status"]
+        status = (await node.wait_phase("p", "Running"))["status"]
         identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         path = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
-        assert int((path / "cgroup.procs").read_text()) == container_of(node, "p").pid
-        await remove_pod(node, "p")
+        assert int((path / "cgroup.procs").read_text()) == node.container_of("p").pid
+        await node.remove_pod("p")
         assert not path.parent.exists()
 
 
 async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
     """restartPolicy Never: Failed, with the exit code in the status."""
     async with open_test_node() as node:
-        await start_pods(node, pod("p", restartPolicy="Never"))
-        kill_container(node, "default", "p", "main")
-        status = (await wait_phase(node, "p", "Failed"))["status"]
+        await node.start_pods(pod("p", restartPolicy="Never"))
+        node.kill_container("p")
+        status = (await node.wait_phase("p", "Failed"))["status"]
         assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
 
 
@@ -127,7 +111,7 @@ def _leftovers(directory: Path) -> None:
 @pytest.mark.parametrize(("version", "kept"), [("1.31", {"folder"}), ("1.36", {"file", "folder", "link"})])
 async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> None:
     """All sockets, live plugins' too; before 1.34 also files and links; never directories and the checkpoint."""
-    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(2), "foo.sock") as plugin:
+    async with open_test_node(kubelet_version=version) as node, node.open_plugin(foo_plugin(2), "foo.sock") as plugin:
         before = (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns
         await node.kubelet.stop()
         await plugin.streams_ended.wait()
@@ -144,18 +128,18 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
     """Same container, same devices in List, which is empty until the first admission; no RPC to the plugin."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
-        async with open_plugin(node, foo_plugin(4)):
+        async with node.open_plugin(foo_plugin(4)):
             for name in ("a", "b"):
-                await start_pods(node, pod(name, foo(count=2)))
-            before, calls = await list_pods(node), len(node.calls.calls)
-            process = container_of(node, "a")
+                await node.start_pods(pod(name, foo(count=2)))
+            before, calls = await node.list_pods(), len(node.calls.calls)
+            process = node.container_of("a")
         await node.kubelet.restart()
-        assert await list_pods(node) == {}
+        assert await node.list_pods() == {}
         node.kubelet.begin_admissions()
         await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 2)
-        assert await list_pods(node) == before
+        assert await node.list_pods() == before
         assert len(node.calls.calls) == calls
-        assert container_of(node, "a") is process
+        assert node.container_of("a") is process
         assert process.is_running
         node.kubelet.push_node_status()
         assert node.api.node("node-a")["status"]["allocatable"][FOO] == "0"
@@ -164,11 +148,11 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
 async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -> None:
     """The plugin has not come back when the running pod is admitted again: rejected, and its container is killed."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin(2)):
-            await start_pods(node, pod("p", foo("m"), init=(foo("i"),)))
-            process = container_of(node, "p", "m")
+        async with node.open_plugin(foo_plugin(2)):
+            await node.start_pods(pod("p", foo("m"), init=(foo("i"),)))
+            process = node.container_of("p", "m")
         await node.kubelet.restart()
-        status = (await wait_phase(node, "p", "Failed"))["status"]
+        status = (await node.wait_phase("p", "Failed"))["status"]
         assert "cannot allocate unhealthy devices" in status["message"]
         await node.kubelet.wait_for(lambda: not process.is_running)
 
@@ -178,24 +162,24 @@ async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
         plugin = foo_plugin(2)
-        async with serving(node, plugin, "foo.sock"):
-            await register(node, plugin, "foo.sock")
-            await wait_allocatable(node, FOO, 2)
-            await start_pods(node, pod("p", foo("m"), init=(foo("i"),)))
+        async with node.serving(plugin, "foo.sock"):
+            await node.register(plugin, "foo.sock")
+            await node.wait_allocatable(FOO, 2)
+            await node.start_pods(pod("p", foo("m"), init=(foo("i"),)))
         await node.kubelet.stop()
         await node.kubelet.start()
-        async with serving(node, plugin, "foo.sock"):
-            await register(node, plugin, "foo.sock")
-            await wait_allocatable(node, FOO, 2)
+        async with node.serving(plugin, "foo.sock"):
+            await node.register(plugin, "foo.sock")
+            await node.wait_allocatable(FOO, 2)
             node.kubelet.begin_admissions()
             await node.kubelet.wait_for(node.kubelet.listed_pods)
             assert node.api.pod("default", "p")["status"]["phase"] == "Running"
-            assert set(await list_pods(node)) == {"p/m"}
+            assert set(await node.list_pods()) == {"p/m"}
 
 
-async def _reboot(node: EmbeddedNode, name: str) -> None:
+async def _reboot(node: NodeUnderTest, name: str) -> None:
     """The kubelet stopped, the container killed, the kubelet started."""
-    process = container_of(node, name)
+    process = node.container_of(name)
     await node.kubelet.stop()
     node.kubelet.runtime.kill(process)
     await node.kubelet.start()
@@ -204,12 +188,12 @@ async def _reboot(node: EmbeddedNode, name: str) -> None:
 async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() -> None:
     """It does not recover when the plugin comes later."""
     async with open_test_node() as node:
-        async with open_plugin(node, foo_plugin(2)):
-            await start_pods(node, pod("p", foo()))
+        async with node.open_plugin(foo_plugin(2)):
+            await node.start_pods(pod("p", foo()))
         await _reboot(node, "p")
-        status = (await wait_phase(node, "p", "Failed"))["status"]
+        status = (await node.wait_phase("p", "Failed"))["status"]
         assert "no healthy devices present" in status["message"]
-        async with open_plugin(node, foo_plugin(2)):
+        async with node.open_plugin(foo_plugin(2)):
             assert node.api.pod("default", "p")["status"]["phase"] == "Failed"
 
 
@@ -218,18 +202,18 @@ async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_w
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
         plugin = foo_plugin(2)
-        async with open_plugin(node, plugin, "foo.sock"):
-            await start_pods(node, pod("p", foo()))
-            before = await list_pods(node)
+        async with node.open_plugin(plugin, "foo.sock"):
+            await node.start_pods(pod("p", foo()))
+            before = await node.list_pods()
         await _reboot(node, "p")
-        async with serving(node, plugin, "foo.sock"):
-            await register(node, plugin, "foo.sock")
-            await wait_allocatable(node, FOO, len(plugin.devices))
+        async with node.serving(plugin, "foo.sock"):
+            await node.register(plugin, "foo.sock")
+            await node.wait_allocatable(FOO, len(plugin.devices))
             node.kubelet.begin_admissions()
             await node.kubelet.wait_for(
                 lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
             )
-            assert await list_pods(node) == before
+            assert await node.list_pods() == before
             assert len(node.calls.of("Allocate")) == 1
 
 
@@ -237,12 +221,12 @@ async def test_a_failed_pod_is_not_admitted_again() -> None:
     """After a kubelet restart: no call for it, and it is not listed."""
     async with open_test_node() as node:
         plugin = foo_plugin(1)
-        async with open_plugin(node, plugin, "foo.sock"):
+        async with node.open_plugin(plugin, "foo.sock"):
             node.api.create_pod(bound(pod("bad", foo(count=2))))
-            await wait_phase(node, "bad", "Failed")
+            await node.wait_phase("bad", "Failed")
         await node.kubelet.restart()
-        await start_pods(node, pod("plain"))
-        assert set(await list_pods(node)) == {"plain/main"}
+        await node.start_pods(pod("plain"))
+        assert set(await node.list_pods()) == {"plain/main"}
         assert node.calls.calls == []
 
 
@@ -250,15 +234,15 @@ async def test_a_pod_deleted_while_the_kubelet_was_down_is_ended_at_its_start() 
     """Gracefully deleted: confirmed then. Force-deleted: its orphaned container is stopped."""
     async with open_test_node() as node:
         for name in ("soft", "hard"):
-            await start_pods(node, pod(name))
-        orphan = container_of(node, "hard")
+            await node.start_pods(pod(name))
+        orphan = node.container_of("hard")
         await node.kubelet.stop()
         node.api.delete_pod("default", "soft")
         node.api.delete_pod("default", "hard", grace_period_s=0)
         assert node.api.find_pod("default", "soft") is not None
         assert orphan.is_running
         await node.kubelet.start()
-        await wait_gone(node, "soft")
+        await node.wait_gone("soft")
         await node.kubelet.wait_for(lambda: not orphan.is_running)
 
 
@@ -272,7 +256,7 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
             await node.kubelet.wait_for(lambda: False, 60)
 
         plugin.on_allocate = hang
-        async with open_plugin(node, plugin, "foo.sock"):
+        async with node.open_plugin(plugin, "foo.sock"):
             node.api.create_pod(pod("p", foo()))
             await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
             await node.kubelet.stop()
@@ -280,11 +264,11 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         assert node.calls.calls[-1].error
         plugin.on_allocate = None
         await node.kubelet.start()
-        async with serving(node, plugin, "foo.sock"):
-            await register(node, plugin, "foo.sock")
-            await wait_allocatable(node, plugin.resource, len(plugin.devices))
+        async with node.serving(plugin, "foo.sock"):
+            await node.register(plugin, "foo.sock")
+            await node.wait_allocatable(plugin.resource, len(plugin.devices))
             node.kubelet.begin_admissions()
-            await wait_phase(node, "p", "Running")
+            await node.wait_phase("p", "Running")
 
 
 async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
@@ -292,19 +276,19 @@ async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
     async with open_test_node() as node:
         await node.kubelet.stop()
         assert node.paths.pod_resources_socket.is_socket()
-        async with pod_resources(node) as stub:
+        async with node.pod_resources() as stub:
             with pytest.raises(ConnectionRefusedError):
                 await stub.list()
 
 
 async def test_a_same_named_pod_made_anew_is_another_pod() -> None:
     """StatefulSet-like recreation: the old one's devices go with it, the new one is admitted for itself."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(2)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         old = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
         node.api.delete_pod("default", "p", grace_period_s=0)
         new = node.api.create_pod(pod("p", foo(count=2)))["metadata"]["uid"]
-        await wait_phase(node, "p", "Running")
+        await node.wait_phase("p", "Running")
         assert [c.pod_uid for c in node.calls.of("Allocate")] == [old, new]
         burstable = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable"
 

@@ -20,47 +20,38 @@ from gpushare_agent.sandbox.command import node_flags
 from gpushare_agent.sandbox.control import Request
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import ManifestError
-from gpushare_agent.sandbox.node import EmbeddedCluster
 from gpushare_agent.sandbox.render import pod_line, print_document
-from tests.extender.support_extender_nodes import (
-    DEADLINE_S,
-    condition_of,
-    node_of,
-    open_cluster,
-    wait_bound,
-    wait_cluster,
-    with_plugins,
-)
+from tests.extender.support_extender_nodes import ClusterUnderTest, open_cluster
 from tests.sandbox.support_containers import needs_processes
-from tests.sandbox.support_sandbox import CORE, active_records, container, controller_of, pod, wait_phase
+from tests.sandbox.support_sandbox import CORE, container, controller_of, pod
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, registered, sandbox
 
 
 async def test_pods_go_to_the_first_node_that_fits_and_run_there() -> None:
     """Each node has its kubelet; what does not fit on any waits, with how many nodes lack what."""
-    async with open_cluster("a", "b") as cluster, with_plugins(cluster, a=10, b=20):
+    async with open_cluster("a", "b") as cluster, cluster.with_plugins(a=10, b=20):
         for name, cores in (("one", 8), ("two", 8), ("three", 12), ("four", 2)):
             cluster.api.create_pod(pod(name, container(cores=cores)))
         for name in ("one", "two", "three", "four"):
-            await wait_phase(cluster.nodes[0], name, "Running")
-        assert {name: node_of(cluster, name) for name in ("one", "two", "three", "four")} == {
+            await cluster.nodes[0].wait_phase(name, "Running")
+        assert {name: cluster.node_of(name) for name in ("one", "two", "three", "four")} == {
             "one": "a", "two": "b", "three": "b", "four": "a",
         }  # fmt: skip
-        held = {node.name: sum(len(r.ids) for r in active_records(node)) for node in cluster.nodes}
+        held = {node.name: sum(len(r.ids) for r in node.active_records()) for node in cluster.nodes}
         assert held == {"a": 10, "b": 20}
         cluster.api.create_pod(pod("late", container(cores=1)))
-        await wait_cluster(cluster, lambda: condition_of(cluster, "late"), "the scheduler's word")
-        assert condition_of(cluster, "late")["message"] == f"0/2 nodes are available: 2 Insufficient {CORE}."
+        await cluster.wait_until(lambda: cluster.condition_of("late"), "the scheduler's word")
+        assert cluster.condition_of("late")["message"] == f"0/2 nodes are available: 2 Insufficient {CORE}."
         cluster.api.delete_pod("default", "two", grace_period_s=0)
-        assert await wait_bound(cluster, "late") == "b"
+        assert await cluster.wait_bound("late") == "b"
 
 
 async def test_a_node_hears_only_of_its_own_pods() -> None:
     """With many nodes not every change may wake every kubelet."""
-    async with open_cluster("a", "b") as cluster, with_plugins(cluster, a=4, b=4):
+    async with open_cluster("a", "b") as cluster, cluster.with_plugins(a=4, b=4):
         changes = {name: cluster.api.pods_by_node.signal_of(name).count for name in ("a", "b")}
         cluster.api.create_pod(pod("mine", container(cores=4)))
-        await wait_phase(cluster.nodes[0], "mine", "Running")
+        await cluster.nodes[0].wait_phase("mine", "Running")
         assert cluster.api.pods_by_node.signal_of("a").count > changes["a"]
         assert cluster.api.pods_by_node.signal_of("b").count == changes["b"]
         cluster.api.delete_pod("default", "mine", grace_period_s=0)
@@ -105,7 +96,7 @@ def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: 
 
 
 @asynccontextmanager
-async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
+async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController, ClusterUnderTest]]:
     """Nodes without agents."""
     async with open_cluster(*names) as cluster:
         yield SandboxController(nodes=tuple(map(controller_of, cluster.nodes))), cluster
@@ -130,9 +121,9 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
 
 async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pytest.CaptureFixture[str]) -> None:
     """And so do the table and the line for a pipe; a single node stands under its old name, too."""
-    async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
+    async with open_controller("a", "b") as (controller, cluster), cluster.with_plugins(a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
         document = await controller.document()
         assert [node["name"] for node in document["nodes"]] == ["a", "b"] and "node" not in document
         (shown,) = document["pods"]
@@ -202,9 +193,9 @@ async def test_there_is_nothing_to_kill_without_an_extender() -> None:
 @needs_processes
 async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
     """A person names the pod only."""
-    async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
+    async with open_controller("a", "b") as (controller, cluster), cluster.with_plugins(a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await wait_phase(cluster.nodes[0], "p", "Running")
+        await cluster.nodes[0].wait_phase("p", "Running")
         process = await asyncio.create_subprocess_exec("/bin/cat", stdin=asyncio.subprocess.PIPE)
         try:
             answer = await controller.handle(Request(command="exec", pod="p"), process.pid)
@@ -214,7 +205,6 @@ async def test_exec_and_deletion_find_the_node_of_the_pod() -> None:
             assert process.pid in cluster.nodes[1].kubelet.runtime.pids(run)
         finally:
             process.kill()
-            async with asyncio.timeout(DEADLINE_S):
-                await process.wait()
+            await process.wait()
         await controller.handle(Request(command="delete", names=["p"]), 1)
-        await wait_cluster(cluster, lambda: cluster.api.find_pod("default", "p") is None, "its end")
+        await cluster.wait_until(lambda: cluster.api.find_pod("default", "p") is None, "its end")

@@ -28,14 +28,9 @@ from tests.sandbox.support_sandbox import (
     SmallPlugin,
     container,
     device_ids,
-    kill_container,
     open_embedded_node,
-    open_plugin,
     open_test_node,
     pod,
-    remove_pod,
-    start_pods,
-    wait_phase,
 )
 
 # --- scheduler ---
@@ -43,8 +38,8 @@ from tests.sandbox.support_sandbox import (
 
 async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_is_room() -> None:
     """Pending, Unschedulable, with the resource's name and an Event; bound when another pod goes."""
-    async with open_test_node() as node, open_plugin(node, SmallPlugin(CORE, device_ids("a", count=100))):
-        await start_pods(node, pod("first", container("main", cores=80)))
+    async with open_test_node() as node, node.open_plugin(SmallPlugin(CORE, device_ids("a", count=100))):
+        await node.start_pods(pod("first", container("main", cores=80)))
         node.api.create_pod(pod("second", container("main", cores=30)))
 
         def condition() -> dict[str, Any] | None:
@@ -54,10 +49,10 @@ async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_
         shown = await node.kubelet.wait_for(condition)
         assert shown is not None
         assert shown["message"] == f"0/1 nodes are available: 1 Insufficient {CORE}."
-        assert [e["message"] for e in node.api.events() if e["reason"] == "FailedScheduling"] == [shown["message"]]
-        await start_pods(node, pod("small", container("main", cores=20)))
-        await remove_pod(node, "first")
-        await wait_phase(node, "second", "Running")
+        assert node.messages("FailedScheduling") == [shown["message"]]
+        await node.start_pods(pod("small", container("main", cores=20)))
+        await node.remove_pod("first")
+        await node.wait_phase("second", "Running")
 
 
 def test_init_containers_count_only_where_they_need_more() -> None:
@@ -237,12 +232,12 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     """It holds none any more."""
     answer = ContainerAllocateResponse(envs={"X": "y"})
     plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
-    async with open_test_node() as node, open_plugin(node, plugin):
-        await start_pods(node, pod("p", container("main", cores=30), restartPolicy="Never"))
+    async with open_test_node() as node, node.open_plugin(plugin):
+        await node.start_pods(pod("p", container("main", cores=30), restartPolicy="Never"))
         shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
-        kill_container(node, "default", "p", "main")
-        await wait_phase(node, "p", "Failed")
+        node.kill_container("p")
+        await node.wait_phase("p", "Failed")
         (ended,) = report(shown)["pods"]
     (main,) = ended["containers"]
     assert (main["gpus"], main["env"]) == ([], {})
@@ -261,8 +256,8 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
     async with open_test_node() as node:
         core = SmallPlugin(CORE, device_ids("b", "a", count=100, numa=None), answer=answer)
         memory = SmallPlugin(MEMORY, device_ids("a", "b", count=4, numa=None))
-        async with open_plugin(node, core), open_plugin(node, memory):
-            await start_pods(node, pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
+        async with node.open_plugin(core), node.open_plugin(memory):
+            await node.start_pods(pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
             shown = ReportedNode(
@@ -270,7 +265,7 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
             )
             shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}]
             document = report(shown)
-            process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
+            process = node.container_of("p")
             assert process is not None
         await node.kubelet.wait_for(lambda: not is_offered(shown))
     assert document["node"]["gpus"] == [{"uuid": "a", "cores": 1}]
@@ -323,7 +318,7 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
         assert reason == "CreateContainerError"
         assert "container main of pod default/bad cannot start: no process can have such a" in message
         assert node.kubelet.runtime.containers() == []
-        await start_pods(node, pod("good"))
+        await node.start_pods(pod("good"))
 
 
 async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:

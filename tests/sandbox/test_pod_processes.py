@@ -12,28 +12,13 @@ import pytest
 
 from gpushare_agent.core.formats.vdevice import decode_pids
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, Mount
-from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.agent.support_agent import open_agent, wait_running
-from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes, wait_true
-from tests.sandbox.support_sandbox import (
-    CORE,
-    FOO,
-    SmallPlugin,
-    container,
-    open_plugin,
-    open_test_node,
-    pod,
-    remove_pod,
-    start_pods,
-    wait_phase,
-)
+from tests.agent.support_agent import open_agent
+from tests.sandbox.support_containers import KINDS, host_container, is_alive, needs_processes
+from tests.sandbox.support_sandbox import CORE, FOO, NodeUnderTest, SmallPlugin, container, open_test_node, pod
+from tests.support_deadline import poll_until
 
 
-def process_of(node: EmbeddedNode, name: str, inner: str = "main") -> Any:
-    return node.kubelet.runtime.find(node.api.pod("default", name)["metadata"]["uid"], inner)
-
-
-def printed(node: EmbeddedNode, name: str, inner: str = "main") -> str:
+def printed(node: NodeUnderTest, name: str, inner: str = "main") -> str:
     path = node.paths.logs / f"default_{name}_{inner}.log"
     return path.read_text() if path.exists() else ""
 
@@ -44,25 +29,27 @@ async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plug
         envs={"FROM": "plugin", "CARD": "0"}, mounts=[Mount(container_path="/etc/vcuda", host_path="/vm/u/main")]
     )
     plugin = SmallPlugin(FOO, {"foo-0": ("Healthy", None)}, answer=answer)
-    async with open_test_node() as node, open_plugin(node, plugin):
+    async with open_test_node() as node, node.open_plugin(plugin):
         env = [{"name": "FROM", "value": "manifest"}, {"name": "OWN", "value": "a b\nc"}, {"name": "EMPTY"}]
         inner = host_container("main", "sh", args=["-c", "env; pwd; readlink /proc/self/fd/0"], env=env)
         node.api.create_pod(pod("p", {**inner, "resources": {"limits": {FOO: "1"}}}, restartPolicy="Never"))
-        await wait_phase(node, "p", "Succeeded")
+        await node.wait_phase("p", "Succeeded")
         lines = printed(node, "p").splitlines()
         assert lines[-2:] == ["/", "/dev/null"]
         names = {line.partition("=")[0] for line in lines[:-2]} - {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
         assert names == {"PATH", "HOME", "LANG", "FROM", "CARD", "OWN", "c", "EMPTY", "GPUSHARE_VDEVICE"}
         assert {"FROM=plugin", "CARD=0", "OWN=a b", "EMPTY=", "GPUSHARE_VDEVICE=/vm/u/main/vcuda.sock"} <= set(lines)
-        assert process_of(node, "p").env["GPUSHARE_VDEVICE"] == "/vm/u/main/vcuda.sock"
+        assert node.container_of("p").env["GPUSHARE_VDEVICE"] == "/vm/u/main/vcuda.sock"
 
 
 async def test_other_images_only_sleep() -> None:
     """Their command is not for this machine."""
     async with open_test_node() as node:
-        await start_pods(node, pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
-        found = process_of(node, "p")
-        await wait_true(lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in")
+        await node.start_pods(pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
+        found = node.container_of("p")
+        await poll_until(
+            lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in"
+        )
 
 
 async def test_a_host_container_without_a_command_waits_with_the_reason() -> None:
@@ -77,7 +64,7 @@ async def test_a_host_container_without_a_command_waits_with_the_reason() -> Non
 
         message = (await node.kubelet.wait_for(waiting))["message"]
         assert "no command specified" in message
-        failed = [event["message"] for event in node.api.events() if event["reason"] == "Failed"]
+        failed = node.messages("Failed")
         assert failed == [f"Error: {message}"], (
             "kubectl describe pod shows Events, and no message of a state that waits"
         )
@@ -88,16 +75,16 @@ async def test_exit_codes_reach_the_pods_status() -> None:
     """Of a main container, and of an init container, after which no main one starts."""
     async with open_test_node() as node:
         node.api.create_pod(pod("p", host_container("main", "sh", "-c", "exit 3"), restartPolicy="Never"))
-        status = (await wait_phase(node, "p", "Failed"))["status"]["containerStatuses"][0]
+        status = (await node.wait_phase("p", "Failed"))["status"]["containerStatuses"][0]
         assert (status["state"]["terminated"]["exitCode"], status["containerID"]) == (
             3,
-            f"containerd://{process_of(node, 'p').id}",
+            f"containerd://{node.container_of('p').id}",
         )
         init = host_container("setup", "sh", "-c", "exit 4")
         node.api.create_pod(pod("q", container("main"), init=(init,), restartPolicy="Never"))
-        raw = (await wait_phase(node, "q", "Failed"))["status"]
+        raw = (await node.wait_phase("q", "Failed"))["status"]
         assert raw["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 4
-        assert process_of(node, "q") is None
+        assert node.container_of("q") is None
 
 
 async def test_main_containers_wait_for_the_init_containers_end(short_dir: Path) -> None:
@@ -107,11 +94,11 @@ async def test_main_containers_wait_for_the_init_containers_end(short_dir: Path)
         gate = short_dir / "gate"
         init = host_container("setup", "sh", "-c", f"mkfifo {gate} 2>/dev/null; {script}")
         node.api.create_pod(pod("p", container("main"), init=(init,)))
-        await node.kubelet.wait_for(lambda: (found := process_of(node, "p", "setup")) and found.attempt == 1)
-        assert process_of(node, "p") is None
+        await node.kubelet.wait_for(lambda: (found := node.container_of("p", "setup")) and found.attempt == 1)
+        assert node.container_of("p") is None
         assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
-        await wait_true(lambda: _open_gate(gate), "the init container at the gate")
-        await wait_phase(node, "p", "Running")
+        await poll_until(lambda: _open_gate(gate), "the init container at the gate")
+        await node.wait_phase("p", "Running")
         assert node.api.pod("default", "p")["status"]["initContainerStatuses"][0]["restartCount"] == 1
 
 
@@ -137,20 +124,20 @@ async def test_a_container_that_ends_again_and_again_is_started_later_and_later(
         status = await node.kubelet.wait_for(crashing)
         assert status["lastState"]["terminated"]["exitCode"] == 5
         assert status["state"]["waiting"]["message"] == "back-off 0.1s restarting failed container=main"
-        await node.kubelet.wait_for(lambda: process_of(node, "p").attempt >= 3)
+        await node.kubelet.wait_for(lambda: node.container_of("p").attempt >= 3)
         assert printed(node, "p").count("run\n") >= 3
-        await remove_pod(node, "p")
+        await node.remove_pod("p")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_processes_live_on_while_the_kubelet_restarts_and_end_with_the_node(kind: str) -> None:
     """The same process before and after."""
     async with open_test_node(cgroups=kind) as node:
-        await start_pods(node, pod("p", container("main"), container("other")))
-        before = process_of(node, "p")
+        await node.start_pods(pod("p", container("main"), container("other")))
+        before = node.container_of("p")
         await node.kubelet.restart()
         await node.kubelet.wait_for(node.kubelet.listed_pods)
-        assert process_of(node, "p") is before and is_alive(before.pid)
+        assert node.container_of("p") is before and is_alive(before.pid)
         pids = [c.pid for c in node.kubelet.runtime.containers()]
         assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
@@ -161,13 +148,13 @@ async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> No
     """Also those that ignore TERM."""
     async with open_test_node() as node:
         script = "trap '' TERM; (trap '' TERM; sleep 600) & echo ready; while :; do sleep 600; done"
-        await start_pods(node, pod("p", host_container("main", "sh", "-c", script)))
-        found = process_of(node, "p")
-        await wait_true(
+        await node.start_pods(pod("p", host_container("main", "sh", "-c", script)))
+        found = node.container_of("p")
+        await poll_until(
             lambda: printed(node, "p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
         )
         pids = node.kubelet.runtime.pids(found)
-        await remove_pod(node, "p", grace_period_s=1)
+        await node.remove_pod("p", grace_period_s=1)
         assert found.exit_code == 137
         assert not any(is_alive(pid) for pid in pids)
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.containers(), what="the pod forgotten")
@@ -182,21 +169,21 @@ async def test_the_agent_writes_the_real_pids_of_a_share(kind: str) -> None:
         script = f"mkfifo {go}; sleep 600 & cat {go}; sleep 600 & wait"
         node.api.create_pod(pod("share", {**host_container("main", "sh", "-c", script), "resources": shared}))
         node.api.create_pod(pod("other", container(cores=20, blocks=10)))
-        await wait_running(node, "share", "other")
+        await node.wait_running("share", "other")
         for name, count in (("share", 3), ("other", 1)):
-            found = process_of(node, name)
+            found = node.container_of(name)
             path = node.paths.virtual_manager / found.pod_uid / "main" / "pids.config"
 
             def is_right(found: Any = found, path: Path = path, count: int = count) -> bool:
                 pids = list(decode_pids(path.read_bytes()))
                 return len(pids) == count and pids == node.kubelet.runtime.pids(found)
 
-            await wait_true(is_right, f"the {count} PIDs of {name}")
+            await poll_until(is_right, f"the {count} PIDs of {name}")
             assert found.env["GPUSHARE_VDEVICE"] == str(path.with_name("vcuda.sock"))
-        await wait_true(lambda: _open_gate(go), "the container at the gate")
-        path = node.paths.virtual_manager / process_of(node, "share").pod_uid / "main" / "pids.config"
+        await poll_until(lambda: _open_gate(go), "the container at the gate")
+        path = node.paths.virtual_manager / node.container_of("share").pod_uid / "main" / "pids.config"
         sleeps = lambda: [p for p in decode_pids(path.read_bytes()) if _name(p) == "sleep"]  # noqa: E731
-        await wait_true(lambda: len(sleeps()) == 2, "the PID of the second child")
+        await poll_until(lambda: len(sleeps()) == 2, "the PID of the second child")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,8 +195,8 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
         env = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2])}]
         raw = {**host_container("main", *command, env=env), "resources": shared}
         node.api.create_pod(pod("share", raw, restartPolicy="Never"))
-        await wait_phase(node, "share", "Succeeded", "Failed")
-        found = process_of(node, "share")
+        await node.wait_phase("share", "Succeeded", "Failed")
+        found = node.container_of("share")
         assert found.exit_code == 0, printed(node, "share")
         said = json.loads(printed(node, "share"))
         assert found.pid in said["pids"], said

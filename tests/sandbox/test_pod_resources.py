@@ -10,26 +10,19 @@ import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.core.wire import v1
-from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.fakes.clock import FakeClock
 from tests.sandbox.support_sandbox import (
     CORE,
     FOO,
     MEMORY,
+    NodeUnderTest,
     SmallPlugin,
     container,
     device_ids,
     foo_plugin,
-    kill_container,
     limits_of,
-    list_pods,
-    open_plugin,
     open_test_node,
     pod,
-    pod_resources,
-    remove_pod,
-    start_pods,
-    wait_phase,
 )
 
 VERSIONS = ("1.31", "1.34", "1.36")
@@ -40,8 +33,8 @@ async def test_each_id_has_an_entry_of_its_own_with_its_topology() -> None:
     async with open_test_node() as node:
         near = SmallPlugin(CORE, device_ids("a", count=3, numa=1))
         nowhere = SmallPlugin(MEMORY, device_ids("a", count=2, numa=None))
-        async with open_plugin(node, near), open_plugin(node, nowhere), pod_resources(node) as stub:
-            await start_pods(node, pod("p", container("main", cores=3, blocks=2)))
+        async with node.open_plugin(near), node.open_plugin(nowhere), node.pod_resources() as stub:
+            await node.start_pods(pod("p", container("main", cores=3, blocks=2)))
             entries = (await stub.list()).pod_resources[0].containers[0].devices
     assert sorted((e.resource_name, e.device_ids) for e in entries) == [
         *((CORE, [f"a-{n}"]) for n in range(3)),
@@ -53,18 +46,18 @@ async def test_each_id_has_an_entry_of_its_own_with_its_topology() -> None:
 
 async def test_plain_pods_are_listed_without_devices_and_init_containers_not_at_all() -> None:
     """A reader must look at the spec to notify a plain pod from one under admission."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(node=0)):
+    async with open_test_node() as node, node.open_plugin(foo_plugin(node=0)):
         init = limits_of("i", {FOO: 1})
         sidecar = limits_of("s", {FOO: 1}, restartPolicy="Always")
-        await start_pods(node, pod("p", container("m"), init=(init, sidecar)))
-        assert await list_pods(node) == {"p/s": {FOO: {"foo-0"}}, "p/m": {}}
+        await node.start_pods(pod("p", container("m"), init=(init, sidecar)))
+        assert await node.list_pods() == {"p/s": {FOO: {"foo-0"}}, "p/m": {}}
 
 
 async def test_more_than_a_hundred_calls_a_second_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket holds ten, and fills with time alone: the rest is RESOURCE_EXHAUSTED, with the measured text."""
     clock = FakeClock(0.0)
     monkeypatch.setattr("gpushare_agent.sandbox.kubelet.kubelet.time", SimpleNamespace(monotonic=clock))
-    async with open_test_node() as node, pod_resources(node) as stub:
+    async with open_test_node() as node, node.pod_resources() as stub:
         results: list[str] = []
 
         async def call() -> None:
@@ -89,10 +82,10 @@ async def test_get_exists_from_1_34_on(version: str) -> None:
     """Before it is switched off; an unknown pod is an error."""
     async with (
         open_test_node(kubelet_version=version) as node,
-        open_plugin(node, foo_plugin(node=0)),
-        pod_resources(node) as stub,
+        node.open_plugin(foo_plugin(node=0)),
+        node.pod_resources() as stub,
     ):
-        await start_pods(node, pod("p", limits_of("main", {FOO: 2})))
+        await node.start_pods(pod("p", limits_of("main", {FOO: 2})))
         request = v1.GetPodResourcesRequest(pod_name="p", pod_namespace="default")
         if version == "1.31":
             with pytest.raises(GRPCError, match="Get method disabled"):
@@ -108,27 +101,27 @@ async def test_get_exists_from_1_34_on(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_ended_pods_are_listed_up_to_1_33_only(version: str) -> None:
     """Succeeded and rejected pods stay in the list of an old kubelet until their object is deleted."""
-    async with open_test_node(kubelet_version=version) as node, open_plugin(node, foo_plugin(2, node=0)):
+    async with open_test_node(kubelet_version=version) as node, node.open_plugin(foo_plugin(2, node=0)):
         done = {"sandbox.gpushare/run-seconds": "0"}
         node.api.create_pod(pod("done", limits_of("main", {FOO: 1}), annotations=done))
-        await wait_phase(node, "done", "Succeeded")
+        await node.wait_phase("done", "Succeeded")
         node.api.create_pod(pod("bad", limits_of("main", {FOO: 3}), nodeName="node-a"))
-        await wait_phase(node, "bad", "Failed")
+        await node.wait_phase("bad", "Failed")
         expected = {"done/main", "bad/main"} if version == "1.31" else set()
-        assert set(await list_pods(node)) == expected
+        assert set(await node.list_pods()) == expected
         for name in ("done", "bad"):
-            await remove_pod(node, name)
+            await node.remove_pod(name)
         await node.kubelet.wait_for(lambda: not node.kubelet.listed_pods())
 
 
 async def test_a_partly_allocated_rejected_pod_keeps_its_devices_in_an_old_list() -> None:
     """On 1.31 it is listed with them until the next device admission, which gives them away."""
-    async with open_test_node(kubelet_version="1.31") as node, open_plugin(node, foo_plugin(2, node=0)):
+    async with open_test_node(kubelet_version="1.31") as node, node.open_plugin(foo_plugin(2, node=0)):
         node.api.create_pod(pod("bad", limits_of("a", {FOO: 1}), limits_of("b", {FOO: 2}), nodeName="node-a"))
-        await wait_phase(node, "bad", "Failed")
-        assert await list_pods(node) == {"bad/a": {FOO: {"foo-0"}}, "bad/b": {}}
-        await start_pods(node, pod("next", limits_of("main", {FOO: 2})))
-        assert await list_pods(node) == {"bad/a": {}, "bad/b": {}, "next/main": {FOO: {"foo-0", "foo-1"}}}
+        await node.wait_phase("bad", "Failed")
+        assert await node.list_pods() == {"bad/a": {FOO: {"foo-0"}}, "bad/b": {}}
+        await node.start_pods(pod("next", limits_of("main", {FOO: 2})))
+        assert await node.list_pods() == {"bad/a": {}, "bad/b": {}, "next/main": {FOO: {"foo-0", "foo-1"}}}
 
 
 class Gate:
@@ -143,41 +136,41 @@ class Gate:
             await self.opened.wait()
 
 
-async def _admit_two_around(node: EmbeddedNode, plugin: SmallPlugin, *, during: str) -> tuple[set[str], set[str]]:
+async def _admit_two_around(node: NodeUnderTest, plugin: SmallPlugin, *, during: str) -> tuple[set[str], set[str]]:
     """Admits two pods; while the first's `during` call is open a device pod ends and somebody calls List. Their IDs."""
     gate = Gate()
     if during == "Allocate":
         plugin.on_allocate = gate
     else:
         plugin.on_preferred = lambda: gate([])
-    await start_pods(node, pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
+    await node.start_pods(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
     gate.is_shut = True
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
     await node.kubelet.wait_for(lambda: any(c.method == during for c in node.calls.open_calls))
-    kill_container(node, "default", "old", "main")
-    await wait_phase(node, "old", "Failed")
-    await list_pods(node)
+    node.kill_container("old")
+    await node.wait_phase("old", "Failed")
+    await node.list_pods()
     assert node.calls.pod_resources_calls[-1].inside[-1].method == during
     gate.is_shut = False
     gate.opened.set()
-    await wait_phase(node, "first", "Running")
-    await start_pods(node, pod("second", limits_of("main", {FOO: 2})))
+    await node.wait_phase("first", "Running")
+    await node.start_pods(pod("second", limits_of("main", {FOO: 2})))
     calls = {c.pod_name: set(c.device_ids) for c in node.calls.of("Allocate")}
     return calls["first"], calls["second"]
 
 
 async def test_a_list_during_an_open_allocate_gives_the_same_ids_out_twice() -> None:
     """A device pod has ended since: List forgets the IDs in flight, and the next admission is offered and takes them."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(4, node=0)) as plugin:
+    async with open_test_node() as node, node.open_plugin(foo_plugin(4, node=0)) as plugin:
         plugin.preferred = lambda available, must, size: sorted(available)[-size:]
         first, second = await _admit_two_around(node, plugin, during="Allocate")
         assert first & second
-        assert (await list_pods(node))["first/main"] == {FOO: first}
+        assert (await node.list_pods())["first/main"] == {FOO: first}
 
 
 async def test_a_list_during_a_preference_does_no_harm() -> None:
     """The same play with the List in GetPreferredAllocation: no ID goes out twice."""
-    async with open_test_node() as node, open_plugin(node, foo_plugin(5, node=0)) as plugin:
+    async with open_test_node() as node, node.open_plugin(foo_plugin(5, node=0)) as plugin:
         first, second = await _admit_two_around(node, plugin, during="GetPreferredAllocation")
         assert not first & second
 
@@ -187,19 +180,19 @@ async def test_get_during_an_open_allocate_does_no_harm() -> None:
     gate = Gate()
     async with (
         open_test_node() as node,
-        open_plugin(node, foo_plugin(5, node=0)) as plugin,
-        pod_resources(node) as stub,
+        node.open_plugin(foo_plugin(5, node=0)) as plugin,
+        node.pod_resources() as stub,
     ):
         plugin.on_allocate = gate
-        await start_pods(node, pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
+        await node.start_pods(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
         gate.is_shut = True
         node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
         await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
-        kill_container(node, "default", "old", "main")
-        await wait_phase(node, "old", "Failed")
+        node.kill_container("old")
+        await node.wait_phase("old", "Failed")
         await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
         gate.is_shut = False
         gate.opened.set()
-        await start_pods(node, pod("second", limits_of("main", {FOO: 2})))
+        await node.start_pods(pod("second", limits_of("main", {FOO: 2})))
         first, second = (set(c.device_ids) for c in node.calls.of("Allocate")[-2:])
         assert not first & second

@@ -36,21 +36,17 @@ from gpushare_agent.core.wire.v1beta1 import (
     RegisterRequest,
     TopologyInfo,
 )
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of
 from tests.kit.support_grpc import served_at
 from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,
     MEMORY,
+    NodeUnderTest,
     by_container,
     container,
     open_test_node,
     pod,
-    register,
-    remove_pod,
-    wait_allocatable,
-    wait_phase,
 )
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
@@ -119,7 +115,7 @@ def recorded_steps() -> list[Step]:
 class RecordingPlugin:
     """The recorder of the trace, written again: prefers the first IDs, and calls List inside its handlers."""
 
-    def __init__(self, node: EmbeddedNode, resource: str, steps: list[Step]) -> None:
+    def __init__(self, node: NodeUnderTest, resource: str, steps: list[Step]) -> None:
         self.resource = resource
         trace = [line for line in lines() if line.get("resource") == resource]
         self.answers = {
@@ -187,22 +183,22 @@ def _device(name: str, numa: int) -> Device:
 
 
 @asynccontextmanager
-async def recorders(node: EmbeddedNode, steps: list[Step]) -> AsyncIterator[dict[str, RecordingPlugin]]:
+async def recorders(node: NodeUnderTest, steps: list[Step]) -> AsyncIterator[dict[str, RecordingPlugin]]:
     plugins = {name: RecordingPlugin(node, name, steps) for name in (CORE, MEMORY)}
     servers = {name: GrpcServer([plugin]) for name, plugin in plugins.items()}
     try:
         for name, plugin in plugins.items():
             socket_name = f"{name.rpartition('/')[2]}.sock"
             await servers[name].serve(bind_unix_socket(node.paths.device_plugin_path / socket_name, mode=0o600))
-            await register(node, plugin, socket_name)  # type: ignore[arg-type]
-            await wait_allocatable(node, name, len(plugin.order))
+            await node.register(plugin, socket_name)  # type: ignore[arg-type]
+            await node.wait_allocatable(name, len(plugin.order))
         yield plugins
     finally:
         for server in servers.values():
             await server.stop()
 
 
-async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str, RecordingPlugin]]:
+async def play(node: NodeUnderTest) -> tuple[list[Step], dict[str, Any], dict[str, RecordingPlugin]]:
     """The trace's notes, in order, on a node with held admissions: both plugins are registered before. Returns the steps,
     the checkpoint of the captured moment, and the plugins."""
     steps: list[Step] = []
@@ -211,18 +207,18 @@ async def play(node: EmbeddedNode) -> tuple[list[Step], dict[str, Any], dict[str
         node.kubelet.begin_admissions()
         for name in ("share-a", "two", "chain", "plain", "whole"):
             node.api.create_pod(pods[name])
-            await wait_phase(node, name, "Running")
+            await node.wait_phase(name, "Running")
         checkpoint = json.loads((node.paths.device_plugin_path / "kubelet_internal_checkpoint").read_text())
         await node.kubelet.stop()
         await node.kubelet.start()
         async with recorders(node, steps):
             node.kubelet.begin_admissions()
             await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again")
-            await remove_pod(node, "two")
+            await node.remove_pod("two")
             for name in ("b3", "b1", "b2"):
                 node.api.create_pod(pods[name])
             for name in ("b3", "b1", "b2"):
-                await wait_phase(node, name, "Running")
+                await node.wait_phase(name, "Running")
     return steps, checkpoint, plugins
 
 
@@ -349,5 +345,5 @@ async def test_registration_asks_for_options_before_it_answers() -> None:
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         plugin = RecordingPlugin(node, CORE, [])
         async with served_at(node.paths.device_plugin_path / request.endpoint, plugin):
-            await register(node, plugin, request.endpoint)  # type: ignore[arg-type]
+            await node.register(plugin, request.endpoint)  # type: ignore[arg-type]
             assert "GetDevicePluginOptions" in plugin.deadlines

@@ -19,7 +19,6 @@ from gpushare_agent.core.formats.simulated_gpus import Usage, parse_usage
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import (
     PERIOD_S,
@@ -33,17 +32,14 @@ from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
+    NodeUnderTest,
     SmallPlugin,
     container,
     device_ids,
-    kill_container,
     limits_of,
-    open_plugin,
     open_test_node,
     pod,
-    wait_phase,
 )
-from tests.support_deadline import DEADLINE_S
 
 GPU_MEM = "aliyun.com/gpu-mem"
 GIB = 2**30
@@ -122,7 +118,7 @@ def test_what_is_wanted_of_a_gpu_beyond_all_of_it_is_shared_out() -> None:
 
 
 @asynccontextmanager
-async def open_played(**settings: Any) -> AsyncIterator[tuple[EmbeddedNode, WorkloadPlayer]]:
+async def open_played(**settings: Any) -> AsyncIterator[tuple[NodeUnderTest, WorkloadPlayer]]:
     """A node with two simulated GPUs behind small plugins, and who plays its containers' use."""
     async with open_test_node() as node:
         gpus = (
@@ -133,9 +129,9 @@ async def open_played(**settings: Any) -> AsyncIterator[tuple[EmbeddedNode, Work
             node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY, gpu_mem=GPU_MEM),
         )  # fmt: skip
         async with (
-            open_plugin(node, SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),
-            open_plugin(node, SmallPlugin(MEMORY, device_ids(*uuids, count=96)), "memory.sock"),
-            open_plugin(node, SmallPlugin(GPU_MEM, device_ids(uuids[1], count=24)), "gpumem.sock"),
+            node.open_plugin(SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),
+            node.open_plugin(SmallPlugin(MEMORY, device_ids(*uuids, count=96)), "memory.sock"),
+            node.open_plugin(SmallPlugin(GPU_MEM, device_ids(uuids[1], count=24)), "gpumem.sock"),
         ):
             yield node, WorkloadPlayer(shown, node.paths.usage, **settings)
 
@@ -144,10 +140,10 @@ def written(path: Path) -> Usage:
     return parse_usage(path.read_text())
 
 
-async def run_pod(node: EmbeddedNode, name: str, *containers: dict[str, Any], **extra: Any) -> str:
+async def run_pod(node: NodeUnderTest, name: str, *containers: dict[str, Any], **extra: Any) -> str:
     """Returns its UID."""
     uid: str = node.api.create_pod(pod(name, *containers, **extra))["metadata"]["uid"]
-    await wait_phase(node, name, "Running")
+    await node.wait_phase(name, "Running")
     return uid
 
 
@@ -186,9 +182,8 @@ async def test_all_processes_of_a_container_have_a_part() -> None:
     async with open_played() as (node, player):
         twins = limits_of("main", {CORE: 40, MEMORY: 8}, command=["sh", "-c", "sleep 600 & sleep 600"])
         uid = await run_pod(node, "a", {**twins, "image": "sandbox/host"}, annotations=HALF)
-        async with asyncio.timeout(DEADLINE_S):
-            while len(usage := written_now(node, player)) < 3:
-                await asyncio.sleep(0.05)  # another process starts its children in its own time
+        while len(usage := written_now(node, player)) < 3:
+            await asyncio.sleep(0.05)  # another process starts its children in its own time
         run = node.kubelet.runtime.find(uid, "main")
         assert run is not None
         assert {process.sample.pid for process in usage} == set(node.kubelet.runtime.pids(run))
@@ -196,7 +191,7 @@ async def test_all_processes_of_a_container_have_a_part() -> None:
         assert sum(process.sample.memory_bytes or 0 for process in usage) == GIB
 
 
-def written_now(node: EmbeddedNode, player: WorkloadPlayer) -> Usage:
+def written_now(node: NodeUnderTest, player: WorkloadPlayer) -> Usage:
     player.play()
     return written(node.paths.usage)
 
@@ -206,7 +201,7 @@ async def test_containers_without_gpus_and_ended_ones_use_nothing() -> None:
     async with open_played() as (node, player):
         uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
         assert len(written_now(node, player)) == 1
-        kill_container(node, "default", "a", "main")
+        node.kill_container("a")
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.is_running(uid, "main"))
         assert written_now(node, player) == ()
 

@@ -8,6 +8,7 @@
   {{- if eq $first "none" }}{{ $components = append $components "isolation-none" }}{{ end -}}
 {{- end -}}
 {{- if $values.driverLimits.setByAgent }}{{ $components = append $components "driver-limits" }}{{ end -}}
+{{- if $values.endUnlimited }}{{ $components = append $components "end-unlimited" }}{{ end -}}
 {{- if $values.vcuda.driverContainer }}{{ $components = append $components "driver-container" }}{{ end -}}
 {{- if $values.vcuda.pruneDriverVolume }}{{ $components = append $components "prune-driver-volume" }}{{ end -}}
 {{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
@@ -104,7 +105,7 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
 {{- $owned = merge $owned (dict "dra.gpus" "dra.gpus" "dra.nvidia_names" "dra.nvidiaNames" "gpushare.enabled" "gpuMem.enabled") -}}
-{{- $owned = merge $owned (dict "driver_limits.set_by_agent" "driverLimits.setByAgent" "facts.is_written" "nodeFacts") -}}
+{{- $owned = merge $owned (dict "driver_limits.set_by_agent" "driverLimits.setByAgent" "libgpushare.unlimited" "endUnlimited" "facts.is_written" "nodeFacts") -}}
 {{- if eq "mps" (toString ($values.settings.nvidia).sharing) }}{{ $_ := set $owned "nvidia.sharing" "nvidia.sharing" }}{{ end -}}
 {{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}
 {{- $_ := set $refused "root" "the manifests mount the node's places where they are, leave it out" -}}

@@ -20,7 +20,7 @@ from gpushare_agent.agent.admission.identification import Identification, Timeou
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
 from gpushare_agent.agent.cluster.part import ClusterPart
-from gpushare_agent.agent.delivery.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.agent.delivery.device_lists import NodeDevices
 from gpushare_agent.agent.delivery.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.agent.isolation import IsolationConfig
@@ -327,7 +327,7 @@ def edit_policy(
         kernel_module=module,
         handlers=handlers,
     )
-    nodes = ControlNodes(CONTROL_NODES)
+    nodes = ControlNodes()
     if not is_real:
         return lambda: policy
     return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))

@@ -11,7 +11,6 @@ Every GPU of the node is in each answer, so the cluster must keep the resource f
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +21,7 @@ from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.core.cli.command_line import Invocation
+from gpushare_agent.core.kit.supervision import set_by_signals
 from gpushare_agent.core.model.allocations import ContainerEdits, DeviceNode
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import RefusalReason, Refused
@@ -80,9 +80,7 @@ async def run(call: Invocation) -> int:
     plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), lambda *_: None, DeviceIds())
     endpoint = PluginEndpoint(device_plugin_path=device_plugin_path, socket_name=SOCKET, plugin=plugin)
     registrar = Registrar(device_plugin_path=device_plugin_path, endpoints=[endpoint])
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = set_by_signals()
     async with asyncio.TaskGroup() as tasks:
         parts = [tasks.create_task(registrar.run()), tasks.create_task(_follow(table, dev))]
         await stop.wait()

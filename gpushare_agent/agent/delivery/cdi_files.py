@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import DecodeError, Meta, Struct, ValidationError, field
 
-from gpushare_agent.core.kit.directories import DIRECTORY_MODE, FILE_MODE, opened, replace_file, status_of
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, holds, opened, replace_file, status_of
 from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from gpushare_agent.core.model.isolation import DEVICE_NAME, KIND, OWN_SPEC_NAME, SpecFile
 
@@ -78,10 +78,7 @@ class CdiFiles:
     def holds(self, content: bytes) -> bool:
         """Whether the agent's own spec is a regular file with exactly this content, readable for everybody."""
         try:
-            with opened(self.own_path, None, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) as file:
-                status = os.fstat(file)
-                is_own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == FILE_MODE
-                return is_own and status.st_size == len(content) and os.read(file, len(content) + 1) == content
+            return holds(None, self.own_path, content)
         except OSError:
             return False
 

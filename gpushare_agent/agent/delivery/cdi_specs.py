@@ -163,10 +163,9 @@ def _ambiguity(kind: str, uuid: str, paths: Sequence[str]) -> str:
 class CdiWatch:
     """`check` before the node registers, `run` once, `gpus_changed` at any time."""
 
-    def __init__(self, specs: CdiSpecs, gpus: Callable[[], Sequence[Gpu]], *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, specs: CdiSpecs, gpus: Callable[[], Sequence[Gpu]]) -> None:
         self._specs = specs
         self._gpus = gpus
-        self._period_s = period_s
         self._thread = DaemonThread("cdi-specs", advice="Check the disks of the setting cdi.spec_directories.")
         self._reconciler = Reconciler()
         self._failure = ReportOnce()
@@ -192,7 +191,7 @@ class CdiWatch:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        await self._reconciler.run(self.check, lambda: self._period_s)
+        await self._reconciler.run(self.check, lambda: PERIOD_S)
 
 
 def cdi_specs(settings: Settings, *, mounts_driver: bool) -> CdiSpecs:

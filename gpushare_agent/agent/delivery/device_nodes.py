@@ -7,13 +7,13 @@ is left out or null names none. State owned, by `ControlNodes`: which nodes were
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import structlog
 from msgspec import DecodeError, Struct
 
+from gpushare_agent.agent.delivery.device_lists import CONTROL_NODES
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.errors import StartupError
@@ -25,16 +25,16 @@ MAX_DEVICES = 256
 
 
 class ControlNodes:
-    """`paths` in the order in which containers get them. The first user of a GPU creates them, perhaps after the agent."""
+    """The first user of a GPU creates them, perhaps after the agent."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = tuple(paths)
+    def __init__(self) -> None:
         self._absent = ReportOnce()
 
     def present(self) -> tuple[str, ...]:
-        """Those that exist; a container with another would not start. One stat each in devtmpfs, which is memory."""
-        found = tuple(path for path in self._paths if os.path.exists(path))  # noqa: PTH110 - at each Allocate
-        absent = [path for path in self._paths if path not in found]
+        """Those that exist, in the order in which containers get them; with another a container would not start. One stat
+        each in devtmpfs, which is memory."""
+        found = tuple(path for path in CONTROL_NODES if os.path.exists(path))  # noqa: PTH110 - at each Allocate
+        absent = [path for path in CONTROL_NODES if path not in found]
         if not absent:
             self._absent.is_over()
         elif self._absent.is_new(" ".join(absent)):

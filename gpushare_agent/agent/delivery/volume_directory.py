@@ -40,7 +40,7 @@ from gpushare_agent.agent.delivery.volume_plan import (
     driver_version,
     driver_version_text,
 )
-from gpushare_agent.core.kit.directories import opened
+from gpushare_agent.core.kit.directories import sync_directory
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -401,8 +401,3 @@ def make_directory(path: Path) -> None:
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o755)
-
-
-def sync_directory(directory: Path) -> None:
-    with opened(directory, None, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as handle:
-        os.fsync(handle)

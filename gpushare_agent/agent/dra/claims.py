@@ -38,7 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.claims.claim import DRIVER, AllocatedClaim, ClaimPolicy, read_claim
+from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, wait_for
@@ -113,7 +113,6 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-GET_TIMEOUT_S = 5.0
 PREPARE_WAIT_S = 40.0
 """How long a claim waits for what is missing. The kubelet's limit is 45 s."""
 FILES_TIMEOUT_S = 5.0
@@ -340,11 +339,11 @@ class Claims(Struct, kw_only=True, eq=False):
         """Raises NotFound, Corrupt, Unavailable."""
         if self._api is None:
             raise Unavailable("the agent has no connection to the API server yet")
-        return self.read(await self._api.get_claim(namespace, name, timeout_s=GET_TIMEOUT_S))
+        return self.read(await self._api.get_claim(namespace, name))
 
     def read(self, raw: Raw) -> AllocatedClaim:
         """Raises Corrupt: it is not of this driver and node, or asks for something impossible."""
-        return read_claim(raw, driver=DRIVER, pool=self.node.settings.node_name, policy=self.claim_policy)
+        return read_claim(raw, pool=self.node.settings.node_name, policy=self.claim_policy)
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod]:
         """The pods for which the claim is reserved: only they say which of its requests a container gets. One may never get

@@ -59,7 +59,6 @@ class DraPart:
         )
         self.health, self.plugin = DeviceHealth(node), DraPlugin(self.claims, self.ready)
         self.registration = DraRegistration(
-            driver=DRIVER,
             instance=secrets.token_hex(4),
             registry=registry,
             plugin_path=settings.kubelet.root_dir / "plugins" / DRIVER,
@@ -67,7 +66,6 @@ class DraPart:
         )
         left_out = ReportOnce()
         self.publisher = SlicePublisher(
-            driver=DRIVER,
             node_name=pool,
             desired=lambda: _devices(node, isolation, left_out) if self.ready.is_set() else None,
         )

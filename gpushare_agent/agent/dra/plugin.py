@@ -26,7 +26,7 @@ import structlog
 from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.claims.claim import checked_ref
+from gpushare_agent.core.claims.claim import DRIVER, checked_ref
 from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.supervision import ReportOnce, retried
@@ -185,14 +185,13 @@ RETRY_S = 1.0
 class Registration(pluginregistration.RegistrationBase):
     """What the kubelet asks of the registration socket, and what it reports there."""
 
-    def __init__(self, driver: str, endpoint: Path) -> None:
-        self._driver = driver
+    def __init__(self, endpoint: Path) -> None:
         self._endpoint = endpoint
         self.registered = asyncio.Event()
 
     async def get_info(self, message: pluginregistration.InfoRequest) -> pluginregistration.PluginInfo:
         return pluginregistration.PluginInfo(
-            type=PLUGIN_TYPE, name=self._driver, endpoint=str(self._endpoint), supported_versions=list(SERVICES)
+            type=PLUGIN_TYPE, name=DRIVER, endpoint=str(self._endpoint), supported_versions=list(SERVICES)
         )
 
     async def notify_registration_status(
@@ -201,25 +200,23 @@ class Registration(pluginregistration.RegistrationBase):
         # The kubelet calls this on each registration; that the socket exists does not show that it accepted.
         if message.plugin_registered:
             self.registered.set()
-            log.info("dra_driver_registered", driver=self._driver)
+            log.info("dra_driver_registered", driver=DRIVER)
         else:
             self.registered.clear()
-            log.error("dra_driver_not_registered", driver=self._driver, error=message.error[:1000])
+            log.error("dra_driver_not_registered", driver=DRIVER, error=message.error[:1000])
         return pluginregistration.RegistrationStatusResponse()
 
 
 class DraRegistration:
     """Keeps both sockets there while `run` runs; `instance` is part of their names."""
 
-    def __init__(
-        self, *, driver: str, instance: str, registry: Path, plugin_path: Path, services: Collection[IServable]
-    ) -> None:
+    def __init__(self, *, instance: str, registry: Path, plugin_path: Path, services: Collection[IServable]) -> None:
         self.registry, self.plugin_path = registry, plugin_path
         endpoint = plugin_path / f"dra-{instance}.sock"
-        self.registration = Registration(driver, endpoint)
+        self.registration = Registration(endpoint)
         self._driver_socket = ServedSocket(endpoint, lambda: GrpcServer(services))
         self._registration_socket = ServedSocket(
-            registry / f"{driver}-{instance}-reg.sock", lambda: GrpcServer([self.registration])
+            registry / f"{DRIVER}-{instance}-reg.sock", lambda: GrpcServer([self.registration])
         )
         self._is_leaving = False
         self._failure = ReportOnce()

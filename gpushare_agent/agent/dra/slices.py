@@ -21,6 +21,7 @@ import structlog
 from msgspec import Raw, Struct, field, json
 from msgspec.json import Decoder
 
+from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.json_schema import NULL, decoded, decoded_or
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, wait_for
 from gpushare_agent.core.kube.claims import Device, Pool, ResourceSlice, SliceMeta, SliceSpec
@@ -44,9 +45,8 @@ class SlicePublisher(Handler):
     """The handler of an informer of the node's own slices; `run` once it has listed. `desired` are the devices, None while
     they are not known: nothing is published then, and nothing taken back."""
 
-    def __init__(self, *, driver: str, node_name: str, desired: Callable[[], list[Device] | None]) -> None:
-        self.name = slice_name(node_name, driver)
-        self._driver = driver
+    def __init__(self, *, node_name: str, desired: Callable[[], list[Device] | None]) -> None:
+        self.name = slice_name(node_name)
         self._node_name = node_name
         self._desired = desired
         self._seen: dict[str, _Seen] = {}
@@ -173,7 +173,7 @@ class SlicePublisher(Handler):
     def _made(self, metadata: SliceMeta, devices: list[Device]) -> ResourceSlice:
         self._generation += 1
         pool = Pool(name=self._node_name, generation=self._generation, resource_slice_count=1)
-        spec = SliceSpec(driver=self._driver, node_name=self._node_name, pool=pool, devices=devices)
+        spec = SliceSpec(driver=DRIVER, node_name=self._node_name, pool=pool, devices=devices)
         return ResourceSlice(metadata=metadata, spec=spec)
 
 
@@ -199,11 +199,11 @@ class _Pooled(Struct, frozen=True):
 _SLICE, _POOLED, _SPEC = Decoder(_Seen), Decoder(_Pooled), Decoder(SliceSpec)
 
 
-def slice_name(node_name: str, driver: str) -> str:
+def slice_name(node_name: str) -> str:
     """The slice's name: a long node name is cut where a label ends well, with a hash, because another may begin alike."""
-    if len(name := f"{node_name}-{driver}") <= MAX_NAME_CHARS:
+    if len(name := f"{node_name}-{DRIVER}") <= MAX_NAME_CHARS:
         return name
-    end = f"-{hashlib.sha256(node_name.encode()).hexdigest()[:16]}-{driver}"
+    end = f"-{hashlib.sha256(node_name.encode()).hexdigest()[:16]}-{DRIVER}"
     return f"{node_name[: MAX_NAME_CHARS - len(end)].rstrip('-.')}{end}"
 
 

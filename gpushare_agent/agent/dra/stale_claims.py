@@ -26,7 +26,6 @@ log = structlog.get_logger(__name__)
 
 PERIOD_S = 60.0
 """The kubelet's own reconciliation, after which it unprepares what it missed, has the same."""
-GET_TIMEOUT_S = 5.0
 
 
 class StaleClaims:
@@ -78,7 +77,7 @@ class StaleClaims:
             users |= using
             return False
         try:
-            raw = await api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
+            raw = await api.get_claim(ref.namespace, ref.name)
             # Another UID is another claim of the same name: ours is gone.
             if claim_ref(raw).uid == ref.uid:
                 return False

@@ -35,7 +35,6 @@ GROWTH = 2.0
 MOST_S = 30.0
 PER_SECOND = 20.0
 POLL_S = 0.5
-GET_TIMEOUT_S = 5.0
 
 
 class _Waiting(Struct):
@@ -104,7 +103,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
                 if prepared[name] != (pod.uid,):
                     return True
                 continue
-            raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
+            raw = await api.get_claim(pod.namespace, name)
             try:
                 claim = self.claims.read(raw)
             except Corrupt:

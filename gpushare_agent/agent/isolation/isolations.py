@@ -118,16 +118,13 @@ class Isolations(Struct, frozen=True, kw_only=True):
             return None
         if allocation.is_whole:
             return WHOLE_GPU
-        names = [name for name in isolation_parts(chosen) if not self._problem(name, allocation.key)]
-        return kept_together([ISOLATIONS[name].keeps for name in names])
-
-    def _problem(self, name: str, key: ContainerKey) -> str:
         # An allocation from before a change of the settings may be under one that is no longer in use.
-        return self.parts[name].problem(key) if name in self.parts else ""
+        failing = {name for name, part in self.parts.items() if part.problem(allocation.key)}
+        return kept_together([ISOLATIONS[name].keeps for name in isolation_parts(chosen) if name not in failing])
 
-    def has_limits(self, key: ContainerKey) -> bool:
-        """False if the container was found to run without one."""
-        return not any(part.problem(key) for part in self.parts.values())
+    def problem(self, key: ContainerKey) -> str:
+        """Why the container was found to run without a limit, empty if it has all of them."""
+        return next((why for part in self.parts.values() if (why := part.problem(key))), "")
 
     def facts(self) -> tuple[IsolationFacts, ...]:
         """What a share under each isolation in use has."""

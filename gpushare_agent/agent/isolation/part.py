@@ -74,6 +74,11 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
         """Whether the share's isolation is the one of this name, or has it as a part."""
         return name in isolation_parts(self.chosen(allocation) or "")
 
+    def warn_of(self, key: ContainerKey, reason: str, text: str) -> None:
+        """A Warning on the pod of a container, or on those that use a claim: `text` goes on behind its name."""
+        for pod in self.node.claim_pods.using(key.pod_uid):
+            self.warn(pod, reason, f"{'container' if pod.uid == key.pod_uid else 'claim'} {key.container} {text}")
+
     def share_of(self, key: ContainerKey) -> ContainerKey:
         """The share that an allocation is part of: a container may use several results of a claim, and has one directory and
         one share for all of them."""
@@ -125,7 +130,7 @@ class IsolationPart:
         return None
 
     def problem(self, key: ContainerKey) -> str:
-        """Why the container was found to run without its limit, empty if it has it."""
+        """Why the container was found to run without its limit, the same object while it does; empty if it has it."""
         return ""
 
     def probed(self) -> ProbeResult | None:

@@ -166,7 +166,7 @@ def device_rows(
     ]
 
 
-def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: int = MAX_LIST_BYTES) -> None:
+def check_lists(inventory: GpuInventory, names: ResourceNames) -> None:
     """Checks that the kubelet can receive the lists of memory blocks and of GPUShare's units.
 
     Raises StartupError: it cannot; the text names the smallest block size, or the unit, that works.
@@ -174,14 +174,14 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
     for kind in names.kinds:
         is_blocks, unit_mib = kind.measure is Measure.BLOCKS, names.unit_mib(kind)
         size = list_bytes(inventory.gpus, unit_mib) if is_blocks or kind.measure is Measure.UNITS else 0
-        if size <= limit_bytes:
+        if size <= MAX_LIST_BYTES:
             continue
-        works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
+        works = smallest_block_mib(inventory.gpus)
         remedy = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
         raise StartupError(
             f"cannot announce {names.name(kind)}: {sum(gpu.memory_mib // unit_mib for gpu in inventory.gpus)} "
             f"{'blocks' if is_blocks else 'units'} of {unit_mib} MiB make a ListAndWatch message of {size} bytes, and the "
-            f"kubelet takes at most {limit_bytes}. The agent does not start. Set "
+            f"kubelet takes at most {MAX_LIST_BYTES}. The agent does not start. Set "
             + (
                 f"the memory block size (resources.memory_block_mib) to {works} MiB or more"
                 if is_blocks
@@ -190,13 +190,13 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
         )
 
 
-def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
-    """The smallest power of two, in MiB, whose blocks of all GPUs fit one message of `limit_bytes`.
+def smallest_block_mib(gpus: Sequence[Gpu]) -> int:
+    """The smallest power of two, in MiB, whose blocks of all GPUs fit one message.
 
     A block that is larger than every GPU always fits, because then there is none.
     """
     block_mib = 1
-    while list_bytes(gpus, block_mib) > limit_bytes:
+    while list_bytes(gpus, block_mib) > MAX_LIST_BYTES:
         block_mib *= 2
     return block_mib
 

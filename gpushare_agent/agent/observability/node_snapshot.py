@@ -31,7 +31,8 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
     """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of them;
     `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
     kubelet allocated, from which a live resize differs. `users` are the containers that use a claim, which has no pod of
-    its own. Without a known pod `isolation` is empty and `kept` None."""
+    its own. Without a known pod `isolation` is empty and `kept` None. `not_limited` is why the container was found to run
+    without a limit, empty where it was not."""
 
     allocation: Allocation
     pod: Pod | None
@@ -42,6 +43,7 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
     allocated_memory_bytes: int
     isolation: str
     kept: Kept | None = None
+    not_limited: str = ""
     users: Sequence[ClaimUser] = ()
 
     def requested_mib(self, names: ResourceNames) -> float:
@@ -232,6 +234,7 @@ def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.Conta
         "phase": _phase(facts),
         "isolation": facts.isolation,
         "kept": _kept(facts.kept) if facts.kept is not None else None,
+        "not_limited": facts.not_limited,
         "is_whole": allocation.is_whole,
         "units": _units(allocation),
         "cores": facts.cores,

@@ -177,7 +177,7 @@ class NodeView(Struct, eq=False):
             if not allocation.pod_name or has_handed_over(allocation, pod):
                 continue
             # An isolation writes the limits some time after the Allocate, without a change of the other four.
-            inputs = (allocation, pod, users, node.inventory.current, self.isolation.has_limits(allocation.key))
+            inputs = (allocation, pod, users, node.inventory.current, self.isolation.problem(allocation.key))
             known = before.get(allocation.key)
             # By identity: states replace their values and never change them, and comparing whole pods would cost more.
             if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
@@ -202,4 +202,5 @@ class NodeView(Struct, eq=False):
             allocated_memory_bytes=allocated.memory_bytes,
             isolation=self.isolation.isolation_name(allocation) or "",
             kept=self.isolation.kept(allocation),
+            not_limited=self.isolation.problem(allocation.key),
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import threading
 from collections import deque
@@ -151,6 +152,8 @@ _LEAF_LINKS = 2
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
 
+_HOSTS_PID_NAMESPACE = 0xEFFFFFFC
+"""Its inode, as the kernel has it in include/linux/proc_ns.h."""
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
 
@@ -294,11 +297,14 @@ class Cgroups:
 
     def namespace_pids(self, pids: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
         """The PIDs of each process in the PID namespaces below the host's, by its host PID, from the outermost on; none
-        for a process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
+        for a process in the host's. Left out are processes that have ended, and that end: they have no memory any more, and
+        the driver still counts what they had of a GPU. Source: `NSpid` and `VmSize` of /proc/<pid>/status."""
         found = {}
         for pid in pids:
             with suppress(OSError):
-                found[pid] = parse_namespace_pids(_read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES))
+                status = _read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES)
+                if b"\nVmSize:" in status:
+                    found[pid] = parse_namespace_pids(status)
         return found
 
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
@@ -311,6 +317,26 @@ class Cgroups:
                 # The process's name is in brackets, and may have any in it.
                 found[pid] = int(content[content.rindex(b")") + 1 :].split()[19])
         return found
+
+    def end(self, pid: int, started: int, pods: Collection[PodUid]) -> bool:
+        """Kills the process of one of these pods that started then; False where the PID is not that one's any more. Raises
+        Unavailable, where this process may not do that, or cannot know whose the PID is."""
+        refused = f"process {pid} cannot be ended: "
+        # NVML's PIDs are the host's. In another namespace, as of a node that is a container, they are somebody else's.
+        if Path("/proc/self/ns/pid").stat().st_ino != _HOSTS_PID_NAMESPACE:
+            raise Unavailable(f"{refused}the agent is not in the host's PID namespace")
+        try:
+            with os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as process:
+                # Asked with the descriptor open: whatever the PID names from here on, the signal reaches the process of now.
+                owner = self.identify(pid)
+                if self.started([pid]).get(pid) != started or owner is None or owner.pod_uid not in pods:
+                    return False
+                signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        except OSError as e:
+            raise Unavailable(f"{refused}{e.strerror} (component end-unlimited has the right)") from e
+        return True
 
     def check_driver(self, setting: str) -> str | None:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods
@@ -340,6 +366,7 @@ class Cgroups:
     processes_round_in_thread = _in_thread(processes_round, "reading the containers' cgroups")
     changed_in_thread = _in_thread(changed, "reading the containers' cgroups")
     namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
+    end_in_thread = _in_thread(end, "ending a process")
     check_driver_in_thread = _in_thread(check_driver, "reading the pods' cgroups")
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
     identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)

@@ -98,7 +98,7 @@ class ClaimPolicy(Struct, frozen=True, kw_only=True):
     has_unlimited: bool = False
 
 
-def read_claim(raw: Raw, *, driver: str, pool: str, policy: ClaimPolicy = ClaimPolicy()) -> AllocatedClaim:  # noqa: B008 - frozen
+def read_claim(raw: Raw, *, pool: str, policy: ClaimPolicy = ClaimPolicy()) -> AllocatedClaim:  # noqa: B008 - frozen
     """Raises Corrupt with the field that cannot be used, for the pod's Event."""
     claim = decoded(_CLAIM, raw, "the claim")
     ref = _ref(claim)
@@ -109,20 +109,20 @@ def read_claim(raw: Raw, *, driver: str, pool: str, policy: ClaimPolicy = ClaimP
     _check_count(entries, "status.allocation.devices.config", MAX_CONFIGS)
     _check_count(consumers, "status.reservedFor", MAX_USERS)
     # A claim may be of several drivers: the others prepare their own devices.
-    mine = [one for one in results if one.driver == driver]
+    mine = [one for one in results if one.driver == DRIVER]
     # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
     if any(one.pool != pool for one in mine):
         raise Corrupt(f"it is allocated in the pool {shown(mine[0].pool)}, and this node's pool is {pool}")
     requests = {name for one in mine for name in (one.request, main_request(one.request))}
-    configs = list(_configs(entries, driver, requests, policy))
+    configs = list(_configs(entries, requests, policy))
     made = [_result(one, configs, policy) for one in mine]
     if not made:
-        raise Corrupt(f"status.allocation has no device of driver {driver}")
+        raise Corrupt(f"status.allocation has no device of driver {DRIVER}")
     for (request, device), times in Counter((one.request, one.device) for one in made).items():
         if times > 1:  # a CDI spec has one device of a name
             raise Corrupt(
                 f"request {request} is allocated the device {device} {times} times, and a container has one share of a GPU;"
-                f" ask for their sum once, or for different GPUs by the constraint distinctAttribute: {driver}/uuid"
+                f" ask for their sum once, or for different GPUs by the constraint distinctAttribute: {DRIVER}/uuid"
             )
     pods = (one for one in consumers if one.resource == "pods" and not one.api_group)
     return AllocatedClaim(
@@ -234,7 +234,7 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
 
 
 def _configs(
-    entries: Sequence[DeviceConfig], driver: str, mine: Set[str], policy: ClaimPolicy
+    entries: Sequence[DeviceConfig], mine: Set[str], policy: ClaimPolicy
 ) -> Iterable[tuple[frozenset[str], ShareConfig]]:
     # The class first, whatever the order in the status: the claim's own configuration overrides it.
     for source in ("FromClass", "FromClaim"):
@@ -242,7 +242,7 @@ def _configs(
             requests = frozenset(one.requests or ())
             if one.source != source or one.opaque is None:
                 continue
-            if one.opaque.driver == driver:
+            if one.opaque.driver == DRIVER:
                 yield requests, read_config(one.opaque.parameters)
             # NVIDIA's own driver may read it for another request's device: a claim can be of both.
             elif policy.nvidia_names and one.opaque.driver == NVIDIA_DRIVER and (not requests or requests & mine):

@@ -68,6 +68,7 @@ class ServerLimits(Struct, frozen=True, kw_only=True):
 
 _PART_OF_FILES, _PART_OF_OWNER = 4, 16
 _MOST_OF_OWNER, _LEAST_OF_OWNER = 512, 4
+_BUSY_SHARE, _BUSY_BURST_S = 0.2, 0.2
 
 
 class SharedBudget:
@@ -77,15 +78,8 @@ class SharedBudget:
     Connections get a quarter of `open_files`, those of one owner with all its sockets a sixteenth. Where the quarter is used
     up an owner may still have 4: others cannot keep it out."""
 
-    def __init__(
-        self,
-        *,
-        busy_share: float = 0.2,
-        busy_burst_s: float = 0.2,
-        clock: Callable[[], float],
-        open_files: int = 1 << 16,
-    ) -> None:
-        self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
+    def __init__(self, *, clock: Callable[[], float], open_files: int = 1 << 16) -> None:
+        self.busy = TokenBucket(rate=_BUSY_SHARE, burst=_BUSY_BURST_S, clock=clock)
         self._open: Counter[str] = Counter()
         self._most = open_files // _PART_OF_FILES
         self._most_of_owner = min(_MOST_OF_OWNER, open_files // _PART_OF_OWNER)

@@ -66,7 +66,7 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
     the old content or the new one, never none."""
     status = status_of(directory, name)
     # Unchanged files are left alone: a rename would wake everybody who watches the directory.
-    if status is not None and stat.S_ISREG(status.st_mode) and _holds(directory, name, content):
+    if status is not None and stat.S_ISREG(status.st_mode) and holds(directory, name, content):
         return False
     if status is not None and not stat.S_ISREG(status.st_mode):
         clear_path(directory, name)
@@ -93,7 +93,8 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
     return True
 
 
-def _holds(directory: int, name: str, content: bytes) -> bool:
+def holds(directory: int | None, name: str | Path, content: bytes) -> bool:
+    """Whether it is a regular file with exactly this content, readable for everybody. Raises OSError."""
     with opened(name, directory, _FILE) as file:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != FILE_MODE:
@@ -105,6 +106,12 @@ def read_content(directory: int, name: str, limit: int) -> bytes:
     """A file's first `limit` bytes."""
     with opened(name, directory, _FILE) as file:
         return os.read(file, limit)
+
+
+def sync_directory(path: Path) -> None:
+    """After it a loss of power undoes no rename in the directory."""
+    with opened(path, None, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as directory:
+        os.fsync(directory)
 
 
 def has_files(directory: Path) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.directories import sync_directory
 from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
@@ -102,7 +103,7 @@ class StateFile:
             self._replace(self._path, content)
             self._keep_copy(content)
             # Without it a loss of power may leave the old name with no content on some file systems.
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
         except OSError as e:
             remedy = file_remedy(e, f"check that the agent may write in {self._path.parent}")
             raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
@@ -166,11 +167,3 @@ def _write_whole(path: Path, content: bytes, *, is_synced: bool) -> None:
         file.flush()
         if is_synced:
             os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

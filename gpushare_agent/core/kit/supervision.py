@@ -8,6 +8,7 @@ State owned: whether a step of that loop is requested (`Reconciler`); what was l
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -84,6 +85,14 @@ async def stop_task(task: asyncio.Task[Any]) -> None:
     task.cancel()
     # wait() raises nothing of the task, and is itself cancelled with the caller.
     await asyncio.wait({task})
+
+
+def set_by_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set, in a turn of the loop: neither interrupts what is under way."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:

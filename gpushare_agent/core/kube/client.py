@@ -40,6 +40,7 @@ UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 EXTENDER_RIGHTS = "check the extender's service account and its ClusterRole"
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 120.0
+_CLAIM_TIMEOUT_S = 5.0
 PAGE_SIZES = (200, 50, 5, 1)
 """200 pods of 6 KiB take about ten milliseconds to read, which is what a filter request may have to wait."""
 
@@ -145,10 +146,10 @@ class KubeApi(KubeLists):
     async def get_node(self, name: str) -> Raw:
         return await self._get(f"get node {name}", f"/api/v1/nodes/{segment(name)}")
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
+    async def get_claim(self, namespace: str, name: str) -> Raw:
         """A ResourceClaim, as a consistent read."""
         path = f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaims/{segment(name)}"
-        return await self._get(f"get ResourceClaim {namespace}/{name}", path, timeout_s=timeout_s)
+        return await self._get(f"get ResourceClaim {namespace}/{name}", path, timeout_s=_CLAIM_TIMEOUT_S)
 
     async def get_runtime_class(self, name: str, *, timeout_s: float) -> Raw:
         path = f"/apis/node.k8s.io/v1/runtimeclasses/{segment(name)}"

@@ -116,6 +116,7 @@ class ContainerDocument(TypedDict):
     phase: str
     isolation: NotRequired[Any]
     kept: NotRequired[Any]
+    not_limited: NotRequired[str]
     is_whole: bool
     units: NotRequired[Any]
     cores: Integer
@@ -188,6 +189,7 @@ class DecisionDocument(TypedDict):
     asked: Asked | None
     candidates: Sequence[Candidate]
     ignored: NotRequired[str]
+    not_limited: NotRequired[str]
 
 
 class DecisionsDocument(TypedDict):

@@ -196,7 +196,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
     return "" if low is None or high is None else f" from {low} to {high}"
 
 
-def help_text(keys: Sequence[Key], width: int = 100) -> str:
+def help_text(keys: Sequence[Key]) -> str:
     """The settings part of `--help`: grouped, with units, allowed values, defaults and variables."""
     lines: list[str] = []
     section = ""
@@ -211,7 +211,7 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
         facts = f"{key.description} [{default}; {key.variable}]"
         lines += textwrap.wrap(
             facts,
-            width,
+            100,
             initial_indent=" " * 6,
             subsequent_indent=" " * 6,
             # Flags and names of files stay whole, to be copied.

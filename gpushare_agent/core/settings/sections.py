@@ -251,6 +251,9 @@ class LibgpushareSettings(Section):
     probe: bool = True
     """Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this driver. Where
     it does not its shares are refused."""
+    unlimited: Literal["warn", "end"] = "warn"
+    """What becomes of processes that the library does not limit. warn: an Event, a metric and an alert name their
+    container. end: they are also killed (component end-unlimited)."""
 
 
 class DriverLimitsSettings(Section):

@@ -242,11 +242,11 @@ class _BindAnswer(Struct, frozen=True, rename="pascal"):
 
 
 @asynccontextmanager
-async def open_extender_calls(url: str, *, timeout_s: float = EXTENDER_TIMEOUT_S) -> AsyncIterator[ExtenderCalls]:
+async def open_extender_calls(url: str) -> AsyncIterator[ExtenderCalls]:
     """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`."""
     # One for all calls: connections to the extender are used again.
     async with ClientSession() as session:
-        yield ExtenderCalls(url=url.rstrip("/"), session=session, timeout_s=timeout_s)
+        yield ExtenderCalls(url=url.rstrip("/"), session=session)
 
 
 class ExtenderCalls(Struct, frozen=True, kw_only=True):
@@ -254,7 +254,6 @@ class ExtenderCalls(Struct, frozen=True, kw_only=True):
 
     url: str
     session: ClientSession
-    timeout_s: float
 
     async def filter(self, pod: RawObject, names: Sequence[str]) -> FilterAnswer:
         answer = await self._post("filter", {"Pod": pod, "NodeNames": list(names)}, FilterAnswer)
@@ -278,7 +277,10 @@ class ExtenderCalls(Struct, frozen=True, kw_only=True):
 
     async def _post(self, verb: str, body: Mapping[str, Any], kind: type[T]) -> T:
         try:
-            async with asyncio.timeout(self.timeout_s), self.session.post(f"{self.url}/{verb}", json=body) as answer:
+            async with (
+                asyncio.timeout(EXTENDER_TIMEOUT_S),
+                self.session.post(f"{self.url}/{verb}", json=body) as answer,
+            ):
                 content = bytearray()
                 async for part in answer.content.iter_any():
                     content += part
@@ -292,7 +294,7 @@ class ExtenderCalls(Struct, frozen=True, kw_only=True):
         except msgspec.MsgspecError as error:
             raise Unavailable(f"the extender's answer to {verb} is not of extender v1: {error}") from error
         except (ClientError, OSError, ValueError, TimeoutError) as error:
-            why = str(error) or f"no answer within {self.timeout_s:g} s"
+            why = str(error) or f"no answer within {EXTENDER_TIMEOUT_S:g} s"
             raise Unavailable(f"the extender at {self.url} cannot be asked to {verb}: {why}") from error
 
 

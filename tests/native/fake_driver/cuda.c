@@ -14,9 +14,17 @@
 #include "machine.h"
 #include "symbols.h"
 
-#define PER_THREAD(function) extern __typeof__(function) function##_ptsz __attribute__((alias(#function)))
+#ifdef __aarch64__
+#define JUMP "b "
+#else
+#define JUMP "jmp "
+#endif
+/* A function of its own, at an address of its own, as in NVIDIA's: it does the same. */
+#define PER_THREAD(function)                                                                               \
+    __asm__(".text\n.globl " #function "_ptsz\n.type " #function "_ptsz, %function\n" #function "_ptsz: " JUMP #function "\n"); \
+    extern __typeof__(function) function##_ptsz
 #define QUEUE_NS 100000000ull
-#define FIRST_ADDRESS 0x7f0000000000ull
+#define FIRST_ADDRESS 0x7f0000200000ull /* its lower half is not 0 */
 #define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
 #define LEAST_OF_OWN_PAGES (1u << 20)
@@ -210,7 +218,7 @@ enum { MAX_CONTEXTS = 256, DEEPEST_STACK = 32, THREADS_OF_SM = 2048 };
 enum { DEFAULT_STACK = 1 << 10, DEFAULT_FIFO = 1 << 20, DEFAULT_HEAP = 8 << 20, LARGEST_STACK = 512 << 10 };
 typedef struct {
     CUdevice device;
-    unsigned references, modules;
+    unsigned references, modules, generation; /* `generation`: how many contexts of this handle have ended */
     int is_live;
     uint64_t stack, fifo, heap, taken; /* limits; what they take, beyond the defaults, which a context begins with */
 } context;
@@ -237,8 +245,8 @@ static CUresult begin_context(context *made, CUdevice device)
 {
     if (!open_context(minors[device]))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    unsigned references = made->references; /* a primary one that was reset has them still */
-    *made = (context){.device = device, .references = references, .is_live = 1, .stack = DEFAULT_STACK, .fifo = DEFAULT_FIFO,
+    unsigned references = made->references, generation = made->generation; /* a primary one that was reset is retained still */
+    *made = (context){.device = device, .references = references, .generation = generation, .is_live = 1, .stack = DEFAULT_STACK, .fifo = DEFAULT_FIFO,
                       .heap = DEFAULT_HEAP};
     return CUDA_SUCCESS;
 }
@@ -252,6 +260,7 @@ static void end_context(context *ended)
     give_memory(minors[ended->device], ended->taken, 0);
     close_context(minors[ended->device]);
     ended->is_live = 0;
+    ended->generation++;
 }
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *found, CUdevice device)
@@ -505,7 +514,7 @@ CUresult CUDAAPI cuCtxGetLimit(size_t *value, CUlimit limit)
 /* --- streams: of a context, and so of a GPU. The others are the current context's own --- */
 
 enum { OWN_LANES = 8 };
-typedef struct { context *in; unsigned lane; } own_stream; /* a lane: with slice_us, one of eight in turn */
+typedef struct { context *in; unsigned lane, flags; } own_stream; /* a lane: with slice_us, one of eight in turn */
 
 static const own_stream *own_of(CUstream of) { return of > CU_STREAM_PER_THREAD ? (const own_stream *)of : NULL; }
 static context *context_of(CUstream of) { return own_of(of) ? own_of(of)->in : current_context(); }
@@ -515,11 +524,10 @@ static unsigned lane_of(CUstream of) { return own_of(of) ? own_of(of)->lane : 0;
 CUresult CUDAAPI cuStreamCreate(CUstream *made, unsigned int flags)
 {
     static unsigned count;
-    (void)flags;
     if (current_gpu() < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     own_stream *fresh = malloc(sizeof *fresh);
-    *fresh = (own_stream){.in = current_context(), .lane = config()->slice_ns ? 1 + count++ % OWN_LANES : 0};
+    *fresh = (own_stream){.in = current_context(), .flags = flags, .lane = config()->slice_ns ? 1 + count++ % OWN_LANES : 0};
     return *made = (CUstream)fresh, CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *made, unsigned int flags, int priority)
@@ -534,6 +542,37 @@ CUresult CUDAAPI cuStreamDestroy_v2(CUstream of)
     return own_of(of) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 CUresult CUDAAPI cuStreamDestroy(CUstream of) { return cuStreamDestroy_v2(of); }
+
+/* One capture at a time, of a stream. Meanwhile a call that may wait for the GPU is refused and ends it, unless its thread says that it
+   means it (cuda.h, cuThreadExchangeStreamCaptureMode), and so does whatever uses the legacy stream, which waits for the others. */
+static struct graph *captured;
+static struct { CUstream in; CUstreamCaptureMode mode; pthread_t by; int is_spoilt; } capture;
+static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+static CUresult spoil_capture(CUresult result) { return capture.is_spoilt = 1, result; }
+static int is_captured(CUstream of) { return captured && of == capture.in; }
+static int is_implied(CUstream of)
+{
+    return captured && (!of || of == CU_STREAM_LEGACY) && own_of(capture.in) && !(own_of(capture.in)->flags & CU_STREAM_NON_BLOCKING);
+}
+static int is_unsafe(void)
+{
+    if (!captured || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return 0;
+    if (pthread_equal(capture.by, pthread_self()))
+        return capture.mode != CU_STREAM_CAPTURE_MODE_RELAXED;
+    return thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture.mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+}
+#define UNLESS_UNSAFE \
+    if (is_unsafe())  \
+    return spoil_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
+{
+    CUstreamCaptureMode before = thread_mode;
+    thread_mode = *mode;
+    return *mode = before, CUDA_SUCCESS;
+}
 
 CUresult CUDAAPI cuStreamGetCtx(CUstream of, CUcontext *found)
 {
@@ -596,7 +635,8 @@ static void forget_graphs(void);
 static void begin_anew_in_child(void)
 {
     memory = (__typeof__(memory)){.guard = PTHREAD_MUTEX_INITIALIZER, .next = memory.next};
-    memset(contexts, 0, sizeof contexts);
+    for (context *one = contexts; one < contexts + MAX_CONTEXTS; one++)
+        *one = (context){.generation = one->generation + 1};
     contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     stack.depth = 0;
     forget_pools();
@@ -798,6 +838,7 @@ static CUresult free_allocation(CUdeviceptr address)
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     log_call("cuMemAlloc_v2");
+    UNLESS_UNSAFE;
     return allocate(address, bytes, current_gpu(), PLAIN);
 }
 
@@ -824,7 +865,20 @@ CUresult CUDAAPI cuMemAlloc_v3(size_t bytes, CUdeviceptr *address, void *options
 CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address)
 {
     log_call("cuMemFree_v2");
+    UNLESS_UNSAFE;
     return free_allocation(address);
+}
+
+/* It has but the lower half of an address. */
+CUresult CUDAAPI cuMemFree(CUdeviceptr_v1 lower)
+{
+    CUdeviceptr address = 0;
+    log_call("cuMemFree");
+    pthread_mutex_lock(&memory.guard);
+    for (size_t i = 0; i < memory.count; i++)
+        address = (CUdeviceptr_v1)memory.all[i].address == lower ? memory.all[i].address : address;
+    pthread_mutex_unlock(&memory.guard);
+    return lower && !address ? CUDA_ERROR_INVALID_VALUE : free_allocation(address);
 }
 
 CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
@@ -840,6 +894,17 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t 
     (void)element;
     *pitch = (width + 511) & ~(size_t)511;
     return allocate(address, *pitch * height, current_gpu(), PLAIN);
+}
+
+CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *address, unsigned int *pitch, unsigned int width, unsigned int height,
+                                 unsigned int element)
+{
+    CUdeviceptr whole_address = 0;
+    size_t whole_pitch = 0;
+    log_call("cuMemAllocPitch");
+    CUresult result = cuMemAllocPitch_v2(&whole_address, &whole_pitch, width, height, element);
+    *pitch = (unsigned)whole_pitch;
+    return *address = (CUdeviceptr_v1)whole_address, result;
 }
 
 CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
@@ -939,7 +1004,7 @@ typedef struct graph {
     struct graph *next;
     graph_node nodes[MAX_NODES];
 } graph;
-static graph *captured, *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
+static graph *mapped_graphs; /* and those that were: under memory.guard, as what is reserved for them */
 static uint64_t graphs_reserved[MAX_GPUS];
 
 /* Pools: each GPU has one of its own; a program makes others. */
@@ -1025,6 +1090,7 @@ CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
 CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool of, size_t least)
 {
     log_call("cuMemPoolTrimTo");
+    UNLESS_UNSAFE;
     pthread_mutex_lock(&memory.guard);
     trim((pool *)of, least);
     pthread_mutex_unlock(&memory.guard);
@@ -1084,7 +1150,7 @@ CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUm
     log_call("cuMemAllocFromPoolAsync");
     if (((pool *)from)->is_imported)
         return CUDA_ERROR_INVALID_VALUE;
-    if (captured)
+    if (is_captured(stream))
         return capture_memory(address, bytes, (pool *)from);
     if (((pool *)from)->is_anywhere && !((pool *)from)->reserved)
         ((pool *)from)->device = gpu_of_stream(stream);
@@ -1108,8 +1174,7 @@ CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     CUgraphNode unwanted;
     log_call("cuMemFreeAsync");
-    (void)stream;
-    return captured ? cuGraphAddMemFreeNode(&unwanted, (CUgraph)captured, NULL, 0, address) : free_allocation(address);
+    return is_captured(stream) ? cuGraphAddMemFreeNode(&unwanted, (CUgraph)captured, NULL, 0, address) : free_allocation(address);
 }
 PER_THREAD(cuMemFreeAsync);
 
@@ -1273,6 +1338,8 @@ CUresult CUDAAPI cuLogicalEndpointDestroy(CUlogicalEndpointId id) { return unbin
 
 /* Between processes: an export has a number in place of a file's descriptor. What is opened is not this process's, until its owner
    has ended. */
+static CUdeviceptr exported[MAX_EXPORTED]; /* by this process */
+
 CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                                               unsigned long long flags)
 {
@@ -1280,14 +1347,20 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocati
     (void)type, (void)flags;
     if (!find_allocation(handle, &found))
         return CUDA_ERROR_INVALID_VALUE;
-    *(int *)shared = export_memory(minors[found.device], found.bytes);
-    return *(int *)shared < 0 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+    int id = *(int *)shared = export_memory(minors[found.device], found.bytes);
+    if (id >= 0)
+        exported[id] = found.address;
+    return id < 0 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)
 {
     log_call("cuMemImportFromShareableHandle");
-    (void)type, (void)import_memory((int)(intptr_t)shared);
-    return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS;
+    (void)type;
+    int id = (int)(intptr_t)shared, is_own = id >= 0 && id < MAX_EXPORTED && exported[id];
+    if (is_own && change_references(*handle = exported[id], 1) == CUDA_SUCCESS)
+        return CUDA_SUCCESS;
+    (void)import_memory(id);
+    return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS; /* another process's */
 }
 CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
@@ -1346,6 +1419,18 @@ CUresult CUDAAPI cuArrayCreate_v2(CUarray *array, const CUDA_ARRAY_DESCRIPTOR *o
 {
     log_call("cuArrayCreate_v2");
     return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels), 0);
+}
+
+CUresult CUDAAPI cuArrayCreate(CUarray *array, const CUDA_ARRAY_DESCRIPTOR_v1 *of)
+{
+    log_call("cuArrayCreate");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels), 0);
+}
+
+CUresult CUDAAPI cuArray3DCreate(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of)
+{
+    log_call("cuArray3DCreate");
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels), of->Flags);
 }
 
 CUresult CUDAAPI cuArray3DCreate_v2(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of)
@@ -1487,6 +1572,8 @@ static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (is_implied(stream))
+        return spoil_capture(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     if (takes_turns(device))
         return push_kernel(minors[device], lane_of(stream), duration_ns, width, is_timed), CUDA_SUCCESS;
     uint64_t done_at = run_on_gpu(minors[device], duration_ns);
@@ -1518,7 +1605,7 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = x, .gridDimY = y, .gridDimZ = z, .blockDimX = threads,
                                       .blockDimY = 1, .blockDimZ = 1};
     uint64_t duration_ns = duration_of(function, blocks_of(&kernel), parameters); /* parameters are the launch's own: read now */
-    if (captured)
+    if (is_captured(stream))
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
     CUresult result = have_stack(function, context_of(stream));
@@ -1557,6 +1644,7 @@ PER_THREAD(cuLaunchCooperativeKernel);
 CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *all, unsigned int count, unsigned int flags)
 {
     CUresult result = CUDA_SUCCESS;
+    log_call("cuLaunchCooperativeKernelMultiDevice");
     (void)flags;
     for (const CUDA_LAUNCH_PARAMS *one = all; one < all + count && result == CUDA_SUCCESS; one++)
         result = run_kernel(one->function, one->gridDimX, one->gridDimY, one->gridDimZ,
@@ -1564,11 +1652,21 @@ CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *all, u
     return result;
 }
 
+/* Of CUDA 3. */
+CUresult CUDAAPI cuLaunchGridAsync(CUfunction function, int width, int height, CUstream stream)
+{
+    log_call("cuLaunchGridAsync");
+    return run_kernel(function, (unsigned)width, (unsigned)height, 1, 1, stream, NULL);
+}
+CUresult CUDAAPI cuLaunchGrid(CUfunction function, int width, int height) { return cuLaunchGridAsync(function, width, height, NULL); }
+CUresult CUDAAPI cuLaunch(CUfunction function) { return cuLaunchGrid(function, 1, 1); }
+
 /* What pools keep above their thresholds goes back with the wait. */
 static CUresult wait_for(CUdevice device, int lane)
 {
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
+    UNLESS_UNSAFE;
     if (takes_turns(device))
         wait_for_lane(minors[device], lane);
     else
@@ -1584,31 +1682,44 @@ CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext of) { return wait_for(gpu_of(or_c
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) { return wait_for(gpu_of_stream(stream), (int)lane_of(stream)); }
 PER_THREAD(cuStreamSynchronize);
 
+/* Who uses an event whose context has ended, or a parent's in a child of fork, may get anything from NVIDIA's driver. */
+static gpu_event *live(CUevent event)
+{
+    gpu_event *of = (gpu_event *)event;
+    if (of->in && ((const context *)of->in)->generation != of->generation) {
+        fprintf(stderr, "[driver] an event of a context that has ended\n");
+        abort();
+    }
+    return of;
+}
+
 /* An event: the time at which what was given to the GPU before it will be done. */
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     log_call("cuEventCreate");
+    UNLESS_UNSAFE;
     (void)flags;
     if (current_gpu() < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     gpu_event *made = calloc(1, sizeof *made);
-    made->in = current_context();
+    *made = (gpu_event){.in = current_context(), .generation = current_context()->generation};
     return *event = (CUevent)made, CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(live(event)), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 {
     log_call("cuEventRecord");
-    gpu_event *recorded = (gpu_event *)event;
+    CUgraphNode unwanted;
+    gpu_event *recorded = live(event);
     CUdevice device = gpu_of_stream(stream);
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (recorded->in != context_of(stream))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (captured) /* the real driver makes it a node of the graph */
-        return CUDA_SUCCESS;
+    if (is_captured(stream))
+        return add_node(&unwanted, captured, (graph_node){.type = CU_GRAPH_NODE_TYPE_EVENT_RECORD});
     recorded->ordinal = device;
     if (takes_turns(device))
         push_event(minors[device], lane_of(stream), recorded);
@@ -1621,12 +1732,13 @@ PER_THREAD(cuEventRecord);
 CUresult CUDAAPI cuEventQuery(CUevent event)
 {
     log_call("cuEventQuery");
-    gpu_event *of = (gpu_event *)event;
+    UNLESS_UNSAFE;
+    gpu_event *of = live(event);
     return (takes_turns(of->ordinal) ? is_event_done(minors[of->ordinal], of) : of->done_at <= now_ns()) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 CUresult CUDAAPI cuEventSynchronize(CUevent event)
 {
-    gpu_event *of = (gpu_event *)event;
+    gpu_event *of = live(event);
     while (takes_turns(of->ordinal) && !is_event_done(minors[of->ordinal], of))
         sleep_until(now_ns() + 2000);
     sleep_until(of->done_at);
@@ -1645,8 +1757,10 @@ CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) {
 CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
 {
     log_call("cuStreamIsCapturing");
-    (void)stream;
-    return *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+    *status = !is_captured(stream) ? CU_STREAM_CAPTURE_STATUS_NONE
+              : capture.is_spoilt  ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                   : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return is_implied(stream) ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
 }
 PER_THREAD(cuStreamIsCapturing);
 
@@ -1665,18 +1779,19 @@ CUresult CUDAAPI cuGraphCreate(CUgraph *made, unsigned int flags)
 
 CUresult CUDAAPI cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 {
-    (void)stream, (void)mode;
-    return captured ? CUDA_ERROR_ILLEGAL_STATE : cuGraphCreate((CUgraph *)&captured, 0);
+    if (captured || !stream || stream == CU_STREAM_LEGACY)
+        return captured ? CUDA_ERROR_ILLEGAL_STATE : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    capture = (__typeof__(capture)){.in = stream, .mode = mode, .by = pthread_self()};
+    return cuGraphCreate((CUgraph *)&captured, 0);
 }
 
 CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *made)
 {
-    (void)stream;
-    if (!captured)
+    if (!is_captured(stream))
         return CUDA_ERROR_ILLEGAL_STATE;
-    *made = (CUgraph)captured;
+    *made = capture.is_spoilt ? NULL : (CUgraph)captured;
     captured = NULL;
-    return CUDA_SUCCESS;
+    return *made ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 }
 
 CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
@@ -1808,7 +1923,8 @@ static uint64_t used_by_graphs(CUdevice device)
 
 static void forget_graphs(void)
 {
-    captured = mapped_graphs = NULL;
+    captured = NULL;
+    mapped_graphs = NULL;
     memset(graphs_reserved, 0, sizeof graphs_reserved);
 }
 
@@ -1841,6 +1957,7 @@ CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attrib
 CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
 {
     log_call("cuDeviceGraphMemTrim");
+    UNLESS_UNSAFE;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     pthread_mutex_lock(&memory.guard);
@@ -1908,6 +2025,16 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
     return CUDA_SUCCESS;
 }
 
+CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *text, size_t size)
+{
+    (void)failed, (void)text, (void)size;
+    return cuGraphInstantiateWithFlags(made, from, 0);
+}
+CUresult CUDAAPI cuGraphInstantiate_v2(CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *text, size_t size)
+{
+    return cuGraphInstantiate(made, from, failed, text, size);
+}
+
 /* The kernels of another graph of the same shape, which are read now. */
 CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecUpdateResultInfo *why)
 {
@@ -1925,6 +2052,13 @@ CUresult CUDAAPI cuGraphExecUpdate_v2(CUgraphExec of, CUgraph from, CUgraphExecU
         updated->nodes[i].duration_ns = newer->nodes[i].duration_ns;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuGraphExecUpdate(CUgraphExec of, CUgraph from, CUgraphNode *failed, CUgraphExecUpdateResult *why)
+{
+    CUgraphExecUpdateResultInfo found = {0};
+    CUresult result = cuGraphExecUpdate_v2(of, from, &found);
+    return (void)failed, *why = found.result, result;
 }
 
 CUresult CUDAAPI cuGraphUpload(CUgraphExec of, CUstream stream)
@@ -2036,6 +2170,13 @@ CUresult CUDAAPI cuGetProcAddress_v2(const char *name, void **function, int vers
     log_call("cuGetProcAddress_v2");
     CUdriverProcAddressQueryResult unwanted;
     return find_function(name, function, version, flags, status ? status : &unwanted);
+}
+
+extern __typeof__(cuGetProcAddress_v2) cuGetProcAddress_v2_ptsz;
+CUresult CUDAAPI cuGetProcAddress_v2_ptsz(const char *name, void **function, int version, cuuint64_t flags,
+                                          CUdriverProcAddressQueryResult *status)
+{
+    return cuGetProcAddress_v2(name, function, version, flags | CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, status);
 }
 
 /* NVIDIA's own libraries ask for tables that are not documented. */

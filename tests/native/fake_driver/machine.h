@@ -100,7 +100,7 @@ void sleep_until(uint64_t time_ns);
 
 /* With slice_us, in place of run_on_gpu: a launch returns once its stream has room for it. Width is in thousandths of the GPU; a kernel
    that is timed ends so long after its begin, though it has not had the GPU all the while. */
-typedef struct { uint32_t index, record; uint64_t done_at; int ordinal; const void *in; } gpu_event;
+typedef struct { uint32_t index, record; uint64_t done_at; int ordinal; const void *in; unsigned generation; } gpu_event;
 void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width, int is_timed);
 void push_event(unsigned minor, unsigned lane, gpu_event *event);
 int is_event_done(unsigned minor, gpu_event *event); /* then it has its time */

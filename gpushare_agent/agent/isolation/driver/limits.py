@@ -160,8 +160,6 @@ class DriverLimits(Struct, IsolationPart, kw_only=True, eq=False):
         desired = [limit for _, limit in limits]
         pods = await self._pod_limits(shares, {key.pod_uid for key in places}) if self.may_set else []
         outcomes = await self.driver.keep_memory_limits([*pods, *desired], may_set=self.may_set) if desired else []
-        for key in self._problems.keys() - places.keys():
-            del self._problems[key]
         self._excess_bytes = {}
         problems = dict.fromkeys(places, "")
         for (key, limit), outcome in zip(limits, outcomes[len(pods) :], strict=True):
@@ -169,21 +167,10 @@ class DriverLimits(Struct, IsolationPart, kw_only=True, eq=False):
                 self._excess_bytes[key] = self._excess_bytes.get(key, 0) + excess
             # The first problem of a container counts. A container without its cgroup has ended, which is no problem.
             problems[key] = problems[key] or ("" if outcome.is_gone else outcome.problem)
-        for key in sorted(problems):
-            self._note(key, problems[key])
-
-    def _note(self, key: ContainerKey, problem: str) -> None:
-        before = self._problems.pop(key, "")
-        if problem:
-            self._problems[key] = problem
-        if problem == before:
-            return
-        if problem:
-            log.error("memory_limit_missing", pod_uid=key.pod_uid, container=key.container, why=problem)
-            # An Event of the pod, once for each problem.
-            self.on_missing(key, problem)
-        else:
-            log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
+        before, self._problems = self._problems, {key: why for key, why in problems.items() if why}
+        for key, why in sorted(self._problems.items()):
+            if why != before.get(key):
+                self.on_missing(key, why)  # an Event of the pod, once for each problem
 
     def _users(self, shares: Shares, key: ContainerKey) -> list[ContainerKey]:
         """The containers with this allocation."""

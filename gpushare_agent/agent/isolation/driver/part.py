@@ -14,17 +14,13 @@ from gpushare_agent.core.settings.settings import Settings
 
 
 def build(host: IsolationHost) -> IsolationPart:
-    def warn_missing(key: ContainerKey, why: str) -> None:
-        if (pod := host.node.pods.get(key.pod_uid)) is not None:
-            host.warn(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
-
     return DriverLimits(
         driver=host.driver,
         cgroups=host.cgroups,
         containers=ContainerIds(host.runtime, host.node.pods),
         shares=lambda: _shares(host),
         may_set=host.node.settings.driver_limits.set_by_agent,
-        on_missing=warn_missing,
+        on_missing=lambda key, why: host.warn_of(key, "MemoryLimitMissing", f"runs without its memory limit: {why}"),
     )
 
 

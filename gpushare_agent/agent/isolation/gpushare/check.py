@@ -72,7 +72,7 @@ def _library_finding(library: Path) -> Finding:
     if not found.defined >= _HOOKS:
         return error("gpushare", f"{library} is not libgpushare's: it would limit nobody", _BUILD)
     needed = ".".join(map(str, found.glibc)) or "of any version"
-    text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"
+    text = f"it loads in images with glibc {needed} or newer; in those with an older one every program ends"
     return warning("gpushare", text, _BUILD) if found.glibc > _USUAL_GLIBC else ok("gpushare", text)
 
 

@@ -14,9 +14,11 @@ written all the time, and the containers whose files no start has had yet.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,17 +37,20 @@ from gpushare_agent.agent.isolation.directories import (
 from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
+    FIRST_LOCKED_BYTE,
     MOST_GPUS,
     USAGE_BYTES,
     USAGE_NAME,
     GpuLimits,
     Observed,
     Paid,
+    Slot,
     encode_config,
     encode_usage,
     gpu_uuids,
     read_held,
     read_paid,
+    read_slots,
     usage_head_bytes,
     write_limits,
     write_observed,
@@ -54,10 +59,12 @@ from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
-from gpushare_agent.core.model.errors import Corrupt, NotFound, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Unavailable
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 
 _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCK = struct.Struct("@hhqqi4x")
+"""struct flock: type, whence, start, length, PID."""
 
 
 class GpushareFiles:
@@ -233,6 +240,18 @@ class GpushareFiles:
         with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
             return dict(zip(uuids, read_held(_read(file, USAGE_BYTES), len(uuids)), strict=True))
 
+    def slots(self, key: ContainerKey) -> list[Slot] | None:
+        """Its processes that have a slot and live; none where the container has no files; None where those cannot be read,
+        as of another version of the agent, or as the tenant may have made them."""
+        try:
+            with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
+                found = read_slots(_read(file, USAGE_BYTES))
+                return found and [one for place, one in enumerate(found) if one[0] > 0 and _is_locked(file, place)]
+        except NotFound:
+            return []
+        except AgentError:
+            return None
+
     @contextmanager
     def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:
         flags = tenant_files.READ if name == USAGE_NAME else _CONFIG_FILE
@@ -272,6 +291,12 @@ def _require_file(file: int, path: str, size: int) -> None:
     is_sound = stat.S_ISREG(status.st_mode) and status.st_size == size
     if not is_sound or tenant_files.is_oversized(status):
         raise Corrupt(f"{path} is no regular file of {size} bytes")
+
+
+def _is_locked(file: int, slot: int) -> bool:
+    """Whether a process lives that holds the slot: its end, however it comes, releases the lock."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, FIRST_LOCKED_BYTE + slot, 1, 0)
+    return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def _read(file: int, size: int) -> bytes:

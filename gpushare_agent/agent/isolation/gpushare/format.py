@@ -42,6 +42,9 @@ _PAID = struct.Struct("@Q40xQQ128xQQQ40x")
 _UNATTRIBUTED = struct.Struct("@8xq")
 _SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
 """A process: its PID, 0 if there is none, and what it has of each GPU."""
+_SLOT = struct.Struct("@i324xQ112x")
+FIRST_LOCKED_BYTE = 1 << 20
+"""The process of slot i holds a lock on the byte that is i behind this one, for as long as it lives."""
 
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
@@ -197,6 +200,18 @@ def read_paid(head: bytes) -> list[Paid]:
             memoryview(head)[_FIRST_USAGE_GPU:]
         )
     ]  # fmt: skip
+
+
+Slot = tuple[int, int]
+"""A process under the library: its PID in its own PID namespace, and how many functions it was given that the library does
+not know."""
+
+
+def read_slots(usage: bytes) -> list[Slot] | None:
+    """All slots of a whole file, also those of no process, which have no PID above 0; None of a file of another layout."""
+    if _USAGE_HEAD.unpack_from(usage) != (b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS):
+        return None
+    return list(_SLOT.iter_unpack(usage[_FIRST_SLOT : _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES]))
 
 
 def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:

@@ -14,6 +14,7 @@ from gpushare_agent.agent.isolation.gpushare.library import SETTING, library_of
 from gpushare_agent.agent.isolation.gpushare.observed import TIMEOUT_S, ObservedContainers
 from gpushare_agent.agent.isolation.gpushare.preparation import FILES_TIMEOUT_S, Preparation
 from gpushare_agent.agent.isolation.gpushare.probing import ProbedLibrary, Remembered, open_probe, recall
+from gpushare_agent.agent.isolation.gpushare.unlimited import UnlimitedContainers
 from gpushare_agent.agent.isolation.kept import ProbeResult
 from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, ProbedDriver
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -42,9 +43,14 @@ class GpusharePart(IsolationPart):
             request_usage=self._request_usage,
         )
         self._thread = DaemonThread("gpushare-limits", advice=_ADVICE)
+        self._unlimited = UnlimitedContainers(
+            files=self._files, host=host, shares=self._shares, request_usage=self._request_usage, thread=self._thread
+        )
         self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
         self._probe = self._probed_library() if _is_proven(settings) else None
         self.services = {"gpushare files": self._preparation, "gpushare observed": self._seen}
+        if settings.driver == "nvml":  # processes on simulated GPUs load no library
+            self.services["gpushare unlimited"] = self._unlimited
         if self._probe is not None:
             self.services["gpushare probe"] = self._probe
             self._node.metrics.show_isolation_probe("gpushare", self._probe.is_failed)
@@ -74,11 +80,15 @@ class GpusharePart(IsolationPart):
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         self._seen.usage_sampled(usage)
+        self._unlimited.usage_sampled(usage)
         if self._probe is not None:
             self._probe.usage_sampled(usage)
 
     def paid(self, key: ContainerKey, uuid: GpuUuid) -> float | None:
         return self._seen.paid(key, uuid)
+
+    def problem(self, key: ContainerKey) -> str:
+        return self._unlimited.problem(key)
 
     def probed(self) -> ProbeResult | None:
         return self._probe.result if self._probe is not None else None

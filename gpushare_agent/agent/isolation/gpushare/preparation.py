@@ -5,8 +5,8 @@ Every share of the node gets its files, whatever isolation its pod names: the an
 answered the mounts, and the runtime makes a missing mount source an empty directory. The files of a container that was just
 allocated are made at once (ahead.py); they serve one start, each later one gets others. File access is in threads, bounded.
 
-State owned: which library was installed last, the failure that was logged last, and the containers whose file was found too
-large, is being shortened, or could not be.
+State owned: which library was installed last, the failure that was logged last, the containers whose file is shortened
+now, and what was logged of them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Preparation:
         self._threads: dict[ContainerKey, DaemonThread] = {}
         self._cutting: set[ContainerKey] = set()
         self._failure = ReportOnce()
-        self._too_large: set[ContainerKey] = set()
-        self._not_cut: set[ContainerKey] = set()
+        self._warned: set[tuple[ContainerKey, str]] = set()
         self._installed: Stamp | None = None
         self.ahead = PreparedAhead(self._make_ahead, at_once=1)  # a start takes the next one out before its turn
 
@@ -125,8 +124,7 @@ class Preparation:
         once for a container. Raises AgentError."""
         shares = self._shares_of(self._allocations())
         # A container that is allocated again is warned of again.
-        self._too_large.intersection_update(shares)
-        self._not_cut.intersection_update(shares)
+        self._warned = {one for one in self._warned if one[0] in shares}
         self._threads = {key: thread for key, thread in self._threads.items() if key in shares}
         found = await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of files")
         async with asyncio.TaskGroup() as group:
@@ -137,29 +135,21 @@ class Preparation:
         if key in self._cutting:
             return
         self._cutting.add(key)
-        if key not in self._too_large:
-            self._too_large.add(key)
-            log.warning(
-                "private_cache_too_large", pod_uid=key.pod_uid, container=key.container, size_bytes=size,
-                then="it is shortened, now and whenever it grows again, and not logged again for it",
-            )  # fmt: skip
+        self._warn_once(key, "private_cache_too_large", size_bytes=size, then="it is shortened whenever it grows")
         try:
             thread = self._threads.setdefault(key, DaemonThread("gpushare-cutting", advice=_ADVICE))
-            await thread.call(
-                partial(self.files.cut, key), f"shortening the file of {key.container}", REMOVAL_TIMEOUT_S
-            )
+            await thread.call(partial(self.files.cut, key), f"cutting the file of {key.container}", REMOVAL_TIMEOUT_S)
         except NotFound:  # the pod has ended
             return
-        except AgentError as e:
-            # A tenant that executes its file keeps everybody from writing to it: that is logged once.
-            if key not in self._not_cut:
-                self._not_cut.add(key)
-                log.warning(
-                    "private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e),
-                    then="it stays large, is tried again, and not logged again; to end the pod frees it",
-                )  # fmt: skip
+        except AgentError as e:  # a tenant that executes its file keeps everybody from writing to it
+            self._warn_once(key, "private_cache_not_cut", error=str(e), then="to end the pod frees it")
         finally:
             self._cutting.discard(key)
+
+    def _warn_once(self, key: ContainerKey, event: str, **said: object) -> None:
+        if (key, event) not in self._warned:
+            self._warned.add((key, event))
+            log.warning(event, pod_uid=key.pod_uid, container=key.container, **said)
 
     def _shares_of(self, keys: Collection[ContainerKey]) -> list[ContainerKey]:
         """Whole GPUs get no library and so no files."""

@@ -155,7 +155,7 @@ class _Share(NamedTuple):
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:
     """The series of the containers, rows by namespace, pod, container and GPU."""
-    labelled, shares, isolations = [], [], []
+    labelled, shares, isolations, unlimited = [], [], [], []
     for facts in snapshot.containers_by_name():
         allocation, kept = facts.allocation, facts.kept
         names = {"namespace": allocation.namespace, "node": snapshot.node}
@@ -175,6 +175,9 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         if kept is not None:
             by = {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": ",".join(kept.not_kept)}
             isolations.append(labels_text(**names, isolation=facts.isolation, **by))
+        if facts.not_limited:
+            unlimited.append(labels_text(**names))
+    not_limited = "Containers that run without a limit of their share; always 1, no row for others."
     text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
     series = [
         *_requested(labelled, snapshot.names),
@@ -183,6 +186,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         _sm_info(shares),
         # Namesakes under the same isolation are one row, and it is 1.
         _info("container_isolation_info", text, dict.fromkeys(isolations)),
+        _info("container_not_limited", not_limited, dict.fromkeys(unlimited)),
     ]
     # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
     has_namesakes = len({labels for labels, _, _ in labelled}) < len(labelled)

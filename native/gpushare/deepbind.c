@@ -1,0 +1,191 @@
+/* Plugins that are opened with RTLD_DEEPBIND, as PHP opens all of its own.
+ *
+ * Such a plugin finds the names of its own dependencies first: libc's dlsym and the driver's functions before ours. Without the flag
+ * programs break whose symbols clash. So it stays, and when libc's dlopen has returned, what the plugin and the objects that came with
+ * it have bound to libc's and the driver's is led to ours. Their constructors have run by then.
+ */
+#define _GNU_SOURCE
+#include "library.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+typedef void *dlopen_function(const char *file, int flags);
+typedef void *dlmopen_function(Lmid_t space, const char *file, int flags);
+typedef void *dlsym_function(void *handle, const char *name);
+
+/* ---- the loader's functions, which have indices behind the driver's ---- */
+
+enum { DLMOPEN, DLOPEN, DLSYM, DLVSYM, LOADERS, OURS = SLOTS + LOADERS };
+/* A dlopen of another library is called by ours and must find libc's. One that stands before ours finds ours. */
+static const struct table_entry loaders[LOADERS] = {
+    {.name = "dlmopen", .hook = dlmopen, .since = OPENS},
+    {.name = "dlopen", .hook = dlopen, .since = OPENS},
+    {.name = "dlsym", .hook = dlsym, .since = FINDS},
+    {.name = "dlvsym", .hook = dlvsym, .since = FINDS},
+};
+
+const struct table_entry *loader_named(const char *name)
+{
+    for (unsigned which = 0; which < LOADERS; which++)
+        if (compare(name, loaders[which].name) == 0)
+            return &loaders[which];
+    return NULL;
+}
+
+void *loader_function(const struct table_entry *entry)
+{
+    static _Atomic(void *) found[LOADERS];
+    return find_in_libc(entry->name, &found[entry - loaders]);
+}
+
+/* Another library's may stand between ours and libc's, as a sanitizer's does. */
+static void *behind(unsigned which)
+{
+    static _Atomic(void *) found[LOADERS];
+    dlsym_function *find = (dlsym_function *)loader_function(&loaders[DLSYM]);
+    void *function = atomic_load_explicit(&found[which], memory_order_acquire);
+    if (!function && find)
+        atomic_store_explicit(&found[which], function = find(RTLD_NEXT, loaders[which].name), memory_order_release);
+    return function;
+}
+
+static const struct table_entry *ours(unsigned index) { return index < SLOTS ? &table[index] : &loaders[index - SLOTS]; }
+
+static unsigned index_of(const char *name)
+{
+    const struct table_entry *entry = hooked_entry(name);
+    return !entry ? OURS : (unsigned)(entry->since >= 0 ? entry - table : SLOTS + (entry - loaders));
+}
+
+/* ---- what a plugin is bound to ---- */
+
+struct scan {
+    uintptr_t first;          /* address of the plugin; what came with it is behind it in the loader's list */
+    unsigned long long loads; /* of the process */
+    bool is_reached, writes, is_named[OURS];
+    void *theirs[OURS];
+    bool is_next[OURS]; /* what is not bound yet will be bound to theirs */
+};
+
+static void put(void **slot, void *hook, uintptr_t constant, uintptr_t constant_end)
+{
+    static int said;
+    uintptr_t bytes = (uintptr_t)sysconf(_SC_PAGESIZE), page = (uintptr_t)slot & -bytes;
+    bool is_constant = page >= (constant & -bytes) && page < (constant_end & -bytes); /* rounded as the loader does */
+    if (is_constant && mprotect((void *)page, bytes, PROT_READ | PROT_WRITE) != 0) {
+        say_once(&said, "a plugin that is opened with RTLD_DEEPBIND is not limited, because mprotect failed");
+        return;
+    }
+    __atomic_store_n(slot, hook, __ATOMIC_RELEASE);
+    if (is_constant)
+        (void)mprotect((void *)page, bytes, PROT_READ);
+}
+
+/* Called with the lock of the loader's list, so two threads never protect the same page. No dlsym in here: it takes the loader's
+   other lock, which a thread has that waits for this one. */
+static int scan_object(struct dl_phdr_info *object, size_t size, void *data)
+{
+    struct scan *scan = data;
+    uintptr_t base = object->dlpi_addr, end = base, constant = 0, constant_end = 0, tags[DT_JMPREL + 1] = {0};
+    const ElfW(Dyn) *dynamic = NULL;
+    (void)size;
+    if (scan->writes && scan->loads != object->dlpi_adds)
+        return 1; /* there may be an object that another thread's dlopen has bound in part */
+    scan->loads = object->dlpi_adds;
+    scan->is_reached |= base == scan->first;
+    for (unsigned i = 0; scan->is_reached && i < object->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &object->dlpi_phdr[i];
+        uintptr_t from = base + segment->p_vaddr;
+        if (segment->p_type == PT_DYNAMIC)
+            dynamic = (const void *)from;
+        else if (segment->p_type == PT_GNU_RELRO)
+            constant = from, constant_end = from + segment->p_memsz;
+        else if (segment->p_type == PT_LOAD)
+            end = from + segment->p_memsz;
+    }
+    for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++)
+        if (dynamic->d_tag > 0 && dynamic->d_tag <= DT_JMPREL)
+            tags[dynamic->d_tag] = dynamic->d_un.d_ptr;
+    /* Where the loader has made no addresses of the offsets, it is the kernel's object. */
+    for (int is_plt = 0; is_plt < 2 && tags[DT_SYMTAB] > base; is_plt++) {
+        const ElfW(Rela) *entry = (const void *)tags[is_plt ? DT_JMPREL : DT_RELA];
+        const ElfW(Rela) *last = entry + tags[is_plt ? DT_PLTRELSZ : DT_RELASZ] / sizeof *entry;
+        for (; entry < last; entry++) {
+            const ElfW(Sym) *symbol = (const ElfW(Sym) *)tags[DT_SYMTAB] + ELF64_R_SYM(entry->r_info);
+            unsigned index = symbol->st_shndx == SHN_UNDEF ? index_of((const char *)tags[DT_STRTAB] + symbol->st_name) : OURS;
+            void **slot = (void **)(base + entry->r_offset);
+            if (index == OURS || (uintptr_t)slot % sizeof *slot != 0)
+                continue;
+            bool is_unbound = (uintptr_t)*slot >= base && (uintptr_t)*slot < end; /* it leads to the code that asks the loader */
+            scan->is_named[index] = true;
+            if (scan->theirs[index] && (*slot == scan->theirs[index] || (is_unbound && scan->is_next[index])))
+                put(slot, ours(index)->hook, constant, constant_end);
+        }
+    }
+    return 0;
+}
+
+static size_t search_path_of(const void *code)
+{
+    Dl_serinfo paths = {0};
+    struct link_map *object;
+    Dl_info unused;
+    bool is_known = dladdr1(code, &unused, (void **)&object, RTLD_DL_LINKMAP) && dlinfo(object, RTLD_DI_SERINFOSIZE, &paths) == 0;
+    return is_known ? paths.dls_size : 0;
+}
+
+/* NULL: the caller itself must ask, and without the flag. So where its own RUNPATH or $ORIGIN decides which file it is, and where there
+   is none. A function of its own, because gcc makes no tail call in one that gives away its variables' addresses. */
+__attribute__((noinline)) static void *open_deep(const char *file, int flags, const void *caller)
+{
+    dlopen_function *open = (dlopen_function *)behind(DLOPEN);
+    dlsym_function *find = (dlsym_function *)loader_function(&loaders[DLSYM]);
+    bool is_anyone_s = strchr(file, '/') ? !strchr(file, '$') : search_path_of(caller) == search_path_of(loaders);
+    struct link_map *opened = is_anyone_s ? open(file, flags) : NULL;
+    struct scan scan = {.first = opened ? opened->l_addr : 0};
+    while (opened) {
+        scan.is_reached = scan.writes = false;
+        memset(scan.theirs, 0, sizeof scan.theirs);
+        dl_iterate_phdr(scan_object, &scan);
+        for (unsigned i = 0; i < OURS; i++)
+            if (scan.is_named[i]) {
+                /* It waits for the loader's other lock: what was in the list is bound then, by whichever thread. */
+                void *found = find(opened, ours(i)->name);
+                found = found ? found : find(RTLD_DEFAULT, ours(i)->name);
+                scan.theirs[i] = loaded_function(ours(i));
+                scan.is_next[i] = found == scan.theirs[i] || found == ours(i)->hook;
+            }
+        scan.is_reached = false, scan.writes = true;
+        if (dl_iterate_phdr(scan_object, &scan) == 0)
+            break;
+    }
+    return opened;
+}
+
+static bool is_deep(const char *file, int flags) { return (flags & RTLD_DEEPBIND) && file && *file && !is_in_hook(); }
+
+EXPORTED void *dlopen(const char *file, int flags)
+{
+    dlopen_function *open = (dlopen_function *)behind(DLOPEN);
+    void *opened = open && is_deep(file, flags) ? open_deep(file, flags, __builtin_return_address(0)) : NULL;
+    if (opened || !open)
+        return opened;
+    flags &= is_deep(file, flags) ? ~RTLD_DEEPBIND : ~0;
+    TAIL_CALL open(file, flags); /* libc knows the caller by the return address */
+}
+
+EXPORTED void *dlmopen(Lmid_t space, const char *file, int flags)
+{
+    dlmopen_function *open = (dlmopen_function *)behind(DLMOPEN);
+    bool is_deep_here = space == LM_ID_BASE && is_deep(file, flags); /* in others there is another libc, and another driver */
+    void *opened = open && is_deep_here ? open_deep(file, flags, __builtin_return_address(0)) : NULL;
+    if (opened || !open)
+        return opened;
+    flags &= is_deep_here ? ~RTLD_DEEPBIND : ~0;
+    TAIL_CALL open(space, file, flags);
+}

@@ -1,0 +1,177 @@
+"""Plugins (tests/native/plugin.c) that are opened with RTLD_DEEPBIND, or have a dlsym of their own: they find libc's and the
+driver's functions before libgpushare's, and keep within the share all the same.
+
+A share of 2,560 MiB: 8 blocks of 256 MiB next to a context. `whose` is the plugin where RTLD_DEEPBIND is in force.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpushare.conftest import MachineWith
+from tests.gpushare.support_gpushare import Container, Ended, GpushareBuilt, finish
+from tests.native.build import NATIVE, build_program
+
+pytestmark = pytest.mark.isolation
+
+LINKED = ("-Wl,--no-as-needed", "-lcuda")
+PLUGINS = {
+    "lazy": ("-Wl,-z,lazy", *LINKED),
+    "now": ("-Wl,-z,now,-z,relro", *LINKED),
+    "without-plt": ("-fno-plt", "-Wl,-z,now,-z,relro", *LINKED),
+    "addresses": ("-DPOINTERS", *LINKED),
+    "dlsym": ("-DFINDS=dlsym",),
+    "dlvsym": ("-DFINDS=by_version(RTLD_NEXT)",),
+    "dlvsym-of-libc": ("-DFINDS=by_version(libc)",),
+    "dlsym-of-libc": ("-DFINDS=by_name(libc)",),
+    "next-dlsym": ("-DFINDS=by_name(RTLD_NEXT)",),
+    "opens": ('-DOPENS="./lazy.so"',),
+}
+FINDS = [name for name, flags in PLUGINS.items() if flags[0].startswith("-DFINDS=by")]
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+void *dlsym(void *handle, const char *name)
+{
+    static void *(*real)(void *, const char *);
+    if (!real && !(real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5")))
+        real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.17");
+    return real(handle, name);
+}
+"""
+
+COUNTS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+void *dlopen(const char *file, int flags)
+{
+    void *(*next)(const char *, int) = (void *(*)(const char *, int))dlvsym(FROM, "dlopen", "GLIBC_2.2.5");
+    next = next ? next : (void *(*)(const char *, int))dlvsym(FROM, "dlopen", "GLIBC_2.17");
+    fprintf(stderr, "%s\\n", file);
+    return next(file, flags);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def plugins(gpushare: GpushareBuilt, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory, source = tmp_path_factory.mktemp("plugins"), NATIVE / "plugin.c"
+    shared, driver = ["-shared", "-fPIC"], f"-L{gpushare.driver}"
+    build_program(directory / "host", source, ["-rdynamic", "-ldl"])
+    build_program(
+        directory / "host-runpath", source, ["-rdynamic", "-ldl", f"-Wl,--enable-new-dtags,-rpath,{directory}"]
+    )
+    for name, flags in PLUGINS.items():
+        build_program(directory / f"{name}.so", source, ["-DPLUGIN", *shared, driver, *flags, "-ldl"])
+    (directory / "libanl.so.1").symlink_to("lazy.so")
+    build_program(directory / "libown.so", source, ["-DDRIVER", *shared])
+    own = ["-Wl,-z,lazy", f"-L{directory}", "-lown", f"-Wl,-rpath,{directory}"]
+    build_program(directory / "own.so", source, ["-DPLUGIN", *shared, driver, *own, *LINKED])
+    return directory
+
+
+@pytest.fixture
+def share(machine_with: MachineWith, plugins: Path) -> Container:
+    share = machine_with().container(memory_mib=2560)
+    for plugin in plugins.glob("*.so"):
+        (share.directory / plugin.name).symlink_to(plugin)
+    return share
+
+
+def run(share: Container, host: Path, *steps: str, preload: list[Path] | None = None) -> Ended:
+    ended = finish(share.start_command([str(host), *steps], preload=preload))
+    assert ended.code == 0, ended
+    return ended
+
+
+def takes(share: Container, host: Path, *steps: str) -> tuple[int, str]:
+    step = run(share, host, *steps, "take").step("take")
+    return step["blocks"], step["whose"]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", ["deep", "now", "base"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_plugin_of_rtld_deepbind_is_limited_and_bound_to_its_own(
+    share: Container, plugins: Path, plugin: str, way: str
+) -> None:
+    """However it is bound: at its first call, at once into pages that are read-only then, by addresses in its data; or
+    where it finds the functions itself, or opens another one."""
+    assert takes(share, plugins / "host", f"{way}:./{plugin}.so") == (8, "plugin")
+
+
+@pytest.mark.parametrize("plugin", FINDS)
+def test_libc_s_dlsym_is_not_given_to_a_plugin_that_asks_for_it(share: Container, plugins: Path, plugin: str) -> None:
+    assert takes(share, plugins / "host", f"plain:./{plugin}.so") == (8, "host")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_preloaded_library_s_dlsym_ends_at_the_limit(share: Container, tmp_path: Path, count: int) -> None:
+    """It stands before ours, and finds what it calls libc's by the version."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    flags = ["-shared", "-fPIC", "-ldl"]
+    shims = [build_program(tmp_path / f"libshim{index}.so", tmp_path / "shim.c", flags) for index in range(count)]
+    ended = share.run("alloc:alloc:256:20", preload=[*shims, share.machine.built.library])
+    assert (ended.step("alloc")["blocks"], ended.error) == (8, "")
+
+
+@pytest.mark.parametrize(("is_first", "place"), [(True, "RTLD_NEXT"), (False, "RTLD_NEXT"), (False, "RTLD_DEFAULT")])
+def test_another_library_s_dlopen_sees_what_is_opened(
+    share: Container, plugins: Path, tmp_path: Path, is_first: bool, place: str
+) -> None:
+    """A sanitizer's, say, which stands before ours or behind it."""
+    (tmp_path / "counts.c").write_text(COUNTS)
+    counts = build_program(
+        tmp_path / "libcounts.so", tmp_path / "counts.c", ["-shared", "-fPIC", f"-DFROM={place}", "-ldl"]
+    )
+    preload = [counts, share.machine.built.library] if is_first else [share.machine.built.library, counts]
+    ended = run(share, plugins / "host", "deep:./lazy.so", "take", preload=preload)
+    assert ended.error.startswith("./lazy.so\n") and ended.step("take")["blocks"] == 8, ended
+
+
+def test_a_plugin_may_be_closed_and_opened_again(share: Container, plugins: Path) -> None:
+    steps = ("deep:./lazy.so", "close", "now:./without-plt.so", "close", "deep:./lazy.so")
+    assert takes(share, plugins / "host", *steps) == (8, "plugin")
+
+
+def test_a_plugin_that_was_there_without_the_flag_stays_bound_as_it_is(share: Container, plugins: Path) -> None:
+    assert takes(share, plugins / "host", "plain:./lazy.so", "deep:./lazy.so") == (8, "host")
+
+
+def test_plugins_that_threads_open_at_once_have_the_share_together(share: Container, plugins: Path) -> None:
+    """Each is opened by two threads, so one is bound while others are led to the limit."""
+    files = []
+    for index in range(12):
+        copy = share.directory / f"copy{index}.so"
+        copy.write_bytes((plugins / ("lazy.so" if index % 2 else "without-plt.so")).read_bytes())
+        files.append(f"./{copy.name}")
+    assert run(share, plugins / "host", f"threads:{','.join(files)}").step("threads")["blocks"] == 8
+
+
+def test_a_driver_of_the_plugin_s_own_is_left_to_it(share: Container, plugins: Path) -> None:
+    """Its allocations come from another library that has the driver's names, and fail there."""
+    assert takes(share, plugins / "host", "deep:./own.so") == (0, "plugin")
+
+
+def test_pages_that_were_read_only_are_so_again(share: Container, plugins: Path) -> None:
+    steps = (plugins / "host", "deep:./without-plt.so", "take")
+    limited, bare = run(share, *steps), run(share, *steps, preload=[])
+    assert limited.step("take")["writable_kib"] == bare.step("take")["writable_kib"] > 0
+
+
+def test_where_the_caller_s_run_path_decides_the_plugin_is_found_there(share: Container, plugins: Path) -> None:
+    """libgpushare cannot ask in the caller's name and act afterwards, so the flag is left out."""
+    for file in ("lazy.so", "libanl.so.1"):  # libc's libanl.so.1 is everyone's
+        assert takes(share, plugins / "host-runpath", f"deep:{file}") == (8, "host")
+    assert takes(share, plugins / "host-runpath", "deep:./lazy.so") == (8, "plugin")
+
+
+@pytest.mark.parametrize("file", ["./none.so", "none.so", "./host.c"])
+def test_what_cannot_be_opened_fails_with_libc_s_words(share: Container, plugins: Path, file: str) -> None:
+    (share.directory / "host.c").write_text("no library")
+    command = [str(plugins / "host"), f"deep:{file}"]
+    limited, bare = finish(share.start_command(command)), finish(share.start_command(command, preload=[]))
+    assert (limited.code, limited.error) == (bare.code, bare.error) and limited.code == 3 and file in limited.error
