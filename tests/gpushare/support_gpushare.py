@@ -151,11 +151,12 @@ class Container:
         preload: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         program = {"link": "gpu_program_linked", "other_gpu": way}.get(way, "gpu_program")
         words = actions if way == "other_gpu" else [way, str(version), *actions]
         command = [*prefix, str(self.machine.built.programs / program), *words]
-        return self.start_command(command, preload=preload, env=env)
+        return self.start_command(command, preload=preload, env=env, stdin=stdin)
 
     def start_command(
         self,
