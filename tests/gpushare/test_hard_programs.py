@@ -134,6 +134,12 @@ def test_signals_jumps_and_cancels_lift_no_limit(share: Container, case: str) ->
     assert (taken, error) == (8, "") and is_share_of_gpu(rate), rate
 
 
+def test_a_thread_that_leaves_the_driver_by_longjmp_stays_limited(share: Container) -> None:
+    """But for the next call, where nothing has taken the place of the frame that was left."""
+    taken, _, error = run(share, "jump-out-of-driver")
+    assert (taken in (8, 9), error) == (True, "")
+
+
 @pytest.mark.parametrize("call", ["alloc", "async", "context"])
 def test_a_cancelled_thread_leaves_no_lock(share: Container, call: str) -> None:
     """It ends behind the call, in which files were opened and closed, and a line was written."""
