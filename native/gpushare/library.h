@@ -37,10 +37,11 @@ extern void *real_functions[SLOTS];
 #define REAL(name) ((__typeof__(name) *)real_functions[SLOT_##name])
 bool has_real(unsigned slot);
 
-/* Whether the calling thread is not within a hook already: what the driver calls of itself, and what we call, passes. */
-bool enter_hook(void);
-void leave_hook(void);
-bool enter_nvml_hook(void);
+/* Whether the calling thread is not within a hook already: what the driver calls of itself, and what we call, passes. `frame` is in the
+   hook's own, as leave_hook answers. */
+bool enter_hook(uintptr_t *frame);
+uintptr_t *leave_hook(void);
+bool enter_nvml_hook(uintptr_t *frame);
 bool is_in_hook(void);
 int compare(const char *one, const char *other); /* strcmp, but none of a program's */
 void *find_in_libc(const char *name, _Atomic(void *) *known);
@@ -64,7 +65,8 @@ void *loaded_function(const struct table_entry *entry);
     static_assert(IS_HOOK_##name >= 0, "hooks.in has it as a hook");                            \
     EXPORTED result_type name parameters                                                        \
     {                                                                                           \
-        if (!enter())                                                                           \
+        uintptr_t frame;                                                                        \
+        if (!enter(&frame))                                                                     \
             return REAL(name) arguments;                                                        \
         result_type result = body(REAL(name), UNPACK arguments);                                \
         leave_hook();                                                                           \

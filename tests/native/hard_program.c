@@ -385,6 +385,19 @@ static int jump_out(void)
     return say("jumped", take(20), (int)rate);
 }
 
+/* Out of the driver, for which a hook waits. */
+static int jump_out_of_driver(void)
+{
+    struct sigaction action = {.sa_handler = jump};
+    struct itimerval once = {.it_value = {.tv_usec = 50000}};
+    sigaction(SIGALRM, &action, NULL);
+    if (start() || launch(132 * 500) || setitimer(ITIMER_REAL, &once, NULL))
+        return 3;
+    if (sigsetjmp(back, 1) == 0)
+        return cuCtxSynchronize() ? 4 : 5; /* half a second */
+    return say("jumped", take(20), 0);
+}
+
 /* A thread that is cancelled while it waits. */
 static void *launch_for_ever(void *context)
 {
@@ -573,6 +586,7 @@ int main(int count, char **words)
     CASE("end", ask_when_it_ends())
     CASE("signals", interrupt())
     CASE("jump", jump_out())
+    CASE("jump-out-of-driver", jump_out_of_driver())
     CASE("cancel", cancel())
     CASE("cancel-within", be_cancelled_within(count > 2 ? words[2] : ""))
     CASE("namespace", open_another_namespace())
