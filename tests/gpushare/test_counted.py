@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, Observed, write_observed
+from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    MOST_GPUS,
+    USAGE_NAME,
+    Observed,
+    usage_head_bytes,
+    write_observed,
+)
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container
 from tests.gpushare.test_many_processes import bytes_of_driver, say, steps_until_wait
@@ -53,11 +60,15 @@ def goes_on(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     return steps_until_wait([process])
 
 
+def write_zeros(share: Container, at: int, count: int) -> None:
+    with (share.directory / USAGE_NAME).open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(count))
+
+
 def forget_ends(share: Container) -> None:
     """As if it were long since a process has ended."""
-    with (share.directory / USAGE_NAME).open("r+b") as file:
-        file.seek(512 + 168)
-        file.write(bytes(8))
+    write_zeros(share, 512 + 168, 8)
 
 
 def observe(share: Container, used_mib: float, later_ns: int = 0) -> None:
@@ -129,6 +140,16 @@ def test_what_a_program_held_meanwhile_is_not_taken_for_more(share: Container) -
         steps_until_wait([program])
         observe(share, CONTEXT_MIB + 6 * BLOCK_MIB)
         goes_on(program)
+        assert blocks(goes_on(program)) == [5]
+
+
+def test_of_an_older_library_that_keeps_no_most_nothing_is_taken_for_more(share: Container) -> None:
+    """It is in the container's file since before an update of the agent."""
+    with running(share, THREE, "wait", "free", THREE, "wait", TAKE, "wait") as program:
+        steps_until_wait([program])
+        goes_on(program)
+        write_zeros(share, usage_head_bytes(MOST_GPUS) + 4, 4)
+        observe(share, CONTEXT_MIB + 5 * BLOCK_MIB)
         assert blocks(goes_on(program)) == [5]
 
 

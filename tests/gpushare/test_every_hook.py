@@ -32,7 +32,7 @@ def has_effect(share: Container, *words: str) -> bool:
     env = {"FAKE_GPU_LOG": "1", "VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": "1"}
     if words == ("forks",):
         env = {}  # the clock is for one process
-    with neighbour(machine) if "RunningProcesses" in words[-1] else nullcontext():
+    with neighbour(machine) if "RunningProcess" in words[-1] else nullcontext():
         preload = [machine.built.virtual_time, machine.built.library]
         ended = finish(share.start_command(command, preload=preload, env=env))
     assert ended.code == 0, ended.error[-2000:]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,86 +26,221 @@ from tests.native.build import cuda_include
 
 pytestmark = pytest.mark.mutants
 
-HOOKS, MEMORY, GPUS, HARD, COMPUTE = (
-    f"tests/gpushare/test_{name}.py" for name in ("every_hook", "memory", "several_gpus", "hard_programs", "compute")
+HOOKS, MEMORY, COUNTED, GPUS, MANY, HARD, COMPUTE, FINDING, PLUGINS = (
+    f"tests/gpushare/test_{name}.py"
+    for name in (
+        *("every_hook", "memory", "counted", "several_gpus", "many_processes"),
+        *("hard_programs", "compute", "finding", "plugins"),
+    )
 )
-OF_MEMORY, OF_COMPUTE = (HOOKS, MEMORY, GPUS), (HOOKS, COMPUTE, HARD)
+OF_MEMORY, OF_COMPUTE = (HOOKS, MEMORY, COUNTED, GPUS), (HOOKS, COMPUTE, HARD)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A function of the library that begins with another statement; and the tests of which one must fail."""
+    """A function of the library that begins with another statement, or has it instead of what a pattern finds. One of
+    the tests must fail; or what every_hook.c does, if there are words for it, has no effect."""
 
     function: str
     statement: str
     tests: Sequence[str] = OF_MEMORY
+    instead_of: str = ""
+    words: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return f"{self.function}: {self.statement}"
+        return f"{self.function}: {self.instead_of and f'{self.instead_of} -> '}{self.statement}"
 
+
+def no_effect(function: str, statement: str, of: str) -> Fault:
+    """Of a hook, or of another action of every_hook.c."""
+    return Fault(function, statement, words=("does", of) if of in HOOKED else (of,))
+
+
+WAYS = f"{HOOKS}::test_a_program_comes_by_each_hook"
+LATER = f"{FINDING}::test_a_function_of_a_later_cuda_is_the_driver_s_and_is_counted"
+REASON = f"{FINDING}::test_a_function_that_is_not_found_leaves_the_loader_s_reason"
+NEXT = "tests/gpushare/test_library.py::test_other_libraries_find_the_next_function"
+OWN = f"{FINDING}::test_functions_of_the_program_s_own_are_its_own"
+FORWARDS = f"{FINDING}::test_a_driver_that_forwards_to_another_one_is_limited_once"
+DEEP = f"{PLUGINS}::test_a_plugin_of_rtld_deepbind_is_limited_and_bound_to_its_own"
+MODULES = f"{COUNTED}::test_modules_are_counted_by_the_first_observation_while_a_program_goes_on_allocating"
+MEANWHILE = f"{COUNTED}::test_what_a_program_held_meanwhile_is_not_taken_for_more"
+CONTEXT = f"{COUNTED}::test_a_context_costs_what_the_agent_has_measured_until_it_sees_more_or_less"
+EXPORTER = f"{COUNTED}::test_exported_memory_counts_for_the_importer_once_the_exporter_has_ended"
+SIZES = f"{COUNTED}::test_memory_of_any_size_ends_within_a_page_of_the_share"
+MANAGED = f"{COUNTED}::test_managed_memory_is_in_no_observation_and_stays_counted"
+OWN_GPU = f"{GPUS}::test_memory_counts_on_its_own_gpu_whichever_is_current"
+ENDS = f"{GPUS}::test_every_end_of_a_context_gives_back_what_it_had"
+AT_ONCE = f"{HARD}::test_threads_that_begin_at_once_have_the_share_together"
+NODES = f"{MEMORY}::test_memory_of_a_node_of_the_host_counts_where_it_is_the_gpus"
+OTHER_NODES = f"{MEMORY}::test_the_node_of_another_gpu_is_refused"
+QUIET = f"{MEMORY}::test_what_the_agent_observes_is_believed_once_nothing_changes"
+WAITED = f"{MEMORY}::test_what_was_freed_is_given_back_when_the_program_has_waited"
+FORK = f"{MEMORY}::test_a_child_of_fork_is_counted_beside_its_parent"
+KILLED = f"{MEMORY}::test_a_killed_process_s_memory_is_free_at_once"
+GRAPHS = f"{MEMORY}::test_a_graph_that_is_launched_has_its_memory_of_the_share"
+UPLOADED = f"{MEMORY}::test_a_graph_that_is_uploaded_has_its_memory_of_the_share"
+WRONG_COSTS = f"{COMPUTE}::test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees"
 
 FAULTS = [
-    Fault("map_to_hook", "return;"),
-    Fault("entry_at", "return NULL;"),
-    Fault("entry_of_version", "return NULL;"),
-    Fault("hooked_entry", "return NULL;"),
-    Fault("hook_or_nothing", "return entry->hook;", ["tests/gpushare/test_library.py"]),
-    Fault("leave_hook", "return;"),
-    Fault("take_bytes", "return true;"),
-    Fault("take_bytes", "return false;"),
-    Fault("give_bytes", "return;"),
-    Fault("charge_bytes", "return;"),
-    Fault("reclaim_dead", "return;"),
-    Fault("is_above", "return false;"),
-    Fault("attribute", "return;"),
-    Fault("with_unattributed", "return held;"),
-    Fault("note_change", "return;"),
-    Fault("free_unused", "return false;"),
-    Fault("settle_freed", "return;"),
-    Fault("keep", "return result;"),
-    Fault("amend", "return;"),
-    Fault("give_all_of", "return;"),
-    Fault("device_of_node", "return -1;"),
-    Fault("is_without_processors", "return false;"),
-    Fault("is_without_processors", "return true;"),
-    Fault("device_at", "return -1;"),
-    Fault("device_at", "return current_device();"),
-    Fault("charge_difference", "return;"),
-    Fault("is_capturing", "return false;", (*OF_MEMORY, COMPUTE)),
-    Fault("is_capturing", "return true;"),
-    Fault("relax_capture", "return CU_STREAM_CAPTURE_MODE_RELAXED;", (*OF_MEMORY, HARD)),
-    Fault("restore_capture", "return;", (*OF_MEMORY, HARD)),
-    Fault("read_pool", "return;"),
-    Fault("read_pools", "return;"),
-    Fault("known_pool", "return NULL;"),
-    Fault("drop_handle", "return;"),
-    Fault("hold_handle", "return;"),
-    Fault("bytes_of_level", "return 0;"),
-    Fault("bytes_of_array", "return 0;"),
-    Fault("sixteenths_of", "return 64;"),
-    Fault("count_context", "return true;"),
-    Fault("drop_context", "return;"),
-    Fault("settle_primary", "return result;"),
-    Fault("forget_memory", "return;", (*OF_MEMORY, HARD)),
-    Fault("read_graph_memory", "return;"),
-    Fault("bytes_of_graph", "return 0;"),
-    Fault("remember_graph", "return result;"),
-    Fault("forget_graph", "return result;"),
-    Fault("launch_with_more_memory", "return real(executable, stream);"),
-    Fault("begin_launch", "*measurement = (struct measurement){.gpu = -1}; return;", OF_COMPUTE),
-    Fault("end_launch", "return;", OF_COMPUTE),
-    Fault("begin_wait", "return;", OF_COMPUTE),
-    Fault("forget_launches_of", "return;", (*OF_COMPUTE, MEMORY)),
-    Fault("forget_launches", "return;", OF_COMPUTE),
-    Fault("notice_fork", "return;", (*OF_MEMORY, HARD)),
+    # resolve.c, deepbind.c
+    no_effect("map_to_hook", "return;", "cuGetProcAddress"),
+    Fault("entry_at", "return NULL;", [WAYS]),
+    Fault("entry_of_version", "return NULL;", [LATER]),
+    Fault("entry_of_version", "true", [LATER], r"ask_again\(.*\) == function"),
+    no_effect("hooked_entry", "return NULL;", "cuInit"),
+    Fault("hook_or_found", "return entry->hook;", [OWN, "tests/gpushare/test_library.py"]),
+    Fault(
+        "hook_or_found",
+        "if (!found) return (void)dlerror(), NULL;",
+        [REASON],
+    ),
+    Fault("open_driver", ";", [REASON], r"\(void\)dlerror\(\);"),
+    Fault(
+        "loaded_function",
+        "0",
+        [f"{FINDING}::test_a_question_loads_no_driver_and_finds_none_that_is_not_loaded"],
+        "RTLD_NOLOAD",
+    ),
+    Fault("is_hook_next", "return false;", [FINDING, NEXT]),
+    Fault("is_hook_next", "return true;", [FINDING]),
+    Fault("is_of_libc", "return true;", [FINDING, PLUGINS]),
+    Fault("enter", "find_driver(driver, 0); notice_fork(); return is_inside = true;", [FORWARDS]),
+    no_effect("leave_hook", "return;", "cuMemAlloc_v2"),
+    Fault(
+        "__asan_default_options", 'return "";', [f"{FINDING}::test_programs_with_a_compiler_s_sanitizer_are_limited"]
+    ),
+    Fault("put", "return;", [DEEP]),
+    Fault("put", ";", [f"{PLUGINS}::test_pages_that_were_read_only_are_so_again"], r"\(void\)mprotect\(.*;"),
+    Fault("scan_object", "return 0;", [DEEP]),
+    Fault("is_deep", "return false;", [DEEP]),
+    Fault("loader_named", "return NULL;", [PLUGINS]),
+    Fault(
+        "search_path_of",
+        "return 0;",
+        [f"{PLUGINS}::test_where_the_caller_s_run_path_decides_the_plugin_is_found_there"],
+    ),
+    # region.c
+    no_effect("take_bytes", "return true;", "cuMemAlloc_v2"),
+    no_effect("take_bytes", "return false;", "cuMemAlloc_v2"),
+    no_effect("give_bytes", "return;", "cuMemFree_v2"),
+    Fault("charge_bytes", "return;", [SIZES, *OF_MEMORY]),
+    Fault("reclaim_dead", "return;", [EXPORTER, *OF_MEMORY]),
+    Fault("clear_dead", "return;", [EXPORTER, *OF_MEMORY]),
+    Fault("is_above", "return false;", [KILLED]),
+    Fault("attribute", "return;", [QUIET]),
+    Fault("attribute", "if (seen->observed_at) believe_more(gpu, seen); return;", [QUIET, CONTEXT]),
+    Fault(
+        "attribute",
+        "struct config_gpu late = *seen; late.observed_at = seen->observed_at ? UINT64_MAX : 0; seen = &late;",
+        [MEANWHILE, COUNTED],
+    ),
+    Fault("believe_more", "return;", [MODULES]),
+    Fault("raise_window", "return;", [MEANWHILE, COUNTED]),
+    Fault("begin_window", "return false;", [MODULES]),
+    Fault("is_raised_by_all", "return true;", [COUNTED]),
+    Fault("note_end", "return;", [COUNTED]),
+    Fault("seen_of", "return all->held + all->pending;", [MANAGED]),
+    Fault("with_unattributed", "return held;", [QUIET]),
+    Fault("forbid_cancel", "return;", [f"{HARD}::test_a_cancelled_thread_leaves_no_lock"]),
+    Fault("waits_for_agent", "return true;", [f"{HARD}::test_a_sequence_that_stays_odd_stops_nobody"]),
+    no_effect("list_slots", "return 0;", "nvmlDeviceGetComputeRunningProcesses"),
+    # memory.c
+    Fault("change_pages", "return bytes;", [SIZES]),
+    Fault("bytes_of_pages", "return round_up(of->units, PAGE_UNITS) * UNIT_BYTES;", [SIZES]),
+    Fault("free_unused", "return false;", [KILLED, MEMORY, COUNTED]),
+    no_effect("settle_freed", "return;", "cuMemFree_v2"),
+    no_effect("keep", "return result;", "cuMemFree_v2"),
+    no_effect("amend", "return;", "cuGraphExecUpdate"),
+    Fault("give_all_of", "return;", [ENDS]),
+    Fault("current_context", "return NULL;", [ENDS]),
+    Fault("device_of_node", "return -1;", [NODES]),
+    Fault("is_without_processors", "return false;", [OTHER_NODES]),
+    Fault("is_without_processors", "return true;", [OTHER_NODES]),
+    Fault("device_at", "return -1;", [NODES]),
+    Fault("device_at", "return current_device();", [OWN_GPU]),
+    Fault("charge_difference", "return;", [SIZES, *OF_MEMORY]),
+    Fault("change_size", "return bytes;", [SIZES, *OF_MEMORY]),
+    no_effect("is_capturing", "return false;", "captures"),
+    no_effect("is_capturing", "return true;", "cuMemAllocAsync"),
+    no_effect("relax_capture", "return CU_STREAM_CAPTURE_MODE_RELAXED;", "captures"),
+    no_effect("restore_capture", "return;", "captures"),
+    no_effect("read_pool", "return;", "cuMemPoolTrimTo"),
+    Fault("read_pools", "return;", [WAITED]),
+    Fault("read_freed", "return;", [WAITED]),
+    no_effect("find_pool", "return NULL;", "cuMemPoolTrimTo"),
+    no_effect("known_pool", "return NULL;", "cuMemAllocAsync"),
+    no_effect("remember_pool", "return;", "cuMemPoolCreate"),
+    Fault("owner_of", "return otherwise;", [OWN_GPU]),
+    Fault("is_of_user", "return false;", [OWN_GPU]),
+    Fault("is_of_user", "return true;", [OWN_GPU]),
+    Fault("lacking_in", "return bytes;", [SIZES, *OF_MEMORY]),
+    no_effect("drop_handle", "return;", "cuMemUnmap"),
+    no_effect("hold_handle", "return;", "cuMemMap"),
+    no_effect("bind", "return result;", "cuMulticastBindMem"),
+    no_effect("unbind", "return;", "cuMulticastUnbind"),
+    no_effect("handle_at", "return 0;", "cuMulticastBindAddr"),
+    no_effect("bytes_of_level", "return 0;", "formats"),
+    no_effect("bytes_of_array", "return 0;", "cuArray3DCreate_v2"),
+    no_effect("sixteenths_of", "return 64;", "formats"),
+    Fault("reserve_context", "0 ?", [CONTEXT], r"limits\.context \?"),
+    Fault("keep_context", "return result;", [ENDS]),
+    Fault("drop_context", "return;", [ENDS]),
+    Fault("settle_primary", "return result;", [ENDS]),
+    no_effect("is_primary_known", "return true;", "cuDevicePrimaryCtxRetain"),
+    Fault(
+        "is_primary_known",
+        "return false;",
+        [AT_ONCE, *OF_MEMORY],
+    ),
+    Fault(
+        "cuDevicePrimaryCtxRetain",
+        "false",
+        [AT_ONCE],
+        r"atomic_exchange\(&is_beginning.*true\)",
+    ),
+    Fault("attribute_of", "return 1;", [OWN_GPU]),
+    no_effect("bytes_for_each", "return 0;", "cuCtxSetLimit"),
+    Fault("forget_memory", "return;", [FORK, HARD, *OF_MEMORY]),
+    # graph.c
+    no_effect("read_graph_memory", "return;", "cuDeviceGraphMemTrim"),
+    no_effect("add_node", "return;", "cuGraphUpload"),
+    no_effect("bytes_on", "return 0;", "cuGraphInstantiate"),
+    no_effect("bytes_of_nodes", "return 0;", "cuGraphInstantiate"),
+    no_effect("remember_graph", "return result;", "cuGraphInstantiate"),
+    no_effect("forget_graph", "return result;", "cuGraphExecUpdate"),
+    no_effect("launch_with_more_memory", "return real(executable, stream);", "cuGraphInstantiate"),
+    Fault("lacking_for", "return bytes;", [GRAPHS, *OF_MEMORY]),
+    no_effect("take_lacking", "return true;", "cuGraphInstantiate"),
+    Fault(
+        "instantiate_and_upload",
+        "return remember_graph(real(made, from, parameters), made, from);",
+        [UPLOADED, GRAPHS, MEMORY],
+    ),
+    # limit.c, launches.c
+    no_effect("begin_launch", "*measurement = (struct measurement){.gpu = -1}; return;", "cuLaunchKernel"),
+    no_effect("end_launch", "return;", "cuLaunchKernel"),
+    Fault("pay_and_wait", "measurement->now = now; return;", OF_COMPUTE[1:]),
+    Fault("is_to_wait", "return false;", OF_COMPUTE[1:]),
+    Fault("note_done", "return;", OF_COMPUTE[1:]),
+    Fault("take_sample", "return;", [WRONG_COSTS]),
+    Fault("set_scale", "return;", [WRONG_COSTS]),
+    Fault("ratio_of", "return 1;", [WRONG_COSTS]),
+    no_effect("begin_wait", "return;", "cuStreamSynchronize"),
+    no_effect("forget_launches_of", "return;", "ends"),
+    no_effect("forget_launches", "return;", "forks"),
+    # start.c, view.c
+    Fault("device_of_stream", "return current_device();", [OWN_GPU]),
+    Fault("has_several_devices", "return false;", [OWN_GPU]),
+    Fault("gpu_of_device", "return 0;", [GPUS]),
+    Fault("notice_fork", "return;", [FORK, HARD]),
+    Fault("say_once", "return;", [f"{MEMORY}::test_without_limits_no_memory_is_given_and_one_line_says_why"]),
     Fault("register_process", "return;", ["tests/gpushare/test_registration.py"]),
-    Fault("gpu_of_device", "return 0;"),
-    Fault("read_share", "return false;"),
-    Fault("list_slots", "return 0;"),
-    Fault("used_on_whole_gpu", "return 0;"),
+    no_effect("read_share", "return false;", "cuMemGetInfo_v2"),
+    Fault("gpu_of_handle", "return 0;", [GPUS]),
 ]
 SURVIVORS = {
-    "entry_of_version: return NULL;": "for drivers that answer with other functions than they export: the fake one does not",
+    "entry_at: return NULL;": "by its name and version the same hook is found, with one more question to the driver",
 }
 SMOKE = (
     "cuMemAlloc_v2",
@@ -122,6 +258,12 @@ def marked(name: str) -> list[pytest.MarkDecorator]:
     return survives + [pytest.mark.smoke] * (name in SMOKE)
 
 
+def replace_once(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
 class Builder:
     """Compiles what a change changes, and links that with the rest of the library."""
 
@@ -129,22 +271,27 @@ class Builder:
         self._base = directory / "base"
         self._include = cuda_include()
         self._texts: dict[str, str] = {}
-        self._texts = self._compile(self._base, {})
+        self._texts = self._compile(self._base)
 
-    def build(self, library: Path, changed: Mapping[str, str]) -> Path:
+    def build(self, library: Path, changed: Mapping[str, str] | None = None, without_hook: str = "") -> Path:
         """`changed`: new texts of files of native/gpushare. Raises CannotBuildError."""
         scratch = library.parent / "objects"
-        self._compile(scratch, changed)
+        self._compile(scratch, changed, without_hook)
         objects = [one if (one := scratch / path.name).exists() else path for path in sorted(self._base.glob("*.o"))]
         links = ["-Wl,-z,now", "-Wl,-soname,libgpushare.so", f"-Wl,--version-script={scratch / 'exports.map'}"]
         run(["cc", *FLAGS, *map(str, objects), *links, "-o", str(library), "-ldl", "-lpthread"])
         return library
 
-    def _compile(self, scratch: Path, changed: Mapping[str, str]) -> dict[str, str]:
+    def _compile(
+        self, scratch: Path, changed: Mapping[str, str] | None = None, without_hook: str = ""
+    ) -> dict[str, str]:
         shutil.copytree(SOURCES, scratch)
-        for name, text in changed.items():
+        for name, text in (changed or {}).items():
             (scratch / name).write_text(text, encoding="utf-8")
         run([sys.executable, str(scratch / "generate.py"), str(self._include), str(scratch)])
+        if without_hook:
+            replace_once(scratch / "table.c", f", gpushare_{without_hook}}}", ", NULL}")
+            replace_once(scratch / "exports.map", f" {without_hook};", "")
         texts = {
             path.name: path.read_text(encoding="utf-8") for path in scratch.iterdir() if path.suffix in (".c", ".h")
         }
@@ -167,17 +314,9 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
         pytest.skip(str(error))
 
 
-def without_hook(name: str) -> str:
-    """hooks.in where it is only called."""
-    text = (SOURCES / "hooks.in").read_text(encoding="utf-8")
-    changed, count = re.subn(rf"^(hook .*?) {name}(?= |$)", r"\1", text, flags=re.MULTILINE)
-    assert count == 1
-    return f"{changed}call: {name}\n"
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in HOOKED if name not in UNSEEN])
 def test_without_a_hook_its_test_fails(builder: Builder, machine_with: MachineWith, tmp_path: Path, name: str) -> None:
-    library = builder.build(tmp_path / "libgpushare.so", {"hooks.in": without_hook(name)})
+    library = builder.build(tmp_path / "libgpushare.so", without_hook=name)
     machine = machine_with()
     machine = Machine(replace(machine.built, library=library), machine.directory, {})
     with pytest.raises(AssertionError):
@@ -186,12 +325,19 @@ def test_without_a_hook_its_test_fails(builder: Builder, machine_with: MachineWi
 
 def with_fault(fault: Fault) -> dict[str, str]:
     """The file that has the function, changed."""
-    definition = re.compile(rf"^(?:[\w *]+\b|[\w *]+\*){fault.function}\([^;{{]*\)\n{{", re.MULTILINE)
-    one_line = re.compile(rf"^(?:[\w *]+\b|[\w *]+\*){fault.function}\([^;{{\n]*\) {{", re.MULTILINE)
+    head = rf"(?:\w[\w *]*?\b{fault.function}\([^;{{]*\)|HOOK\({fault.function},[^;{{]*\))"
+    definition = re.compile(rf"^{head}\s\{{(?=\n|[^\n]*\}}$)", re.MULTILINE)
     for path in sorted(SOURCES.glob("*.c")):
         text = path.read_text(encoding="utf-8")
-        if found := definition.search(text) or one_line.search(text):
-            return {path.name: f"{text[: found.end()]} {fault.statement} {text[found.end() :]}"}
+        if not (found := definition.search(text)):
+            continue
+        head, body = text[: found.end()], text[found.end() :]
+        if not fault.instead_of:
+            return {path.name: f"{head} {fault.statement} {body}"}
+        of, rest = body[: (end := body.index("\n}\n"))], body[end:]
+        changed, count = re.subn(fault.instead_of, fault.statement, of)
+        assert count == 1, f"{fault.function} has no {fault.instead_of} any more, or several"
+        return {path.name: f"{head}{changed}{rest}"}
     raise LookupError(f"the library has no function {fault.function} any more: what does what it did?")
 
 
@@ -204,17 +350,30 @@ def test_with_a_fault_a_test_fails(
     record_property: Callable[[str, object], None],
 ) -> None:
     """By which one it was seen is in the file of `--junitxml`."""
+    library = tmp_path / gpushare.library.name
+    if fault.words:
+        builder.build(library, with_fault(fault))
+        machine = Machine(replace(gpushare, library=library), tmp_path, {})
+        with pytest.raises(AssertionError):
+            assert has_effect(container(machine), *fault.words)
+        record_property("seen_by", " ".join(fault.words))
+        return
     shutil.copytree(
         gpushare.library.parent, tmp_path, dirs_exist_ok=True, symlinks=True
     )  # other users may come by it there
-    builder.build(tmp_path / gpushare.library.name, with_fault(fault))
+    builder.build(library, with_fault(fault))
     flaky: list[str] = []
     while seen_by := failing(tmp_path, *fault.tests, *(f"--deselect={test}" for test in flaky)):
-        if failing(tmp_path, seen_by) and not failing(gpushare.library.parent, seen_by):
+        if failing(tmp_path, seen_by) and passes(gpushare.library.parent, seen_by):
             record_property("seen_by", seen_by)
             return
         flaky.append(seen_by)  # it fails for another reason, as on a machine that is busy
     raise AssertionError(f"no test has seen it; {flaky=}")
+
+
+@cache
+def passes(built: Path, test: str) -> bool:
+    return not failing(built, test)
 
 
 def failing(built: Path, *tests: str) -> str:

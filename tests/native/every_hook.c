@@ -43,7 +43,7 @@ static CUdeviceptr_v1 lower;
 static CUarray array;
 static CUmipmappedArray mipmapped;
 static CUgraphExec executable;
-static CUmemGenericAllocationHandle handle;
+static CUmemGenericAllocationHandle handle, object;
 
 static void *find(const char *name)
 {
@@ -134,6 +134,24 @@ static void create_and_map(void)
 {
     create();
     MUST(F(cuMemMap)(address, BYTES, 0, handle, 0));
+    MUST(F(cuMemRelease)(handle));
+}
+static void make_object(void)
+{
+    CUmulticastObjectProp properties = {.numDevices = 1, .size = BYTES};
+    MUST(F(cuMulticastCreate)(&object, &properties));
+}
+static void bind(void)
+{
+    make_object();
+    create();
+    MUST(F(cuMulticastBindMem)(object, 0, handle, 0, BYTES, 0));
+    MUST(F(cuMemRelease)(handle));
+}
+static void bind_to_endpoint(void)
+{
+    create();
+    MUST(F(cuLogicalEndpointBindMem)(1, 0, 0, handle, 0, BYTES, 0));
     MUST(F(cuMemRelease)(handle));
 }
 static void *exported(void)
@@ -306,6 +324,11 @@ static int has_effect(const char *wanted)
     size_t wide_pitch, free_bytes, total;
     nvmlMemory_t memory;
     nvmlMemory_v2_t memory_v2 = {.version = nvmlMemory_v2};
+    nvmlProcessDetailList_t list = {.version = nvmlProcessDetailList_v1, .mode = NVML_PROCESS_MODE_COMPUTE};
+    CUmemPoolProps of_host = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_HOST}};
+    CUcheckpointGpuPair pair = {.newUuid.bytes = {1}};
+    CUcheckpointRestoreArgs elsewhere = {.gpuPairs = &pair, .gpuPairsCount = 1};
+    CUgreenCtx green;
 #define CASE(name, prepared, effect)  \
     if (strcmp(wanted, #name) == 0) { \
         prepared;                     \
@@ -334,6 +357,13 @@ static int has_effect(const char *wanted)
                                       TAKES(F(cuMemAllocFromPoolAsync_ptsz)(&address, BYTES, pool, NULL))))
     ON(cuMemFreeAsync, (allocate(), GIVES(F(cuMemFreeAsync)(address, NULL))))
     ON(cuMemFreeAsync_ptsz, (allocate(), GIVES(F(cuMemFreeAsync_ptsz)(address, NULL))))
+    /* Of the host, as a driver before CUDA 13 does not say. */
+    CASE(cuMemPoolCreate, (setenv("FAKE_GPU_CUDA_VERSION", "12080", 1), begin()),
+         (MUST(F(cuMemPoolCreate)(&pool, &of_host)), KEEPS(F(cuMemAllocFromPoolAsync)(&address, BYTES, pool, NULL))))
+    /* The exporter has a GiB in it. */
+    ON(cuMemPoolImportFromShareableHandle,
+       (MUST(F(cuMemPoolImportFromShareableHandle)(&pool, NULL, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)),
+        KEEPS(F(cuMemAllocFromPoolAsync)(&address, BYTES, pool, NULL) != CUDA_ERROR_INVALID_VALUE)))
     ON(cuMemPoolDestroy, (free_in_pool(), GIVES(F(cuMemPoolDestroy)(pool))))
     ON(cuMemPoolTrimTo, (free_in_pool(), GIVES(F(cuMemPoolTrimTo)(pool, 0))))
 
@@ -346,6 +376,19 @@ static int has_effect(const char *wanted)
         KEEPS(F(cuMemRelease)(handle))))
     ON(cuMemMap, (create(), MUST(F(cuMemMap)(address, BYTES, 0, handle, 0)), KEEPS(F(cuMemRelease)(handle))))
     ON(cuMemUnmap, (create_and_map(), GIVES(F(cuMemUnmap)(address, BYTES))))
+
+#define BINDS(name, prepared, call) ON(name, (prepared, MUST(call), KEEPS(F(cuMemRelease)(handle))))
+#define BINDS_MAPPED(name, prepared, call) ON(name, (prepared, create_and_map(), MUST(call), KEEPS(F(cuMemUnmap)(address, BYTES))))
+    ON(cuMulticastCreate, (bind(), GIVES(F(cuMemRelease)(object))))
+    BINDS(cuMulticastBindMem, (make_object(), create()), F(cuMulticastBindMem)(object, 0, handle, 0, BYTES, 0))
+    BINDS(cuMulticastBindMem_v2, (make_object(), create()), F(cuMulticastBindMem_v2)(object, 0, 0, handle, 0, BYTES, 0))
+    BINDS_MAPPED(cuMulticastBindAddr, make_object(), F(cuMulticastBindAddr)(object, 0, address, BYTES, 0))
+    BINDS_MAPPED(cuMulticastBindAddr_v2, make_object(), F(cuMulticastBindAddr_v2)(object, 0, 0, address, BYTES, 0))
+    ON(cuMulticastUnbind, (bind(), GIVES(F(cuMulticastUnbind)(object, 0, 0, BYTES))))
+    BINDS(cuLogicalEndpointBindMem, create(), F(cuLogicalEndpointBindMem)(1, 0, 0, handle, 0, BYTES, 0))
+    BINDS_MAPPED(cuLogicalEndpointBindAddr, (void)0, F(cuLogicalEndpointBindAddr)(1, 0, 0, (void *)(uintptr_t)address, BYTES, 0))
+    ON(cuLogicalEndpointUnbind, (bind_to_endpoint(), GIVES(F(cuLogicalEndpointUnbind)(1, 0, 0, BYTES))))
+    ON(cuLogicalEndpointDestroy, (bind_to_endpoint(), GIVES(F(cuLogicalEndpointDestroy)(1))))
 
     ON(cuArrayCreate, TAKES(F(cuArrayCreate)(&array, &flat_v1)))
     ON(cuArrayCreate_v2, TAKES(F(cuArrayCreate_v2)(&array, &flat)))
@@ -413,6 +456,13 @@ static int has_effect(const char *wanted)
     CASE(cuCtxCreate_v4, take_context(), TAKES(F(cuCtxCreate_v4)(&context, NULL, 0, 0)))
     CASE(cuCtxDestroy, make_context(), ENDS(F(cuCtxDestroy)(context)))
     CASE(cuCtxDestroy_v2, make_context(), ENDS(F(cuCtxDestroy_v2)(context)))
+    CASE(cuCtxDetach, make_context(), ENDS(F(cuCtxDetach)(context)))
+    CASE(cuCtxAttach, (make_context(), MUST(F(cuCtxAttach)(&context, 0))), KEEPS(F(cuCtxDetach)(context)))
+    ON(cuCtxSetLimit, (MUST(F(cuCtxGetLimit)(&total, CU_LIMIT_MALLOC_HEAP_SIZE)),
+                       TAKES(F(cuCtxSetLimit)(CU_LIMIT_MALLOC_HEAP_SIZE, total + BYTES))))
+    CASE(cuGreenCtxCreate, take_context(), TAKES(F(cuGreenCtxCreate)(&green, NULL, 0, 0)))
+    CASE(cuGreenCtxDestroy, (take_context(), MUST(F(cuGreenCtxCreate)(&green, NULL, 0, 0))), ENDS(F(cuGreenCtxDestroy)(green)))
+    ON(cuCheckpointProcessRestore, F(cuCheckpointProcessRestore)(getpid(), &elsewhere) == CUDA_ERROR_NOT_SUPPORTED)
 
     ON(cuMemGetInfo, SHOWS(total_32, F(cuMemGetInfo)(&free_32, &total_32)))
     ON(cuMemGetInfo_v2, SHOWS(total, F(cuMemGetInfo_v2)(&free_bytes, &total)))
@@ -426,6 +476,10 @@ static int has_effect(const char *wanted)
        LISTS_OWN(nvmlProcessInfo_v2_t, F(nvmlDeviceGetComputeRunningProcesses_v2)(device, &count, entries)))
     ON(nvmlDeviceGetComputeRunningProcesses_v3,
        LISTS_OWN(nvmlProcessInfo_t, F(nvmlDeviceGetComputeRunningProcesses_v3)(device, &count, entries)))
+    ON(nvmlDeviceGetRunningProcessDetailList,
+       LISTS_OWN(nvmlProcessDetail_v1_t, (list.procArray = entries, list.numProcArrayEntries = count,
+                                          F(nvmlDeviceGetRunningProcessDetailList)(device, &list) ||
+                                              (count = list.numProcArrayEntries, 0))))
     fprintf(stderr, "nothing is known of %s\n", wanted);
     exit(2);
 }

@@ -1,7 +1,8 @@
 /* Libraries around finding_program, one for each -D:
  *
  *   FORWARDS    a libcuda.so.1 that opens another one, $FORWARDS_TO, and calls that, as WSL2's does: at its first call, or with
- *               AT_START in its constructor; with OPENS it opens a library in each call, as a driver does in some
+ *               AT_START in its constructor; with OPENS it opens a library in each call, as a driver does in some; with NESTS one of
+ *               its functions calls another one, which is by its name the library's
  *   OWN_NAMES   functions of the program's own under the driver's names, such as a recorder has
  *   WRAPS       such a function that calls the next one, and says that it was there
  *   CALLS, ARGUMENTS   a plugin that calls this function: its constructor calls the driver while another thread, which began to do so before, waits for the loader
@@ -52,7 +53,14 @@ static void find(void)
         OPEN_ONE;                                                \
         return p_##name ? p_##name(a, b, c, d, e, f) : 801;      \
     }
+#ifdef NESTS
+#define cuMemAlloc_v2 cuMemAllocManaged
+#endif
 NAMES(FORWARD)
+#ifdef NESTS
+#undef cuMemAlloc_v2
+int cuMemAlloc_v2(void *a, void *b) { return cuMemAllocManaged(a, b, (void *)1, NULL, NULL, NULL); }
+#endif
 #endif
 
 #ifdef OWN_NAMES
