@@ -93,7 +93,7 @@ SIZES = (1, 513, 5000, 300 * KIB, 513 * KIB, 700 * KIB, MIB - 1, MIB, MIB + 1, 2
         *(("alloc", size) for size in SIZES),
         *(("managed", size) for size in (700 * KIB, MIB + 1)),
         *((kind, size) for kind in ("pitch", "array", "mipmapped") for size in (768 * KIB, 1280 * KIB)),
-        *((kind, 48 * MIB) for kind in ("async", "pool")),
+        *((kind, size) for kind in ("async", "pool") for size in (8 * MIB, 48 * MIB)),
         ("vmm", 2 * MIB),
     ],
 )

@@ -125,8 +125,8 @@ FAULTS = [
     no_effect("take_bytes", "return false;", "cuMemAlloc_v2"),
     no_effect("give_bytes", "return;", "cuMemFree_v2"),
     Fault("charge_bytes", "return;", [SIZES, *OF_MEMORY]),
-    Fault("reclaim_dead", "return;", [EXPORTER, *OF_MEMORY]),
-    Fault("clear_dead", "return;", [EXPORTER, *OF_MEMORY]),
+    Fault("reclaim_dead", "return;", [EXPORTER]),
+    Fault("clear_dead", "return;", [EXPORTER]),
     Fault("is_above", "return false;", [KILLED]),
     Fault("attribute", "return;", [QUIET]),
     Fault("attribute", "if (seen->observed_at) believe_more(gpu, seen); return;", [QUIET, CONTEXT]),
@@ -160,7 +160,7 @@ FAULTS = [
     Fault("device_at", "return -1;", [NODES]),
     Fault("device_at", "return current_device();", [OWN_GPU]),
     Fault("charge_difference", "return;", [SIZES, *OF_MEMORY]),
-    Fault("change_size", "return bytes;", [SIZES, *OF_MEMORY]),
+    Fault("change_size", "return bytes;", [SIZES]),
     no_effect("is_capturing", "return false;", "captures"),
     no_effect("is_capturing", "return true;", "cuMemAllocAsync"),
     no_effect("relax_capture", "return CU_STREAM_CAPTURE_MODE_RELAXED;", "captures"),
@@ -174,7 +174,7 @@ FAULTS = [
     Fault("owner_of", "return otherwise;", [OWN_GPU]),
     Fault("is_of_user", "return false;", [OWN_GPU]),
     Fault("is_of_user", "return true;", [OWN_GPU]),
-    Fault("lacking_in", "return bytes;", [SIZES, *OF_MEMORY]),
+    Fault("lacking_in", "return bytes;", [SIZES]),
     no_effect("drop_handle", "return;", "cuMemUnmap"),
     no_effect("hold_handle", "return;", "cuMemMap"),
     no_effect("bind", "return result;", "cuMulticastBindMem"),
@@ -188,11 +188,7 @@ FAULTS = [
     Fault("drop_context", "return;", [ENDS]),
     Fault("settle_primary", "return result;", [ENDS]),
     no_effect("is_primary_known", "return true;", "cuDevicePrimaryCtxRetain"),
-    Fault(
-        "is_primary_known",
-        "return false;",
-        [AT_ONCE, *OF_MEMORY],
-    ),
+    no_effect("is_primary_known", "return false;", "cuDevicePrimaryCtxRetain"),
     Fault(
         "cuDevicePrimaryCtxRetain",
         "false",
@@ -240,6 +236,7 @@ FAULTS = [
     Fault("gpu_of_handle", "return 0;", [GPUS]),
 ]
 SURVIVORS = {
+    "change_size: return bytes;": "the driver's rows are of a multiple of 512 bytes, as they are reserved; others may not be",
     "entry_at: return NULL;": "by its name and version the same hook is found, with one more question to the driver",
 }
 SMOKE = (

@@ -315,6 +315,14 @@ static void retain_context(void)
     MUST(F(cuCtxSetCurrent)(context));
     allocate();
 }
+/* The second time it costs nothing. */
+static int is_retained_where_full(void)
+{
+    MUST(F(cuCtxSetCurrent)(context));
+    while (F(cuMemAlloc_v2)(&address, BYTES) == CUDA_SUCCESS)
+        ;
+    return F(cuDevicePrimaryCtxRetain)(&context, 0) == CUDA_SUCCESS;
+}
 static void make_context(void)
 {
     MUST(F(cuInit)(0));
@@ -458,7 +466,7 @@ static int has_effect(const char *wanted)
     ON(cuCtxSynchronize, MEASURES(F(cuLaunchKernel)(KERNEL, NULL), F(cuCtxSynchronize)()))
     ON(cuCtxSynchronize_v2, MEASURES(F(cuLaunchKernel)(KERNEL, NULL), F(cuCtxSynchronize_v2)(context)))
 
-    CASE(cuDevicePrimaryCtxRetain, take_context(), TAKES(F(cuDevicePrimaryCtxRetain)(&context, 0)))
+    CASE(cuDevicePrimaryCtxRetain, take_context(), TAKES(F(cuDevicePrimaryCtxRetain)(&context, 0)) && is_retained_where_full())
     CASE(cuDevicePrimaryCtxRelease, retain_context(), ENDS(F(cuDevicePrimaryCtxRelease)(0)))
     CASE(cuDevicePrimaryCtxRelease_v2, retain_context(), ENDS(F(cuDevicePrimaryCtxRelease_v2)(0)))
     CASE(cuDevicePrimaryCtxReset, retain_context(), ENDS(F(cuDevicePrimaryCtxReset)(0)))
