@@ -67,7 +67,7 @@ def test_a_program_comes_by_each_hook(machine_with: MachineWith) -> None:
         pytest.skip(str(error))
     known = versions({name: kind for name, kind in KINDS.items() if kind != "pass"}, typedefs)
     words = [str(word) for name in HOOKED for word in (name, *known[name][:2], int(known[name][2]))]
-    share = container(machine_with())
+    share = container(machine_with(cuda_version=max(since for _, since, _ in known.values())))
     ended = finish(share.start_command([str(share.machine.built.programs / "every_hook"), "finds", *words]))
     assert ended.code == 0, ended.error[-2000:]
     found = {step["action"]: (step["by_name"], step["next"], step["asked"]) for step in ended.steps[:-1]}
