@@ -236,8 +236,9 @@ FAULTS = [
     Fault("gpu_of_handle", "return 0;", [GPUS]),
 ]
 SURVIVORS = {
-    "change_size: return bytes;": "the driver's rows are of a multiple of 512 bytes, as they are reserved; others may not be",
+    "change_size: return bytes;": "the driver has rows of a multiple of 512 bytes, as they are reserved; others may not",
     "entry_at: return NULL;": "by its name and version the same hook is found, with one more question to the driver",
+    "lacking_for: return bytes;": "a launch that is refused trims what graphs keep unused, and then has enough",
 }
 SMOKE = (
     "cuMemAlloc_v2",
