@@ -72,18 +72,32 @@ struct scan {
     bool is_next[OURS]; /* what is not bound yet will be bound to theirs */
 };
 
-static void put(void **slot, void *hook, uintptr_t constant, uintptr_t constant_end)
+/* How a page is protected that was bound: read-only behind its relocations, or as its segment is; 0: it can be written. */
+static int protection_of(const struct dl_phdr_info *object, uintptr_t page, uintptr_t bytes)
+{
+    int found = 0;
+    for (const ElfW(Phdr) *segment = object->dlpi_phdr; segment < object->dlpi_phdr + object->dlpi_phnum; segment++) {
+        uintptr_t from = object->dlpi_addr + segment->p_vaddr, until = from + segment->p_memsz;
+        if (segment->p_type == PT_GNU_RELRO && page >= (from & -bytes) && page < (until & -bytes)) /* rounded as the loader does */
+            return PROT_READ;
+        if (segment->p_type == PT_LOAD && page + bytes > from && page < until)
+            found = segment->p_flags & PF_W ? 0 : PROT_READ | (segment->p_flags & PF_X ? PROT_EXEC : 0);
+    }
+    return found;
+}
+
+static void put(void **slot, void *hook, const struct dl_phdr_info *object)
 {
     static int said;
     uintptr_t bytes = (uintptr_t)sysconf(_SC_PAGESIZE), page = (uintptr_t)slot & -bytes;
-    bool is_constant = page >= (constant & -bytes) && page < (constant_end & -bytes); /* rounded as the loader does */
-    if (is_constant && mprotect((void *)page, bytes, PROT_READ | PROT_WRITE) != 0) {
+    int before = protection_of(object, page, bytes);
+    if (before && mprotect((void *)page, bytes, before | PROT_WRITE) != 0) {
         say_once(&said, "a plugin that is opened with RTLD_DEEPBIND is not limited, because mprotect failed");
         return;
     }
     __atomic_store_n(slot, hook, __ATOMIC_RELEASE);
-    if (is_constant)
-        (void)mprotect((void *)page, bytes, PROT_READ);
+    if (before)
+        (void)mprotect((void *)page, bytes, before);
 }
 
 /* Called with the lock of the loader's list, so two threads never protect the same page. No dlsym in here: it takes the loader's
@@ -91,7 +105,7 @@ static void put(void **slot, void *hook, uintptr_t constant, uintptr_t constant_
 static int scan_object(struct dl_phdr_info *object, size_t size, void *data)
 {
     struct scan *scan = data;
-    uintptr_t base = object->dlpi_addr, end = base, constant = 0, constant_end = 0, tags[DT_JMPREL + 1] = {0};
+    uintptr_t base = object->dlpi_addr, end = base, tags[DT_JMPREL + 1] = {0};
     const ElfW(Dyn) *dynamic = NULL;
     (void)size;
     if (scan->writes && scan->loads != object->dlpi_adds)
@@ -103,28 +117,29 @@ static int scan_object(struct dl_phdr_info *object, size_t size, void *data)
         uintptr_t from = base + segment->p_vaddr;
         if (segment->p_type == PT_DYNAMIC)
             dynamic = (const void *)from;
-        else if (segment->p_type == PT_GNU_RELRO)
-            constant = from, constant_end = from + segment->p_memsz;
         else if (segment->p_type == PT_LOAD)
             end = from + segment->p_memsz;
     }
     for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++)
         if (dynamic->d_tag > 0 && dynamic->d_tag <= DT_JMPREL)
             tags[dynamic->d_tag] = dynamic->d_un.d_ptr;
-    /* Where the loader has made no addresses of the offsets, it is the kernel's object. */
-    for (int is_plt = 0; is_plt < 2 && tags[DT_SYMTAB] > base; is_plt++) {
-        const ElfW(Rela) *entry = (const void *)tags[is_plt ? DT_JMPREL : DT_RELA];
+    /* The loader has made addresses of the offsets, but where it cannot write them. */
+    uintptr_t shift = tags[DT_SYMTAB] < base ? base : 0;
+    for (int is_plt = 0; is_plt < 2; is_plt++) {
+        const ElfW(Rela) *entry = (const void *)(shift + tags[is_plt ? DT_JMPREL : DT_RELA]);
         const ElfW(Rela) *last = entry + tags[is_plt ? DT_PLTRELSZ : DT_RELASZ] / sizeof *entry;
         for (; entry < last; entry++) {
-            const ElfW(Sym) *symbol = (const ElfW(Sym) *)tags[DT_SYMTAB] + ELF64_R_SYM(entry->r_info);
-            unsigned index = symbol->st_shndx == SHN_UNDEF ? index_of((const char *)tags[DT_STRTAB] + symbol->st_name) : OURS;
+            /* One that the program never calls may be broken: the loader has not looked at it. */
+            const ElfW(Sym) *symbol = (const ElfW(Sym) *)(shift + tags[DT_SYMTAB]) + ELF64_R_SYM(entry->r_info);
+            bool is_named = (uintptr_t)(symbol + 1) <= end && symbol->st_shndx == SHN_UNDEF && symbol->st_name < tags[DT_STRSZ];
+            unsigned index = is_named ? index_of((const char *)shift + tags[DT_STRTAB] + symbol->st_name) : OURS;
             void **slot = (void **)(base + entry->r_offset);
             if (index == OURS || (uintptr_t)slot % sizeof *slot != 0)
                 continue;
             bool is_unbound = (uintptr_t)*slot >= base && (uintptr_t)*slot < end; /* it leads to the code that asks the loader */
             scan->is_named[index] = true;
             if (scan->theirs[index] && (*slot == scan->theirs[index] || (is_unbound && scan->is_next[index])))
-                put(slot, ours(index)->hook, constant, constant_end);
+                put(slot, ours(index)->hook, object);
         }
     }
     return 0;

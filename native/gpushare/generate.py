@@ -22,7 +22,8 @@ _SPELLINGS = ((), ("-D__CUDA_API_VERSION_INTERNAL",), ("-DCUDA_API_PER_THREAD_DE
 """cuda.h declares other names under each."""
 _BY_NAME_ALONE = re.compile(
     r"cu.*(Alloc|Creat|Free|Destroy|Retain|Releas|Reserv|Trim|Pool|Map|Bind|Attach|Detach|Import|Export|Open|Clos|Launch|Upload"
-    r"|Instantiat|Load|Reset|Restor|(Set|Add|Copy|New|Make|Acquire)(?![a-z]))|nvml.*(Memory|Process)"
+    r"|Instan|Load|Reset|Restor|Prefetch|Lock|Own|Heap|Arena|Space|MemGet|ExecGet"
+    r"|(Set|Add|Copy|New|Make|Acquire|Or)(?![a-z]))|nvml.*(Mem|Proc|Usage|Vram|Fb|Frame|Apps)"
 )
 """No pattern of hooks.in has such a name, because it takes, gives, or tells of memory."""
 
@@ -100,8 +101,10 @@ def generate(include: Path, output: Path, compiler: Sequence[str] = ("cc",)) -> 
     hooked = [name for name in used if kinds[name] == "hook"]
     slots = ",\n".join(f"    SLOT_{name}" for name in used)
     first_nvml = next(name for name in used if name.startswith("nvml"))
+    is_hook = ",\n".join(f"    IS_HOOK_{name}" for name in hooked)
     (output / "table.h").write_text(
-        f"enum slot {{\n{slots},\n    SLOTS,\n    FIRST_OF_NVML = SLOT_{first_nvml}\n}};\n", encoding="utf-8"
+        f"enum slot {{\n{slots},\n    SLOTS,\n    FIRST_OF_NVML = SLOT_{first_nvml}\n}};\nenum {{\n{is_hook}\n}};\n",
+        encoding="utf-8",
     )
     (output / "table.c").write_text("\n".join(_table(used, hooked, known)) + "\n", encoding="utf-8")
     exported = "".join(

@@ -186,8 +186,7 @@ HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
     bool is_known = take_out(EXECUTABLE, (uintptr_t)executable, &old);
     CUresult result = real(executable);
     if (is_known && result != CUDA_SUCCESS) {
-        old.references = 1;
-        remember(&old);
+        put_back(old);
     } else if (is_known) {
         FOR_EACH_DEVICE(device, old.devices)
         take_out(NODES, number_of_nodes(old.value, device), &(struct allocation){0});

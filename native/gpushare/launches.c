@@ -140,7 +140,8 @@ HOOK(cuEventSynchronize, (CUevent event), (event))
 }
 EXPORTED CUresult cuCtxSynchronize(void) /* HOOK has no list without parameters */
 {
-    if (!enter_hook())
+    uintptr_t frame;
+    if (!enter_hook(&frame))
         return REAL(cuCtxSynchronize)();
     WAIT((begin_wait(NULL, false), begin_wait(NULL, true)), REAL(cuCtxSynchronize)());
     leave_hook();

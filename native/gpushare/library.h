@@ -37,10 +37,11 @@ extern void *real_functions[SLOTS];
 #define REAL(name) ((__typeof__(name) *)real_functions[SLOT_##name])
 bool has_real(unsigned slot);
 
-/* Whether the calling thread is not within a hook already: what the driver calls of itself, and what we call, passes. */
-bool enter_hook(void);
-void leave_hook(void);
-bool enter_nvml_hook(void);
+/* Whether the calling thread is not within a hook already: what the driver calls of itself, and what we call, passes. `frame` is in the
+   hook's own, as leave_hook answers. */
+bool enter_hook(uintptr_t *frame);
+uintptr_t *leave_hook(void);
+bool enter_nvml_hook(uintptr_t *frame);
 bool is_in_hook(void);
 int compare(const char *one, const char *other); /* strcmp, but none of a program's */
 void *find_in_libc(const char *name, _Atomic(void *) *known);
@@ -61,9 +62,11 @@ void *loaded_function(const struct table_entry *entry);
 /* HOOK(cuMemFree_v2, (CUdeviceptr address), (address)) { … } defines the hook of that name. In its body `real` is the driver's
    function. HOOK_ALSO gives the same body to another name, such as the …_ptsz of one. */
 #define HOOK_EXPORT(name, body, enter, result_type, parameters, arguments)                      \
+    static_assert(IS_HOOK_##name >= 0, "hooks.in has it as a hook");                            \
     EXPORTED result_type name parameters                                                        \
     {                                                                                           \
-        if (!enter())                                                                           \
+        uintptr_t frame;                                                                        \
+        if (!enter(&frame))                                                                     \
             return REAL(name) arguments;                                                        \
         result_type result = body(REAL(name), UNPACK arguments);                                \
         leave_hook();                                                                           \
@@ -107,6 +110,9 @@ struct usage_slot *own_slot(void); /* NULL: none is free, or no region */
 /* Takes memory for this process if the container has it left. give_bytes gives it back. */
 bool take_bytes(int gpu, enum kind kind, uint64_t bytes);
 void give_bytes(int gpu, enum kind kind, uint64_t bytes);
+/* Memory of a context that was taken, once the driver has made it, for which it needs longer than an observation is waited for: until
+   then it counts as asked for, so nobody concludes from what is observed that it is not there. */
+void hold_context(int gpu, uint64_t bytes);
 /* What the driver reported afterwards, so it is not refused. */
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
 uint64_t held_bytes(int gpu, const struct limits *limits); /* by all processes, with what is attributed to none */
@@ -146,6 +152,7 @@ struct allocation {
 bool remember(const struct allocation *allocation);
 bool look_up(enum class class, uint64_t value, struct allocation *found);
 bool take_out(enum class class, uint64_t value, struct allocation *found);
+void put_back(struct allocation taken_out); /* the driver has not freed it */
 void amend(const struct allocation *changed); /* the one of its class and value, if that is known still */
 
 /* What dead processes had, and what pools and graphs keep unused. It costs system calls and the driver's locks, and changes what

@@ -431,14 +431,14 @@ static double keep_up(int gpu, struct limits *limits, uint64_t now, uint64_t pol
     return share;
 }
 
-/* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. Or the thread is cancelled, as
-   in any wait: no lock is held, and what its launch has paid is not given back. */
+/* What a signal's handler calls meanwhile is limited. It may leave the sleep by longjmp, or the thread is cancelled, as in any wait: no
+   lock is held, and what its launch has paid is not given back. */
 static double sleep_and_keep_up(int gpu, struct limits *limits, uint64_t *now, double ns)
 {
     ns = within(ns, SHORTEST_WAIT_NS, LONGEST_WAIT_NS);
-    leave_hook();
+    uintptr_t *frame = leave_hook();
     clock_nanosleep(CLOCK_MONOTONIC, 0, &(struct timespec){.tv_nsec = (long)ns}, NULL);
-    enter_hook();
+    enter_hook(frame);
     read_limits(gpu, limits);
     uint64_t before = *now;
     *now = now_ns();

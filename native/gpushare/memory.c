@@ -97,14 +97,15 @@ void amend(const struct allocation *changed)
 
 static void give_size(int gpu, enum kind kind, uint64_t bytes);
 
-static void give_all_of(CUcontext context)
+/* With the context itself, unless it was only reset. */
+static void give_all_of(CUcontext context, bool has_ended)
 {
     struct allocation *given = NULL;
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
         pthread_mutex_lock(&shard->guard);
         for (unsigned i = 0; i < BUCKETS; i++)
             for (struct allocation **at = &shard->bucket[i], *one; (one = *at) != NULL;) {
-                if (one->context != context) {
+                if (one->context != context || (one->class == USE && !has_ended)) {
                     at = &one->next;
                     continue;
                 }
@@ -197,7 +198,7 @@ static void give_size(int gpu, enum kind kind, uint64_t bytes)
 static bool reserve_size(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
 {
     uint64_t lacking = change_pages(gpu, &kind, bytes, false);
-    if ((lacking == 0 && gpu >= 0) || reserve_bytes(gpu, device, kind, lacking))
+    if (lacking == 0 || reserve_bytes(gpu, device, kind, lacking))
         return true;
     /* What other threads have put into a shared page meanwhile stays there, and the page is counted. */
     charge_bytes(gpu, kind, lacking - change_pages(gpu, &kind, bytes, true));
@@ -221,18 +222,18 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
     return result;
 }
 
+void put_back(struct allocation taken_out)
+{
+    taken_out.references = 1;
+    remember(&taken_out);
+}
+
 static void settle_freed(bool is_taken_out, const struct allocation *freed, CUresult result)
 {
     if (is_taken_out && result == CUDA_SUCCESS)
         give_size(freed->gpu, freed->kind, freed->bytes);
     else if (is_taken_out)
-        remember(&(struct allocation){.value = freed->value,
-                                      .class = freed->class,
-                                      .kind = freed->kind,
-                                      .gpu = freed->gpu,
-                                      .references = 1,
-                                      .bytes = freed->bytes,
-                                      .context = freed->context});
+        put_back(*freed);
 }
 
 /* ---- locations ---- */
@@ -394,6 +395,7 @@ static struct known_pool {
     CUdevice device; /* whose memory it has, whichever uses it; -1: the host's, or another process's */
     int gpu;
     enum kind kind;
+    bool has_grown; /* by more than it lacked: what is free in it is in pieces, or of a stream that is not so far */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -543,6 +545,13 @@ static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
     return wanted > known->reserved ? round_up(wanted - known->reserved, chunk) : 0;
 }
 
+/* One that has grown so is also refused what lies in it, if the share is exceeded: it would grow again. */
+static bool take_lacking_in(struct pool_use *use, uint64_t bytes)
+{
+    use->lacking = lacking_in(use->pool, bytes);
+    return (use->lacking == 0 && !use->pool->has_grown) || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
+}
+
 /* Holds the guard until end_pool, unless it refuses. */
 static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
@@ -558,12 +567,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     if (use->pool->device < 0)
         return true;
     read_pool(use->pool);
-    use->lacking = lacking_in(use->pool, bytes);
-    bool is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
-    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
-        use->lacking = lacking_in(use->pool, bytes);
-        is_taken = use->lacking == 0 || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
-    }
+    bool is_taken = take_lacking_in(use, bytes);
+    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) /* trimmed, this pool may lack more than before */
+        is_taken = take_lacking_in(use, bytes);
     if (!is_taken)
         release(&reserves_guard);
     else
@@ -573,7 +579,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
 
 static void end_pool(const struct pool_use *use)
 {
+    uint64_t counted = use->pool->reserved;
     read_pool(use->pool);
+    use->pool->has_grown |= use->pool->reserved > counted;
     release(&reserves_guard);
 }
 
@@ -634,13 +642,16 @@ HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
     hold(&reserves_guard);
-    uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
-    CUresult result = real(pool);
-    struct known_pool *known = result ? NULL : find_pool(pool);
+    struct known_pool *known = find_pool(pool);
     if (known) {
-        charge_difference(known->gpu, known->kind, known->reserved, &known->reserved, used);
-        *known = pools[--pools_count];
+        CUstreamCaptureMode mode = relax_capture();
+        REAL(cuMemPoolTrimTo)(pool, 0); /* as its end does */
+        read_pool(known);
+        restore_capture(mode);
     }
+    CUresult result = real(pool);
+    if (known && result == CUDA_SUCCESS)
+        *known = pools[--pools_count];
     release(&reserves_guard);
     return result;
 }
@@ -735,6 +746,8 @@ HOOK(cuMemUnmap, (CUdeviceptr address, size_t bytes), (address, bytes))
 /* ---- what is bound to an object of several GPUs stays, too, until it is unbound or the object ends ---- */
 
 #define ENDPOINT(id) ((uint64_t)1 << 63 | (id)) /* no handle has such a number */
+#define SPARSE(array) ((uint64_t)1 << 62 | (uintptr_t)(array))
+enum { ANY_GPU = -3 };
 
 static void unbind(uint64_t object, int gpu, uint64_t offset)
 {
@@ -743,7 +756,8 @@ static void unbind(uint64_t object, int gpu, uint64_t offset)
     struct allocation *ended = NULL, *one;
     pthread_mutex_lock(&shard->guard);
     for (struct allocation **at = &shard->bucket[hash / SHARDS % BUCKETS]; (one = *at) != NULL;)
-        if (one->class == BOUND && one->value == object && (gpu == EVERY_GPU || (one->gpu == gpu && one->bytes == offset))) {
+        if (one->class == BOUND && one->value == object &&
+            (gpu == EVERY_GPU || ((gpu == ANY_GPU || one->gpu == gpu) && one->bytes == offset))) {
             *at = one->next;
             one->next = ended;
             ended = one;
@@ -828,6 +842,31 @@ HOOK(cuLogicalEndpointUnbind, (CUlogicalEndpointId id, CUdevice device, cuuint64
      (id, device, offset, size))
 { return end_binding(real(id, device, offset, size), ENDPOINT(id), gpu_of_device(device), offset); }
 HOOK(cuLogicalEndpointDestroy, (CUlogicalEndpointId id), (id)) { return end_binding(real(id), ENDPOINT(id), EVERY_GPU, 0); }
+
+/* A sparse array has the memory of handles, too: a tile that is mapped again has another one's. */
+static uint64_t tile_of(const CUarrayMapInfo *of)
+{
+    __typeof__(of->subresource.sparseLevel) level = of->subresource.sparseLevel;
+    bool is_tail = of->subresourceType == CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL;
+    uint64_t numbers[] = {level.level, level.layer, level.offsetX, level.offsetY, level.offsetZ},
+             tail[] = {UINT64_MAX, of->subresource.miptail.layer, of->subresource.miptail.offset, 0, 0}, tile = 0;
+    for (unsigned i = 0; i < 5; i++)
+        tile = (tile + (is_tail ? tail : numbers)[i]) * 0x9e3779b97f4a7c15u;
+    return tile;
+}
+
+HOOK(cuMemMapArrayAsync, (CUarrayMapInfo * tiles, unsigned int count, CUstream stream), (tiles, count, stream))
+{
+    CUresult result = real(tiles, count, stream);
+    for (const CUarrayMapInfo *one = tiles; result == CUDA_SUCCESS && one < tiles + count; one++) {
+        unbind(SPARSE(one->resource.array), ANY_GPU, tile_of(one));
+        if (one->memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            bind(result, SPARSE(one->resource.array), tile_of(one), one->memHandle.memHandle);
+    }
+    return result;
+}
+HOOK_ALSO(cuMemMapArrayAsync_ptsz, cuMemMapArrayAsync, (CUarrayMapInfo * tiles, unsigned int count, CUstream stream),
+          (tiles, count, stream));
 
 /* ---- arrays: nobody says what one takes, so it is computed; rounding is in what the agent observes ---- */
 
@@ -925,83 +964,51 @@ HOOK(cuArray3DCreate, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of), (a
 HOOK(cuMipmappedArrayCreate, (CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels), (array, of, levels))
 { CREATE_ARRAY(array, of ? bytes_of_array(of, levels) : 0, real(array, of, levels)); }
 
-HOOK(cuArrayDestroy, (CUarray array), (array))
-{
-    struct allocation freed;
-    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
-    CUresult result = real(array);
-    settle_freed(is_known, &freed, result);
-    return result;
-}
-HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
-{
-    struct allocation freed;
-    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
-    CUresult result = real(array);
-    settle_freed(is_known, &freed, result);
-    return result;
-}
+#define DESTROY_ARRAY(array)                                    \
+    struct allocation freed;                                    \
+    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed); \
+    CUresult result = real(array);                              \
+    settle_freed(is_known, &freed, result);                     \
+    return end_binding(result, SPARSE(array), EVERY_GPU, 0)
+HOOK(cuArrayDestroy, (CUarray array), (array)) { DESTROY_ARRAY(array); }
+HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array)) { DESTROY_ARRAY(array); }
 
 /* ---- contexts: what one takes the agent has measured; until it has, and where it is wrong, what is observed says it ---- */
 
-enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
-static struct known_context {
-    CUcontext context;
-    CUdevice device;
-    uint64_t bytes;
-} contexts[MOST_CONTEXTS];
-static unsigned contexts_count;
-static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
+enum { MOST_PRIMARY = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
 
 /* Before the driver makes it, which takes it a third of a second: the agent must not see what is not counted yet. false: the container
    has no room for it. Without limits' files a program may still compute, so it gets its context. */
-static bool reserve_context(CUdevice device, struct known_context *made)
+static bool reserve_context(CUdevice device, struct allocation *made)
 {
     struct limits limits;
-    int gpu = gpu_of_device(device);
-    *made = (struct known_context){.device = device};
-    if (gpu < 0 || !own_slot())
+    *made = (struct allocation){.class = USE, .kind = CONTEXT, .gpu = gpu_of_device(device), .references = 1};
+    if (made->gpu < 0 || !own_slot())
         return true;
-    read_limits(gpu, &limits);
+    read_limits(made->gpu, &limits);
     made->bytes = limits.context ? limits.context : DEFAULT_CONTEXT_BYTES;
-    return reserve_bytes(gpu, device, CONTEXT, made->bytes);
+    return reserve_bytes(made->gpu, device, CONTEXT, made->bytes);
 }
 
 /* One that is known already costs nothing. */
-static CUresult keep_context(CUresult result, struct known_context *made, const CUcontext *found)
+static CUresult keep_context(CUresult result, struct allocation *made, const CUcontext *found)
 {
-    CUcontext context = result ? NULL : *found;
-    bool is_kept = false;
-    hold(&contexts_guard);
-    unsigned known = 0;
-    while (known < contexts_count && contexts[known].context != context)
-        known++;
-    if (result == CUDA_SUCCESS && made->bytes && known == contexts_count && known < MOST_CONTEXTS) {
-        made->context = context;
-        contexts[contexts_count++] = *made;
-        is_kept = true;
-    }
-    release(&contexts_guard);
-    if (!is_kept)
-        give_bytes(gpu_of_device(made->device), CONTEXT, made->bytes);
+    struct allocation known;
+    made->context = result ? NULL : *found;
+    made->value = (uintptr_t)made->context;
+    hold_context(made->gpu, made->bytes);
+    if (result != CUDA_SUCCESS || look_up(USE, made->value, &known))
+        give_bytes(made->gpu, CONTEXT, made->bytes);
+    else if (made->bytes)
+        remember(made);
     return result;
 }
 
 /* With it goes what was allocated in it. */
 static void drop_context(CUcontext context)
 {
-    hold(&contexts_guard);
-    for (unsigned i = 0; i < contexts_count; i++)
-        if (contexts[i].context == context) {
-            give_bytes(gpu_of_device(contexts[i].device), CONTEXT, contexts[i].bytes);
-            contexts[i] = contexts[--contexts_count];
-            break;
-        }
-    release(&contexts_guard);
-    if (context) {
-        forget_launches_of(context);
-        give_all_of(context);
-    }
+    forget_launches_of(context);
+    give_all_of(context, true);
 }
 
 static bool is_primary_active(CUdevice device)
@@ -1011,55 +1018,54 @@ static bool is_primary_active(CUdevice device)
     return REAL(cuDevicePrimaryCtxGetState)(device, &flags, &is_active) == CUDA_SUCCESS && is_active;
 }
 
-static _Atomic(CUcontext) primary[MOST_CONTEXTS]; /* by ordinal */
-static _Atomic bool is_beginning[MOST_CONTEXTS];
+/* By ordinal. No lock may be held over the driver's calls: it may wait for the loader's. */
+static _Atomic(CUcontext) primary[MOST_PRIMARY];
+static _Atomic bool is_beginning[MOST_PRIMARY];
 
 /* Not by what the driver says is active: after fork that may be the parent's. */
-static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
+static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_PRIMARY || primary[device]; }
 
 /* The runtime's way: one context of a GPU for the whole process, counted by the driver. It is created at the first of these calls. */
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
-    struct known_context made;
+    struct allocation made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-    /* Of threads that begin at once one counts it. No lock may be held here: the driver may wait for the loader's. Where the one is
-       refused and the others are not, theirs is in what the agent observes. */
+    /* Of threads that begin at once one counts it. Where the one is refused and the others are not, theirs is in what the agent
+       observes. */
     if (is_primary_known(device) || atomic_exchange(&is_beginning[device], true))
         return real(context, device);
     if (is_primary_known(device)) { /* by now */
         result = real(context, device);
     } else if (reserve_context(device, &made)) {
         result = keep_context(real(context, device), &made, context);
-        if (result == CUDA_SUCCESS && made.bytes)
-            primary[device] = *context;
+        primary[device] = made.bytes ? made.context : NULL;
     }
     is_beginning[device] = false;
     return result;
 }
 
-static CUresult settle_primary(CUresult result, CUdevice device)
+/* Who has retained one that is reset still has it, but nothing is in it any more. One that has ended is not known before anything of it
+   is given back: a thread that retains it meanwhile asks for it again. */
+static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
 {
-    if (result == CUDA_SUCCESS && device >= 0 && device < MOST_CONTEXTS && primary[device] && !is_primary_active(device)) {
-        drop_context(primary[device]);
-        primary[device] = NULL;
+    if (result != CUDA_SUCCESS || device < 0 || device >= MOST_PRIMARY)
+        return result;
+    bool has_ended = primary[device] && !is_primary_active(device);
+    CUcontext context = has_ended ? atomic_exchange(&primary[device], NULL) : primary[device];
+    if (context && (has_ended || is_reset)) {
+        forget_launches_of(context);
+        give_all_of(context, has_ended);
+    }
+    if (has_ended) {
         read_pools(gpu_of_device(device), false);
         read_graph_memory(device, true);
     }
     return result;
 }
 
-HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
+HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device, false); }
 HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
-/* Who has retained it still has it, but nothing is in it any more. */
-HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device))
-{
-    CUresult result = real(device);
-    if (result == CUDA_SUCCESS && is_primary_known(device) && device >= 0 && device < MOST_CONTEXTS) {
-        forget_launches_of(primary[device]);
-        give_all_of(primary[device]);
-    }
-    return settle_primary(result, device);
-}
+HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_primary(real(device), device, true); }
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
 
 /* It retains the primary context. */
@@ -1071,19 +1077,19 @@ HOOK(cuGreenCtxCreate, (CUgreenCtx * green, CUdevResourceDesc resources, CUdevic
     if (result != CUDA_SUCCESS)
         return result;
     result = real(green, resources, device, flags);
-    settle_primary(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
+    settle_primary(REAL(cuDevicePrimaryCtxRelease_v2)(device), device, false);
     return result;
 }
 HOOK(cuGreenCtxDestroy, (CUgreenCtx green), (green))
 {
     CUresult result = real(green);
-    for (CUdevice device = 0; device < MOST_CONTEXTS; device++) /* nobody says of which it was */
-        settle_primary(result, device);
+    for (CUdevice device = 0; device < MOST_PRIMARY; device++) /* nobody says of which it was */
+        settle_primary(result, device, false);
     return result;
 }
 
 #define CREATE_CONTEXT(call)                    \
-    struct known_context made;                  \
+    struct allocation made;                     \
     if (!reserve_context(device, &made))        \
         return CUDA_ERROR_OUT_OF_MEMORY;        \
     CUresult result = call;                     \
@@ -1113,17 +1119,19 @@ HOOK(cuCtxAttach, (CUcontext *context, unsigned int flags), (context, flags))
 {
     struct allocation use;
     CUresult result = real(context, flags);
-    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)*context, 1, &use))
-        remember(&(struct allocation){.value = (uintptr_t)*context, .class = USE, .gpu = -1, .references = 1, .context = *context});
+    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)*context, 1, &use)) /* who has created it is another user */
+        remember(&(struct allocation){.value = (uintptr_t)*context, .class = USE, .gpu = -1, .references = 2, .context = *context});
     return result;
 }
 
 HOOK(cuCtxDetach, (CUcontext context), (context))
 {
-    struct allocation use;
+    struct allocation use = {.gpu = -1};
     CUresult result = real(context);
-    if (result == CUDA_SUCCESS && !refer(USE, (uintptr_t)context, -1, &use)) /* nobody but who has created it */
+    if (result == CUDA_SUCCESS && (!refer(USE, (uintptr_t)context, -1, &use) || use.references == 0)) {
+        give_bytes(use.gpu, CONTEXT, use.bytes);
         drop_context(context);
+    }
     return result;
 }
 
@@ -1182,6 +1190,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
     if (wanted > now.bytes)
         reserved = wanted - now.bytes;
     if (!reserved || reserve_bytes(gpu, device, CONTEXT, reserved)) {
+        hold_context(gpu, reserved);
         result = real(limit, value);
         /* The driver may have rounded it. Where it refuses, it stays as it was. */
         uint64_t found = REAL(cuCtxGetLimit)(&before, limit) == CUDA_SUCCESS ? bytes_above(now.handle, before, each) : now.bytes;
@@ -1213,11 +1222,13 @@ HOOK(cuCheckpointProcessRestore, (int pid, CUcheckpointRestoreArgs *how), (pid, 
 void forget_memory(void)
 {
     bool has_any = atomic_exchange(&has_allocations, false); /* else its pages stay the parent's: most children only call exec */
-    for (struct shard *shard = shards; shard < shards + SHARDS && has_any; shard++)
-        *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
+    for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
+        shard->guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* also who only asks for an address holds it */
+        if (has_any)
+            memset(shard->bucket, 0, sizeof shard->bucket); /* what hung in it is lost: free() may not be called here */
+    }
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    pools_count = contexts_count = 0;
+    pools_count = 0;
     memset((void *)primary, 0, sizeof primary);
     memset((void *)is_beginning, 0, sizeof is_beginning);
     for (int i = 0; i < 2 * MOST_GPUS; i++)

@@ -327,8 +327,9 @@ static void clear_slot(struct usage_slot *of)
 {
     STORE(of->pid, 0);
     for (int gpu = 0; gpu < MOST_GPUS; gpu++) {
-        if (LOAD(of->held[gpu]) != 0 || LOAD(usage->gpu[gpu].unattributed) != 0)
-            note_end(gpu, LOAD(of->held[gpu]) != 0);
+        bool had_memory = LOAD(of->held[gpu]) != 0 || LOAD(of->pending[gpu]) != 0;
+        if (had_memory || LOAD(usage->gpu[gpu].unattributed) != 0)
+            note_end(gpu, had_memory);
         STORE(of->held[gpu], 0);
         STORE(of->pending[gpu], 0);
         STORE(of->unseen[gpu], 0);
@@ -604,11 +605,12 @@ static int ask_for(struct usage_slot *own, int gpu, enum kind kind, uint64_t byt
     attribute(gpu, &limits->seen, &all, bytes);
     uint64_t held = with_unattributed(gpu, all.held);
     bool is_full = is_above(limits->memory, held, bytes), has_room = !is_above(limits->memory, held, all.pending);
-    if (has_room) {
+    if (has_room)
         raise_window(gpu, &all);
+    if (has_room && kind != CONTEXT)
         change_held(own, gpu, kind, bytes);
-    }
-    ADD(own->pending[gpu], (uint64_t)-bytes);
+    if (!has_room || kind != CONTEXT)
+        ADD(own->pending[gpu], (uint64_t)-bytes);
     return has_room ? 1 : is_full ? 0 : -1;
 }
 
@@ -623,11 +625,10 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
         return false;
     }
     read_limits(gpu, &limits);
-    if (!limits.limits_memory) {
-        charge_bytes(gpu, kind, bytes);
-        return true;
-    }
-    int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
+    if (!limits.limits_memory)
+        limits.memory = UINT64_MAX;
+    /* The window has 48 bits for pages of 4 KiB. */
+    int answer = bytes > UINT64_MAX >> 8 ? 0 : ask_for(own, gpu, kind, bytes, &limits);
     for (int tries = 0; answer < 0 && tries < CONTENTION_TRIES; tries++) {
         /* Each withdraws and asks again at another time. */
         for (int i = 0; i <= (tries & 7) * (getpid() & 7); i++)
@@ -637,6 +638,15 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
     if (answer <= 0)
         ADD(usage->gpu[gpu].refused, 1);
     return answer > 0;
+}
+
+void hold_context(int gpu, uint64_t bytes)
+{
+    struct usage_slot *own = own_slot();
+    if (!own || gpu < 0 || !bytes)
+        return;
+    change_held(own, gpu, CONTEXT, bytes);
+    ADD(own->pending[gpu], (uint64_t)-bytes);
 }
 
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes)

@@ -17,6 +17,7 @@
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
+#include <signal.h>
 #include <stdatomic.h>
 
 typedef void *dlsym_function(void *handle, const char *name);
@@ -120,7 +121,25 @@ static struct driver {
 #define RETRY_NS 100000000u /* what is not there may come, but is not looked for at each of a million calls */
 /* In the part of a thread's memory that is there from its start: any other model would call malloc at a thread's first use, and a
    program's malloc may be what has called dlsym. */
-static __thread bool is_inside __attribute__((tls_model("initial-exec")));
+static __thread uintptr_t *inside
+    __attribute__((tls_model("initial-exec"))); /* in the frame of the hook that it is within; or NULL */
+
+/* A signal's handler may have left the hook by longjmp, as interpreters do where a person interrupts them. Its frame was then below the
+   caller's, or another one is in its place. A handler may have a stack of its own, too. */
+static bool is_within(const uintptr_t *frame)
+{
+    stack_t other;
+    bool has_left = inside && (frame >= inside || *inside != (uintptr_t)inside);
+    if (has_left && sigaltstack(NULL, &other) == 0 && !(other.ss_flags & SS_ONSTACK))
+        inside = NULL;
+    return inside != NULL;
+}
+
+static void stay_within(uintptr_t *frame)
+{
+    *(volatile uintptr_t *)frame = (uintptr_t)frame;
+    inside = frame;
+}
 
 static struct driver *driver_of(unsigned slot) { return slot < FIRST_OF_NVML ? &cuda : &nvml; }
 
@@ -134,8 +153,8 @@ static bool open_driver(struct driver *driver, int mode)
     watch_forks();
     if (!find || (!mode && now_ns() - driver->missed_at < RETRY_NS))
         return false;
-    bool was_inside = is_inside;
-    is_inside = true; /* the driver's constructors may look for functions of their own */
+    uintptr_t *before = inside, frame;
+    stay_within(&frame); /* the driver's constructors may look for functions of their own */
     void *handle = dlopen(driver->library, RTLD_NOW | RTLD_LOCAL | mode);
     for (unsigned slot = driver->from; handle && slot < driver->until; slot++) {
         void *found = find(handle, table[slot].name);
@@ -143,7 +162,7 @@ static bool open_driver(struct driver *driver, int mode)
             atomic_store_explicit((_Atomic(void *) *)&real_functions[slot], found, memory_order_relaxed);
     }
     (void)dlerror(); /* what is absent is no error of the program's */
-    is_inside = was_inside;
+    inside = before;
     if (handle)
         atomic_store_explicit(&driver->is_found, true, memory_order_release);
     else if (!mode)
@@ -159,20 +178,33 @@ static bool is_present(unsigned slot)
 
 bool has_real(unsigned slot) { return find_driver(driver_of(slot), 0) && is_present(slot); }
 
-static bool enter(struct driver *driver)
+static bool enter(struct driver *driver, uintptr_t *frame)
 {
     /* Within another hook, too: the caller goes on to the real function, which nobody may have asked for before. */
     find_driver(driver, 0);
-    if (is_inside)
+    if (is_within(frame))
         return false;
     notice_fork();
-    return is_inside = true;
+    stay_within(frame);
+    return true;
 }
 
-bool enter_hook(void) { return enter(&cuda); }
-bool enter_nvml_hook(void) { return enter(&nvml); }
-void leave_hook(void) { is_inside = false; }
-bool is_in_hook(void) { return is_inside; }
+bool enter_hook(uintptr_t *frame) { return enter(&cuda, frame); }
+bool enter_nvml_hook(uintptr_t *frame) { return enter(&nvml, frame); }
+
+/* A function of its own: dlsym must make tail calls. */
+__attribute__((noinline)) bool is_in_hook(void)
+{
+    uintptr_t frame;
+    return is_within(&frame);
+}
+
+uintptr_t *leave_hook(void)
+{
+    uintptr_t *frame = inside;
+    inside = NULL;
+    return frame;
+}
 
 /* ---- dlsym ---- */
 
@@ -193,7 +225,7 @@ static const struct table_entry *entry_named(const char *name)
 /* The first letters decide, so that all other names cost next to nothing. */
 const struct table_entry *hooked_entry(const char *name)
 {
-    if (is_inside || !name)
+    if (is_in_hook() || !name)
         return NULL;
     if (name[0] == 'd' && name[1] == 'l')
         return loader_named(name);

@@ -181,7 +181,7 @@ async def test_a_pod_may_choose_among_the_isolations_that_the_node_allows() -> N
             assert mounted == {
                 "usual": {"/etc/vcuda", "/usr/local/nvidia"},
                 "ours": {
-                    *("/usr/local/gpushare/libgpushare.so", "/etc/ld.so.preload"),
+                    *("/usr/local/gpushare/libgpushare.so", "/etc/ld.so.preload", "/etc/ld-nix.so.preload"),
                     *("/etc/vcuda", "/etc/vcuda/usage"),
                 },
                 "free": set(),

@@ -48,11 +48,12 @@ async def test_the_three_lists_become_one_by_pid(library_directory: Path) -> Non
 
 
 async def test_memory_that_the_driver_does_not_report_is_none(library_directory: Path) -> None:
-    """Not available is not 18 exabytes, and no zero; one list that reports it is enough."""
+    """Not available is not 18 exabytes, and no zero; nor is what no GPU has. One list that reports it is enough."""
     script = ONE_GPU + "process compute 0 100 -\nprocess compute 0 200 -\nprocess graphics 0 200 70\n"
+    script += f"process compute 0 300 {1 << 63}\n"
     async with running_probe(library_directory, script) as probe:
         gpu = await probe.sample_gpu()
-    assert listed(gpu) == [(100, "compute", None), (200, "compute", 70)]
+    assert listed(gpu) == [(100, "compute", None), (200, "compute", 70), (300, "compute", None)]
 
 
 async def test_a_list_that_grows_while_it_is_read_is_read_again(library_directory: Path) -> None:

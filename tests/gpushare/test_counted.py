@@ -4,6 +4,7 @@ it. A context takes 300 MiB, a page has 2 MiB.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -173,6 +174,17 @@ def test_memory_of_a_killed_process_that_the_driver_still_has_is_not_the_next_on
         assert blocks(goes_on(program)) == [of_share]
 
 
+def test_a_context_that_was_being_made_at_the_end_is_not_the_next_program_s(share: Container) -> None:
+    slow = share.start("info", env={"FAKE_GPU_STOPS_IN": "cuDevicePrimaryCtxRetain"})
+    os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WNOWAIT)
+    slow.kill()
+    slow.communicate()
+    with running(share, "wait", TAKE, "wait") as program:
+        steps_until_wait([program])
+        observe(share, 2 * CONTEXT_MIB)
+        assert blocks(goes_on(program)) == [8]
+
+
 def test_what_nobody_explains_ends_with_the_last_process(share: Container) -> None:
     """Of another one that has ended nothing is left but its slot."""
     with running(share, "wait", THREE, "wait") as program, running(share, "wait") as other:
@@ -220,6 +232,20 @@ def test_a_context_costs_what_the_agent_has_measured_until_it_sees_more_or_less(
             forget_ends(share)
             observe(share, real_mib, SETTLED_NS if real_mib < known_mib else 0)
         assert blocks(goes_on(program)) == [of_share]
+
+
+def test_a_context_that_the_driver_is_making_stays_counted(share: Container) -> None:
+    """It takes longer than an observation is waited for, which finds nothing of it."""
+    with running(share, "wait", TAKE, "wait") as program:
+        steps_until_wait([program])
+        slow = share.start("info", env={"FAKE_GPU_STOPS_IN": "cuDevicePrimaryCtxRetain"})
+        try:
+            os.waitid(os.P_PID, slow.pid, os.WSTOPPED | os.WNOWAIT)
+            observe(share, CONTEXT_MIB, SETTLED_NS)
+            assert blocks(goes_on(program)) == [7]
+        finally:
+            slow.kill()
+            slow.communicate()
 
 
 @pytest.mark.parametrize("share_mib", [299, 300])

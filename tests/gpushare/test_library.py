@@ -30,6 +30,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from native.build_gpushare import SOURCES, TARGETS, CannotBuildError, build_gpushare, run
+from native.gpushare import generate as generator
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt, needs_own_programs
@@ -106,8 +107,15 @@ TAKES = (
     "cuMemAlloc_v3 cuLaunchKernelLater_ptsz cuMemCreateMany cuMemCreate2 cuGraphInstantiate_v9 cuFooAlloc cuMemGetNew"
 )
 GIVES = "cuMemFree_v3 cuPoolCompact cuCtxEnd cuMulticastUnbind_v2 cuMemPoolTrimTo_ptsz cuCheckpointProcessEvict cuMemGetFree"
-CHANGES = "cuCtxSetSomething cuCtxGetOrSetLimit cuStreamGetOrCreate cuMemcpy_v2 cuDeviceGetPoolReserve cuBar"
-TELLS_OF_MEMORY = "nvmlDeviceGetMemoryInfo_v3 nvmlDeviceGetProcessDetails"
+CHANGES = (
+    "cuCtxSetSomething cuCtxGetOrSetLimit cuStreamGetOrCreate cuMemcpy_v2 cuDeviceGetPoolReserve cuBar cuCtxGetOrInit"
+)
+TAKES_UNHEARD = (
+    "cuMemGetBlock cuMemGetSlab_v2 cuGetArenaSpace cuMemGetOwnership cuMemPrefetchQuery cuGraphExecGetInstance"
+)
+TELLS_OF_MEMORY = (
+    "nvmlDeviceGetMemoryInfo_v3 nvmlDeviceGetProcessDetails nvmlDeviceGetMemInfo nvmlDeviceGetFbUsage nvmlDeviceGetVram"
+)
 
 
 def test_every_function_is_classified(include: Path) -> None:
@@ -115,11 +123,35 @@ def test_every_function_is_classified(include: Path) -> None:
     sound."""
     kinds, names = read_hooks(HOOKS.read_text()), declared(include, ["cc"])
     check(kinds, names | {"cuStreamGetColour", "cuStreamGetColour_ptsz", "nvmlDeviceGetFanNoise"})
-    for unknown in f"{TAKES} {GIVES} {CHANGES} {TELLS_OF_MEMORY}".split():
+    for unknown in f"{TAKES} {TAKES_UNHEARD} {GIVES} {CHANGES} {TELLS_OF_MEMORY}".split():
         with pytest.raises(HooksError, match=f"nothing of {unknown}$"):
             check(kinds, names | {unknown})
     with pytest.raises(HooksError, match="cuMemAlloc_v2"):
         check(kinds, names - {"cuMemAlloc_v2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("cuMemAlloc_v2", "call"), ("cuMemFree_v2", "pass"), ("cuCtxGetCurrent", "pass")]
+)
+def test_a_function_in_a_wrong_class_does_not_compile(
+    include: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """One that memory.c has a hook for, or calls."""
+    hooks = tmp_path / "hooks.in"
+    hooks.write_text(re.sub(rf" {name}\b", "", HOOKS.read_text(), count=1) + f"\n{kind} moved: {name}\n")
+    monkeypatch.setattr(generator, "HOOKS", hooks)
+    generate(include, tmp_path)
+    command = [
+        "cc",
+        "-std=c11",
+        "-fsyntax-only",
+        f"-I{SOURCES}",
+        f"-I{tmp_path}",
+        f"-I{include}",
+        str(SOURCES / "memory.c"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode and name in done.stderr
 
 
 def test_each_function_s_versions_are_the_headers(include: Path) -> None:

@@ -105,7 +105,7 @@ FAULTS = [
     Fault("is_hook_next", "return false;", [FINDING, NEXT]),
     Fault("is_hook_next", "return true;", [FINDING]),
     Fault("is_of_libc", "return true;", [FINDING, PLUGINS]),
-    Fault("enter", "find_driver(driver, 0); notice_fork(); return is_inside = true;", [FORWARDS]),
+    Fault("enter", "find_driver(driver, 0); notice_fork(); stay_within(frame); return true;", [FORWARDS]),
     no_effect("leave_hook", "return;", "cuMemAlloc_v2"),
     Fault(
         "__asan_default_options", 'return "";', [f"{FINDING}::test_programs_with_a_compiler_s_sanitizer_are_limited"]

@@ -6,6 +6,7 @@ A share of 2,560 MiB: 8 blocks of 256 MiB next to a context. `whose` is the plug
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ PLUGINS = {
     "now": ("-Wl,-z,now,-z,relro", *LINKED),
     "without-plt": ("-fno-plt", "-Wl,-z,now,-z,relro", *LINKED),
     "addresses": ("-DPOINTERS", *LINKED),
+    "addresses-in-text": ("-DCONSTANTS", "-Wl,-z,notext", *LINKED),
     "dlsym": ("-DFINDS=dlsym",),
     "dlvsym": ("-DFINDS=by_version(RTLD_NEXT)",),
     "dlvsym-of-libc": ("-DFINDS=by_version(libc)",),
@@ -56,6 +58,27 @@ void *dlopen(const char *file, int flags)
 """
 
 
+def changed(content: bytes, kind: str) -> bytes:
+    """A library of which only the loader's own tables are others. What is none is of a function that nobody calls."""
+    made = bytearray(content)
+    at, size, count = *struct.unpack_from("Q", made, 32), *struct.unpack_from("HH", made, 54)
+    [header] = [i for i in range(at, at + size * count, size) if struct.unpack_from("I", made, i)[0] == 2]
+    start, _, _, length = struct.unpack_from("4Q", made, header + 8)
+    tags = dict(struct.iter_unpack("QQ", made[start : start + length]))
+    names, symbols, calls, bytes_of_calls = (tags[tag] for tag in (5, 6, 23, 2))
+    if kind == "read-only-dynamic":  # as lld's -z rodynamic: the loader leaves offsets in it
+        struct.pack_into("I", made, header + 4, 4)
+    for call in range(calls, calls + bytes_of_calls, 24):
+        symbol = symbols + 24 * struct.unpack_from("I", made, call + 12)[0]
+        [name] = struct.unpack_from("I", made, symbol)
+        if made[names + name :].startswith(b"nobody_has_it\0"):
+            if kind == "symbol-that-is-none":
+                struct.pack_into("I", made, call + 12, 0xFFFFFFF0)
+            elif kind == "name-that-is-none":
+                struct.pack_into("I", made, symbol, 0xFFFFFFF0)
+    return bytes(made)
+
+
 @pytest.fixture(scope="module")
 def plugins(gpushare: GpushareBuilt, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, source = tmp_path_factory.mktemp("plugins"), NATIVE / "plugin.c"
@@ -68,6 +91,11 @@ def plugins(gpushare: GpushareBuilt, tmp_path_factory: pytest.TempPathFactory) -
         build_program(directory / f"{name}.so", source, ["-DPLUGIN", *shared, driver, *flags, "-ldl"])
     (directory / "libanl.so.1").symlink_to("lazy.so")
     build_program(directory / "libown.so", source, ["-DDRIVER", *shared])
+    lazy = build_program(
+        directory / "lacks.so", source, ["-DPLUGIN", "-DLACKS", *shared, driver, "-Wl,-z,lazy", *LINKED]
+    ).read_bytes()
+    for kind in ("read-only-dynamic", "symbol-that-is-none", "name-that-is-none"):
+        (directory / f"{kind}.so").write_bytes(changed(lazy, kind))
     own = ["-Wl,-z,lazy", f"-L{directory}", "-lown", f"-Wl,-rpath,{directory}"]
     build_program(directory / "own.so", source, ["-DPLUGIN", *shared, driver, *own, *LINKED])
     return directory
@@ -101,6 +129,12 @@ def test_a_plugin_of_rtld_deepbind_is_limited_and_bound_to_its_own(
     """However it is bound: at its first call, at once into pages that are read-only then, by addresses in its data; or
     where it finds the functions itself, or opens another one."""
     assert takes(share, plugins / "host", f"{way}:./{plugin}.so") == (8, "plugin")
+
+
+@pytest.mark.parametrize("plugin", ["lacks", "read-only-dynamic", "symbol-that-is-none", "name-that-is-none"])
+def test_a_plugin_whose_tables_the_loader_takes_is_limited(share: Container, plugins: Path, plugin: str) -> None:
+    """It reads no more of them than it must: a function that is bound at its first call may be called never."""
+    assert takes(share, plugins / "host", f"deep:./{plugin}.so") == (8, "plugin")
 
 
 @pytest.mark.parametrize("plugin", FINDS)

@@ -110,7 +110,7 @@ def share_of_several(machine: Machine, cores: Sequence[int] = (10000, 10000, 100
 OWN_KINDS = ("alloc", "managed", "pitch", "array", "mipmapped", "stack", "heap", "fifo")
 """Of the current context's GPU, whichever the thread has had current before."""
 KINDS = ("async", "chosen", "pool", "own", "managedpool", "anywhere", "vmm", "mapped", "domain")
-BOUND = ("bound", "bound2", "address", "address2", "endpoint", "place")
+BOUND = ("sparse", "sparse2", "bound", "bound2", "address", "address2", "endpoint", "place")
 GRAPHS = ("node", "captured", "uploaded")
 
 
@@ -144,6 +144,24 @@ def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith
     blocks = (SHARES_MIB[0] - CONTEXT_MIB) // OTHER_BLOCK_MIB
     full, taken = [CONTEXT_MIB + blocks * OTHER_BLOCK_MIB, 0], blocks - (way != "parts")
     assert steps == 3 * [("take", taken, 2, full), ("give", taken, 0, [0, 0])], (ended.code, ended.error)
+
+
+def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWith) -> None:
+    share = machine_with(memory_mib=OTHER_GPU_MIB, context_mib=8).container(memory_mib=1024)
+    ended = share.run("contexts", "0", "0", way="other_gpu")
+    steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
+    assert steps == 2 * [("take", 128, 2, [1024]), ("give", 128, 0, [0])], ended.error
+
+
+@pytest.mark.parametrize(("kind", "blocks", "mib"), [("ordered", 6, 6 * OTHER_BLOCK_MIB), ("ended", 22, 22 * 32)])
+def test_a_pool_that_has_more_than_is_in_use_ends_at_the_share(
+    machine_with: MachineWith, kind: str, blocks: int, mib: int
+) -> None:
+    """Chunks of pools that are no more; and freed memory that the driver may not give again yet, for which it takes more
+    than anybody could count before, once."""
+    ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run(kind, "0", "0", way="other_gpu")
+    [step] = ended.steps
+    assert (step["blocks"], step["result"], step["mib"]) == (blocks, 2, [CONTEXT_MIB + mib]), ended.error
 
 
 @pytest.mark.parametrize("current", ["0", "-1"])

@@ -92,6 +92,7 @@ def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_wri
     assert [(mount.host_path, mount.container_path, mount.read_only) for mount in edits.mounts] == [
         ("/own/libgpushare.so", LIBRARY_PATH, True),
         ("/own/ld.so.preload", "/etc/ld.so.preload", True),
+        ("/own/ld.so.preload", "/etc/ld-nix.so.preload", True),
         (own, "/etc/vcuda", True),
         (f"{own}/usage", "/etc/vcuda/usage", False),
     ]
@@ -137,7 +138,8 @@ def test_another_library_may_be_preloaded(value: str) -> None:
     assert isinstance(edit_gpushare(request(LD_PRELOAD=value)), ContainerEdits)
 
 
-PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", "/etc/ld.so.preload", "/usr/local/gpushare", "/usr/local", "/etc", "/"]
+PRELOADS = ["/etc/ld.so.preload", "/etc/ld-nix.so.preload"]
+PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", *PRELOADS, "/usr/local/gpushare", "/usr/local", "/etc", "/"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -385,7 +385,7 @@ async def test_a_process_that_ends_has_no_slot_any_more_and_is_not_guilty(
 async def test_memory_above_the_limit_is_told_whatever_the_slots_say(
     host: Host, program: Callable[[], int], open_files: ExitStack
 ) -> None:
-    """Not while a resize takes it away, and not for what each process and its code may have more."""
+    """Not what each process and its code may have more, nor what a share is charged while it becomes smaller: no more."""
     pid, watch = program(), host.watch()
     host.show(pid)
     take_slot(host.files, open_files, 0, pid)
@@ -396,7 +396,13 @@ async def test_memory_above_the_limit_is_told_whatever_the_slots_say(
         charged=ShareSize(cores=30, memory=80),
     )  # fmt: skip
     enforced = replace(shrinking, charged=smaller)
-    for mib, resized, found in ((may_have, None, ""), (may_have + 1, shrinking, ""), (may_have + 1, enforced, ABOVE)):
+    as_before = may_have + 9 * LIMIT // MIB
+    for mib, resized, found in (
+        (may_have, None, ""),
+        (as_before, shrinking, ""),
+        (may_have + 1, enforced, ABOVE),
+        (as_before + 1, shrinking, ABOVE),
+    ):
         host.resized = {} if resized is None else {KEY: resized}
         await host.look(watch, process(pid, mib))
         await host.look(watch, process(pid, mib), after_s=60)

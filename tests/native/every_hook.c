@@ -167,6 +167,17 @@ static const CUDA_ARRAY_DESCRIPTOR_v1 flat_v1 = {.Width = WIDTH, .Height = HEIGH
 static const CUDA_ARRAY3D_DESCRIPTOR deep = {.Width = WIDTH, .Height = HEIGHT / 4, .Depth = 4, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
 static const CUDA_ARRAY3D_DESCRIPTOR_v1 deep_v1 = {.Width = WIDTH, .Height = HEIGHT / 4, .Depth = 4, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1};
 
+static CUarrayMapInfo *tile(void)
+{
+    static CUarrayMapInfo made = {.resourceType = CU_RESOURCE_TYPE_ARRAY, .memOperationType = CU_MEM_OPERATION_TYPE_MAP};
+    CUDA_ARRAY3D_DESCRIPTOR sparse = deep;
+    sparse.Flags |= CUDA_ARRAY3D_SPARSE;
+    MUST(F(cuArray3DCreate_v2)(&made.resource.array, &sparse));
+    create();
+    made.memHandle.memHandle = handle;
+    return &made;
+}
+
 /* ---- graphs ---- */
 
 static CUgraph graph_with_memory(void)
@@ -388,6 +399,8 @@ static int has_effect(const char *wanted)
 #define BINDS(name, prepared, call) ON(name, (prepared, MUST(call), KEEPS(F(cuMemRelease)(handle))))
 #define BINDS_MAPPED(name, prepared, call) ON(name, (prepared, create_and_map(), MUST(call), KEEPS(F(cuMemUnmap)(address, BYTES))))
     ON(cuMulticastCreate, (bind(), GIVES(F(cuMemRelease)(object))))
+    BINDS(cuMemMapArrayAsync, (void)0, F(cuMemMapArrayAsync)(tile(), 1, NULL))
+    BINDS(cuMemMapArrayAsync_ptsz, (void)0, F(cuMemMapArrayAsync_ptsz)(tile(), 1, NULL))
     BINDS(cuMulticastBindMem, (make_object(), create()), F(cuMulticastBindMem)(object, 0, handle, 0, BYTES, 0))
     BINDS(cuMulticastBindMem_v2, (make_object(), create()), F(cuMulticastBindMem_v2)(object, 0, 0, handle, 0, BYTES, 0))
     BINDS_MAPPED(cuMulticastBindAddr, make_object(), F(cuMulticastBindAddr)(object, 0, address, BYTES, 0))

@@ -13,7 +13,7 @@
  *   nvml                      what NVML says of GPU 0: its memory, and how many processes
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
  *                             array, array3d, mipmapped, mapped (virtual memory whose handle is released while it is mapped), graphmem
- *                             (of a graph's node), host, ipc (what another process has)
+ *                             (of a graph's node), host, ipc (what another process has), other (in a stream of GPU 1, whatever is current)
  *                             MIB may be a number of bytes: 513b
  *   modules:COUNT             loads so many
  *   export:MIB, import:NUMBER   virtual memory for another process, and that of another one, which has that number
@@ -23,6 +23,7 @@
  *   graph:MIB:COUNT[:child]   makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child
  *   upload, replay, destroy:INDEX   uploads, launches, ends one of these graphs, the first made being 0
  *   uploaded:MIB              as graph:MIB:1, uploaded as it is instantiated
+ *   limit:NUMBER:MIB          cuCtxSetLimit; 2 is the heap of the GPU's malloc
  *   sync                      waits for the GPU
  *   trim                      gives back what graphs do not use
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
@@ -61,6 +62,7 @@ enum { NOT_FOUND = -2, MOST_KEPT = 1 << 16, GRAPH_KERNELS = 10, BLOCK = 256 };
     F(cuDeviceTotalMem, cuDeviceTotalMem_v2, PFN_cuDeviceTotalMem_v3020)                                                        \
     F(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, PFN_cuDevicePrimaryCtxRetain_v7000)                                   \
     F(cuCtxSetCurrent, cuCtxSetCurrent, PFN_cuCtxSetCurrent_v4000)                                                              \
+    F(cuCtxSetLimit, cuCtxSetLimit, PFN_cuCtxSetLimit_v3010)                                                                    \
     F(cuCtxSynchronize, cuCtxSynchronize, PFN_cuCtxSynchronize_v2000)                                                           \
     F(cuMemGetInfo, cuMemGetInfo_v2, PFN_cuMemGetInfo_v3020)                                                                    \
     F(cuMemAlloc, cuMemAlloc_v2, PFN_cuMemAlloc_v3020)                                                                          \
@@ -175,6 +177,20 @@ static CUmemLocation where(void)
 {
     CUmemLocation own = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
     return location ? (CUmemLocation){.type = (CUmemLocationType)location, .id = location_id} : own;
+}
+
+static int take_in_other(CUdeviceptr *pointer, size_t bytes)
+{
+    static CUstream stream;
+    CUcontext own, other;
+    int result = CALL(cuDevicePrimaryCtxRetain, &own, device);
+    if (result == 0 && !stream) {
+        result = CALL(cuDevicePrimaryCtxRetain, &other, 1);
+        result = result ? result : CALL(cuCtxSetCurrent, other);
+        result = result ? result : CALL(cuStreamCreate, &stream, 0);
+        result = result ? result : CALL(cuCtxSetCurrent, own);
+    }
+    return result ? result : CALL(cuMemAllocAsync, pointer, bytes, stream);
 }
 
 static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
@@ -308,6 +324,8 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
         return CALL(cuMemAllocPitch, pointer, &pitch, (size_t)4 * WIDTH, rows, 4);
     if (strcmp(kind, "async") == 0)
         return CALL(cuMemAllocAsync, pointer, bytes, NULL);
+    if (strcmp(kind, "other") == 0)
+        return take_in_other(pointer, bytes);
     if (strcmp(kind, "pool") == 0)
         return take_from_pool(pointer, bytes);
     if (strcmp(kind, "vmm") == 0)
@@ -331,7 +349,7 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
 
 static int give(const char *kind, CUdeviceptr pointer, size_t bytes)
 {
-    if (strcmp(kind, "async") == 0 || strcmp(kind, "pool") == 0)
+    if (strcmp(kind, "async") == 0 || strcmp(kind, "pool") == 0 || strcmp(kind, "other") == 0)
         return CALL(cuMemFreeAsync, pointer, NULL);
     if (strcmp(kind, "vmm") == 0)
         return CALL(cuMemRelease, pointer);
@@ -671,6 +689,9 @@ int main(int count, char **words)
             printf("{\"action\": \"trim\", \"result\": %d}\n", CALL(cuDeviceGraphMemTrim, device));
         else if (strncmp(word, "sync", length) == 0)
             printf("{\"action\": \"sync\", \"result\": %d}\n", CALL(cuCtxSynchronize));
+        else if (strncmp(word, "limit", length) == 0)
+            printf("{\"action\": \"limit\", \"result\": %d}\n",
+                   CALL(cuCtxSetLimit, (CUlimit)atoi(arguments), strtoull(strchr(arguments, ':') + 1, NULL, 10) << 20));
         else if (strncmp(word, "launch", length) == 0)
             launch(arguments);
         else if (strncmp(word, "wait", length) == 0)

@@ -257,6 +257,37 @@ static int fork_among_threads(void)
     return say("forked", CHILDREN, failed);
 }
 
+/* Threads only ask for an address, of which there is none, while the program forks; each child asks for the same one. */
+static void *free_nothing(void *unused)
+{
+    while (!is_over)
+        cuMemFreeAsync(BLOCK, NULL);
+    return unused;
+}
+
+static int fork_among_frees(void)
+{
+    pthread_t all[4];
+    int status, failed = 0;
+    if (start())
+        return 3;
+    for (int i = 0; i < 4; i++)
+        pthread_create(&all[i], NULL, free_nothing, NULL);
+    for (int i = 0; i < CHILDREN; i++) {
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(20);
+            _exit(cuMemFreeAsync(BLOCK, NULL) == CUDA_SUCCESS);
+        }
+        waitpid(child, &status, 0);
+        failed += status != 0;
+    }
+    is_over = 1;
+    for (int i = 0; i < 4; i++)
+        pthread_join(all[i], NULL);
+    return say("forked", CHILDREN, failed);
+}
+
 /* A parent that has not begun with its child until threads of the child do, all at once. */
 static int threads_of_child(void)
 {
@@ -352,6 +383,19 @@ static int jump_out(void)
                 return 4;
     double rate = rate_of_launches(2);
     return say("jumped", take(20), (int)rate);
+}
+
+/* Out of the driver, for which a hook waits. */
+static int jump_out_of_driver(void)
+{
+    struct sigaction action = {.sa_handler = jump};
+    struct itimerval once = {.it_value = {.tv_usec = 50000}};
+    sigaction(SIGALRM, &action, NULL);
+    if (start() || launch(132 * 500) || setitimer(ITIMER_REAL, &once, NULL))
+        return 3;
+    if (sigsetjmp(back, 1) == 0)
+        return cuCtxSynchronize() ? 4 : 5; /* half a second */
+    return say("jumped", take(20), 0);
 }
 
 /* A thread that is cancelled while it waits. */
@@ -537,10 +581,12 @@ int main(int count, char **words)
     CASE("threads", begin_at_once())
     CASE("threads-of-child", threads_of_child())
     CASE("fork", fork_among_threads())
+    CASE("fork-frees", fork_among_frees())
     CASE("fork-within", fork_within_calls())
     CASE("end", ask_when_it_ends())
     CASE("signals", interrupt())
     CASE("jump", jump_out())
+    CASE("jump-out-of-driver", jump_out_of_driver())
     CASE("cancel", cancel())
     CASE("cancel-within", be_cancelled_within(count > 2 ? words[2] : ""))
     CASE("namespace", open_another_namespace())

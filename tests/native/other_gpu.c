@@ -11,6 +11,7 @@
  *   vmm, mapped, domain    cuMemCreate; held, mapped alone, of a locality domain
  *   bound, bound2, address, address2, endpoint, place    bound alone, to an object or an endpoint: as memory or by its address. It
  *                          goes back when it is unbound, or with the object (bound2) or the endpoint (place)
+ *   sparse, sparse2        in tiles of a sparse array alone, until they are mapped no more, or until the array ends
  *   node, captured, uploaded    memory of a graph's node on TARGET, launched or uploaded in a stream of CURRENT
  *   stack, heap, fifo      limits of TARGET's context, which is current for the call
  *
@@ -19,6 +20,9 @@
  *   destroy, detach, attached, reset, release, green    three times what fits in a context with a heap of a block more, which then ends
  *                          so; attached: a second user detaches first; green: a green context has it, too
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
+ *   contexts               twice as many contexts as fit
+ *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
+ *   ended                  pools that are destroyed with 512 bytes in them
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -41,6 +45,7 @@ static CUdeviceptr taken[MOST];
 static CUgraphExec graphs[MOST];
 static CUmemoryPool pool;
 static CUmemGenericAllocationHandle object;
+static CUarray sparse;
 static CUmulticastObjectProp multicast = {.numDevices = 1, .size = MOST * BLOCK};
 static int target, current, count;
 static size_t limit_at_first;
@@ -78,6 +83,24 @@ static CUresult take_node(CUdeviceptr *address, CUgraphExec *graph, const char *
     return result ? result : cuGraphLaunch(*graph, stream_of(current));
 }
 
+static CUresult map_tile(int i, CUmemGenericAllocationHandle handle)
+{
+    CUarrayMapInfo tile = {.resourceType = CU_RESOURCE_TYPE_ARRAY,
+                           .resource.array = sparse,
+                           .subresource.sparseLevel.offsetX = (unsigned)i,
+                           .memOperationType = handle ? CU_MEM_OPERATION_TYPE_MAP : CU_MEM_OPERATION_TYPE_UNMAP,
+                           .memHandle.memHandle = handle};
+    return (i % 2 ? cuMemMapArrayAsync_ptsz : cuMemMapArrayAsync)(&tile, 1, streams[target]);
+}
+
+static CUresult make_sparse(void)
+{
+    CUDA_ARRAY3D_DESCRIPTOR of = {
+        .Width = 1 << 16, .Height = 1 << 10, .Format = CU_AD_FORMAT_FLOAT, .NumChannels = 1, .Flags = CUDA_ARRAY3D_SPARSE};
+    make_current(target);
+    return cuArray3DCreate_v2(&sparse, &of);
+}
+
 static CUresult take_mapped(CUdeviceptr *address, CUmemGenericAllocationHandle handle, const char *kind)
 {
     CUresult result = CUDA_SUCCESS;
@@ -94,6 +117,8 @@ static CUresult take_mapped(CUdeviceptr *address, CUmemGenericAllocationHandle h
     if (is(kind, "endpoint place"))
         result = is(kind, "endpoint") ? cuLogicalEndpointBindMem(1, target, at, handle, 0, BLOCK, 0)
                                       : cuLogicalEndpointBindAddr(1, target, at, (void *)(uintptr_t)*address, BLOCK, 0);
+    if (is(kind, "sparse sparse2"))
+        result = map_tile(count, handle);
     cuMemRelease(handle);
     if (is_mapped && !is(kind, "mapped"))
         cuMemUnmap(*address, BLOCK);
@@ -145,7 +170,7 @@ static CUresult take(const char *kind)
                                                      : cuMemPoolCreate(&pool, &properties);
         return result ? result : cuMemAllocFromPoolAsync(address, BLOCK, pool, stream);
     }
-    if (is(kind, "vmm mapped domain bound bound2 address address2 endpoint place")) {
+    if (is(kind, "vmm mapped sparse sparse2 domain bound bound2 address address2 endpoint place")) {
         CUmemGenericAllocationHandle handle;
         if (strcmp(kind, "domain") == 0) {
             of.location.type = CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN;
@@ -175,12 +200,16 @@ static void give(const char *kind, int i)
         cuLogicalEndpointUnbind(1, target, i * BLOCK, BLOCK);
     else if (is(kind, "bound address address2"))
         cuMulticastUnbind(object, target, i * BLOCK, BLOCK);
+    else if (is(kind, "sparse"))
+        map_tile(i, 0);
+    else if (i == 0 && is(kind, "sparse2"))
+        (void)(cuArrayDestroy(sparse) || make_sparse());
     else if (i == 0 && is(kind, "place"))
         cuLogicalEndpointDestroy(1);
     else if (i == 0 && is(kind, "bound2")) {
         cuMemRelease(object);
         cuMulticastCreate(&object, &multicast);
-    } else if (is(kind, "place bound2"))
+    } else if (is(kind, "place bound2 sparse2"))
         ;
     else if (is(kind, "stack heap fifo")) {
         make_current(target);
@@ -266,6 +295,45 @@ static int make_green_contexts(const char *program)
     return 0;
 }
 
+static int make_contexts(const char *program)
+{
+    for (int round = 0; round < 2; round++) {
+        CUcontext made[MOST];
+        CUresult result = CUDA_SUCCESS;
+        for (count = 0; count < MOST && (result = cuCtxCreate_v2(&made[count], 0, target)) == CUDA_SUCCESS; count++)
+            cuCtxPopCurrent_v2(NULL);
+        say(program, "take", result);
+        for (int i = 0; i < count; i++)
+            result = cuCtxDestroy_v2(made[i]);
+        say(program, "give", result);
+    }
+    return 0;
+}
+
+/* Until one is refused. */
+static int take_of_pools(const char *program, const char *kind)
+{
+    CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
+    CUresult result = cuDevicePrimaryCtxRetain(&contexts[0], target);
+    int is_allowed = 0;
+    cuCtxSetCurrent(contexts[0]);
+    if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
+                                cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
+        return 3;
+    for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
+        if (is(kind, "ended") && cuMemPoolCreate(&pool, &properties))
+            return 3;
+        result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
+        if (result == CUDA_SUCCESS && is(kind, "ordered"))
+            cuMemFreeAsync(taken[count], NULL);
+        if (is(kind, "ended") && cuMemPoolDestroy(pool))
+            return 4;
+    }
+    say(program, "take", result);
+    return 0;
+}
+
 static int launch(const char *kind, double seconds)
 {
     struct timespec now;
@@ -319,6 +387,10 @@ int main(int words, char **word)
         return end_contexts(word[0], word[1]);
     if (is(word[1], "parts"))
         return make_green_contexts(word[0]);
+    if (is(word[1], "ordered ended"))
+        return take_of_pools(word[0], word[1]);
+    if (is(word[1], "contexts"))
+        return make_contexts(word[0]);
     for (int i = 0; i < GPUS && cuDevicePrimaryCtxRetain(&contexts[i], i) == CUDA_SUCCESS; i++) {
         cuCtxSetCurrent(contexts[i]);
         cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING);
@@ -331,6 +403,8 @@ int main(int words, char **word)
         if (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool))
             return 3;
     }
+    if (is(word[1], "sparse sparse2") && make_sparse())
+        return 3;
     if (is(word[1], "bound bound2 address address2") && cuMulticastCreate(&object, &multicast))
         return 3;
     make_current(target);

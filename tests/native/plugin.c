@@ -2,6 +2,8 @@
  *
  *   -DPLUGIN                      calls the driver's functions; linked to it
  *   -DPLUGIN -DPOINTERS           the same, by addresses in its data
+ *   -DPLUGIN -DCONSTANTS          the same, by addresses in pages that are read-only but for the loader (text relocations)
+ *   -DPLUGIN -DLACKS              calls one that nobody has in what is never called
  *   -DPLUGIN -DFINDS=FUNCTION     finds them by that dlsym; linked to nothing
  *   -DPLUGIN -DOPENS=FILE         opens another plugin, which takes it
  *   -DDRIVER                      a driver of the plugin's own, all of whose allocations fail
@@ -59,6 +61,12 @@ static __typeof__(cuDevicePrimaryCtxRetain) *at_cuDevicePrimaryCtxRetain = cuDev
 static __typeof__(cuCtxSetCurrent) *at_cuCtxSetCurrent = cuCtxSetCurrent;
 static __typeof__(cuMemAlloc_v2) *at_cuMemAlloc_v2 = cuMemAlloc_v2;
 #define CALL(name) at_##name
+#elif defined CONSTANTS
+enum { AT_cuInit, AT_cuDevicePrimaryCtxRetain, AT_cuCtxSetCurrent, AT_cuMemAlloc_v2 };
+extern void *const constants[] __attribute__((visibility("hidden")));
+__asm__(".section .rodata.constants,\"a\"\n.balign 8\n.globl constants\n.hidden constants\n"
+        "constants: .quad cuInit, cuDevicePrimaryCtxRetain, cuCtxSetCurrent, cuMemAlloc_v2\n.previous");
+#define CALL(name) ((__typeof__(name) *)constants[AT_##name])
 #else
 #define CALL(name) name
 #endif
@@ -73,6 +81,10 @@ int take(int most)
         taken++;
     return taken;
 }
+#endif
+#ifdef LACKS
+int nobody_has_it(void);
+int never_called(void) { return nobody_has_it(); }
 #endif
 const char *whose(void) { return "plugin"; }
 const char *ask(void) { return whose(); }

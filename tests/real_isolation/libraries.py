@@ -36,7 +36,7 @@ from tests.native.build import (
 )
 
 VERSION = "580.95.05"
-UUID = f"GPU-00000000-0000-4000-8000-{0:012x}"
+UUIDS = [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(2)]
 POD, CONTAINER = "11111111-2222-3333-4444-555555555555", "main"
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -79,14 +79,18 @@ done >>/etc/vcuda/pids.config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """Of each GPU."""
+
     memory_mib: int
     cores: int
+    gpus: int = 1
 
 
 def _fill_gpushare(etc: Path, limits: Limits) -> dict[str, str]:
-    gpu = GpuLimits(uuid=UUID, memory_bytes=limits.memory_mib * MIB, cores=100 * limits.cores)
+    each = {"memory_bytes": limits.memory_mib * MIB, "cores": 100 * limits.cores}
+    gpus = [GpuLimits(uuid=uuid, **each) for uuid in UUIDS[: limits.gpus]]
     (etc / "vcuda").mkdir()
-    (etc / "vcuda/gpushare.config").write_bytes(encode_gpushare_config(POD, CONTAINER, [gpu]))
+    (etc / "vcuda/gpushare.config").write_bytes(encode_gpushare_config(POD, CONTAINER, gpus))
     (etc / "vcuda/usage").write_bytes(encode_usage())
     return {}
 
@@ -94,7 +98,7 @@ def _fill_gpushare(etc: Path, limits: Limits) -> dict[str, str]:
 def _fill_hami_core(etc: Path, limits: Limits) -> dict[str, str]:
     (etc / "hami").mkdir()
     return {
-        "CUDA_DEVICE_MEMORY_LIMIT_0": f"{limits.memory_mib}m",
+        **{f"CUDA_DEVICE_MEMORY_LIMIT_{gpu}": f"{limits.memory_mib}m" for gpu in range(limits.gpus)},
         "CUDA_DEVICE_SM_LIMIT": str(limits.cores),
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/etc/hami/cache",
         "LIBCUDA_LOG_LEVEL": "0",
@@ -118,9 +122,9 @@ def _fill_vcuda(etc: Path, limits: Limits) -> dict[str, str]:
 def _fill_vgpu_manager(etc: Path, limits: Limits) -> dict[str, str]:
     (etc / "vgpu-manager").mkdir()
     return {
-        "CUDA_MEM_LIMIT_0": f"{limits.memory_mib}m",
-        "CUDA_CORE_LIMIT_0": str(limits.cores),
-        "MANAGER_VISIBLE_DEVICES": UUID,
+        **{f"CUDA_MEM_LIMIT_{gpu}": f"{limits.memory_mib}m" for gpu in range(limits.gpus)},
+        **{f"CUDA_CORE_LIMIT_{gpu}": str(limits.cores) for gpu in range(limits.gpus)},
+        "MANAGER_VISIBLE_DEVICES": ",".join(UUIDS[: limits.gpus]),
         "MANAGER_COMPATIBILITY_MODE": "0",
         "CUDA_SM_SHARED_BUCKET": "true",
         "VMEMORY_NODE_ENABLED": "true",

@@ -39,10 +39,11 @@ def test_a_library_keeps_what_the_table_says(
         pytest.skip(libraries.why_not[library.name])
 
     def measured() -> str:
-        machine = libraries.machine(**row.driver)
+        machine = libraries.machine(gpus=row.gpus, **row.driver)
 
         def container_of(cores: int = CORES) -> LibraryContainer:
-            return libraries.container(library, machine, Limits(memory_mib=SHARE_BLOCKS * BLOCK_MIB, cores=cores))
+            limits = Limits(memory_mib=SHARE_BLOCKS * BLOCK_MIB, cores=cores, gpus=row.gpus)
+            return libraries.container(library, machine, limits)
 
         return row.measure(container_of)
 

@@ -16,10 +16,12 @@ pytestmark = pytest.mark.isolation
 PROGRAM = ("/opt/programs/gpu_program", "dlsym", "12080")
 LIBRARIES = "/run/nvidia-driver:/usr/local/nvidia/lib64"
 LOADER = Path("/lib64/ld-linux-x86-64.so.2")
+PRELOADS = {"": "/etc/ld.so.preload", "nix": "/etc/ld-nix.so.preload", "foreign": "/opt/ld.so.preload"}
+"""The file that a loader reads: the machine's own, nixpkgs', and one that no agent mounts. All fit where the first is."""
 WAYS: dict[str, Sequence[str]] = {
-    "as Nix": ("/opt/programs/loader", "--library-path", LIBRARIES, *PROGRAM),
+    "by a foreign loader": ("/opt/programs/foreign", "--library-path", LIBRARIES, *PROGRAM),
     "in a chroot": (
-        *("sh", "-c", 'mkdir /tmp/r && mount --rbind / /tmp/r && cd /tmp/r/etc && umount ld.so.preload vcuda/usage vcuda'
+        *("sh", "-c", 'mkdir /tmp/r && mount --rbind / /tmp/r && cd /tmp/r/etc && umount ld*.preload vcuda/usage vcuda'
         ' && exec chroot /tmp/r "$@"', "sh", *PROGRAM),
     ),
 }  # fmt: skip
@@ -32,12 +34,13 @@ def setting(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def node(built: Built, setting: str) -> Iterator[IsolationNode]:
-    content, searched = LOADER.read_bytes() if LOADER.exists() else b"", b"/etc/ld.so.preload"
-    if searched not in content:
-        pytest.skip(f"no {LOADER} that reads {searched.decode()}")
-    loader = built.programs / "loader"
-    loader.write_bytes(content.replace(searched, searched.replace(b"etc", b"nix")))
-    loader.chmod(0o755)
+    content = LOADER.read_bytes() if LOADER.exists() else b""
+    own, *others = (path.encode().ljust(24, b"\0") for path in PRELOADS.values())
+    if own not in content:
+        pytest.skip(f"no {LOADER} that reads {PRELOADS['']}, with room for a longer path")
+    for name, other in zip([*PRELOADS][1:], others, strict=True):
+        (built.programs / name).write_bytes(content.replace(own, other))
+        (built.programs / name).chmod(0o755)
     with open_node(built, "gpushare", f"--libgpushare.unlimited={setting}") as node:
         yield node
 
@@ -86,3 +89,18 @@ def test_a_program_without_the_library_is_found_and_its_neighbour_is_not(
     ended = node.log_lines("UnlimitedProcessEnded") - before[1]
     assert (code != 0, ended, blocks) == (setting == "end", int(setting == "end"), 8)
     assert node.log_lines("ShareNotLimited") - before[0] == 1
+
+
+def test_a_program_by_nixpkgs_loader_is_limited(node: IsolationNode) -> None:
+    node.apply("nix", cores=30, blocks=10)
+    program = node.start_command(
+        "nix", ["/opt/programs/nix", "--library-path", LIBRARIES, *PROGRAM, "alloc:alloc:256:30", "wait"]
+    )
+    try:
+        assert program.wait_for("wait"), program.error
+        program.go_on()
+        ended = program.outcome()
+    finally:
+        node.end(program)
+        node.delete_all()
+    assert (ended.step("alloc")["blocks"], ended.code, ended.error) == (8, 0, "")

@@ -83,9 +83,10 @@ ENV_PRELOAD = "LD_PRELOAD"
 LIBRARY_DIRECTORY = "/usr/local/nvidia"
 """Where a container finds the driver's libraries and programs."""
 VDEVICE_DIRECTORY = "/etc/vcuda"
-PRELOAD_PATH = "/etc/ld.so.preload"
+PRELOAD_PATHS = "/etc/ld.so.preload", "/etc/ld-nix.so.preload"
+"""The second is what the dynamic loader of nixpkgs' glibc reads instead of the first."""
 GPUSHARE_DIRECTORY = "/usr/local/gpushare"
-LIMIT_PATHS = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY, LIBRARY_DIRECTORY)
+LIMIT_PATHS = (VDEVICE_DIRECTORY, *PRELOAD_PATHS, GPUSHARE_DIRECTORY, LIBRARY_DIRECTORY)
 """In a container: a volume of the pod's at, below or above one of them may take a limit out of sight."""
 
 

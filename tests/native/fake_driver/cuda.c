@@ -599,9 +599,9 @@ typedef enum { PLAIN, MANAGED, OF_POOL, OF_HANDLE, OF_HOST } memory_kind;
    GPU the next time (cuda.h, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). It grows by whole chunks (measured, H200). */
 typedef struct pool {
     CUdevice device;
-    uint64_t used, reserved, used_high, reserved_high, threshold;
+    uint64_t used, reserved, used_high, reserved_high, threshold, waiting; /* freed, but for no other stream before a wait */
     CUmemLocation at;
-    int is_managed, is_of_host, is_destroyed, is_imported, is_anywhere;
+    int is_managed, is_of_host, is_destroyed, is_imported, is_anywhere, is_ordered;
     struct pool *next;
 } pool;
 /* Memory of less than a MiB shares a page with others of its context; other memory has pages of its own. */
@@ -650,7 +650,8 @@ static uint64_t whole(uint64_t bytes, uint64_t of) { return (bytes + of - 1) / o
 /* What a pool lacks for so many bytes; it has them afterwards, or nothing has changed. */
 static int reserve_in(pool *of, size_t bytes)
 {
-    uint64_t lacking = of->used + bytes > of->reserved ? whole(of->used + bytes - of->reserved, POOL_CHUNK) : 0;
+    uint64_t wanted = of->used + of->waiting + bytes;
+    uint64_t lacking = wanted > of->reserved ? whole(wanted - of->reserved, POOL_CHUNK) : 0;
     if (lacking && !of->is_of_host && !take_memory(minors[of->device], lacking, of->is_managed))
         return 0;
     of->used += bytes;
@@ -662,7 +663,7 @@ static int reserve_in(pool *of, size_t bytes)
 
 static void trim(pool *of, uint64_t least)
 {
-    uint64_t kept = whole(higher(of->used, least), POOL_CHUNK);
+    uint64_t kept = whole(higher(of->used + of->waiting, least), POOL_CHUNK);
     if (of->reserved > kept) {
         if (!of->is_of_host)
             give_memory(minors[of->device], of->reserved - kept, of->is_managed);
@@ -727,6 +728,7 @@ static void give_back(allocation *freed)
 {
     if (freed->of) {
         freed->of->used -= freed->bytes;
+        freed->of->waiting += freed->of->is_ordered ? freed->bytes : 0;
         if (freed->of->is_destroyed && !freed->of->used) /* nobody can wait for it any more */
             trim(freed->of, 0);
     } else if (freed->page) {
@@ -1023,8 +1025,10 @@ static CUresult trim_pools_of(CUdevice device)
     if (device >= 0)
         trim(&own_pools[device], own_pools[device].threshold);
     for (pool *one = made_pools; one; one = one->next)
-        if (one->device == device)
+        if (one->device == device) {
+            one->waiting = 0;
             trim(one, one->threshold);
+        }
     pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
@@ -1097,6 +1101,8 @@ CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool of, CUmemPool_attribute attr
 {
     if (attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)
         ((pool *)of)->threshold = *(cuuint64_t *)value;
+    if (attribute == CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES)
+        ((pool *)of)->is_ordered = !*(int *)value; /* all frees and allocations are taken to be of different streams */
     return CUDA_SUCCESS;
 }
 
@@ -1400,10 +1406,11 @@ static size_t bytes_of_array(size_t width, size_t height, size_t depth, CUarray_
     return width * (height ? height : 1) * (depth ? depth : 1) * bytes_of_format(format) * channels;
 }
 
-static CUresult make_array(void **array, size_t bytes)
+/* A sparse one has memory of handles alone, which is mapped to its tiles. */
+static CUresult make_array(void **array, size_t bytes, unsigned flags)
 {
     CUdeviceptr address = 0;
-    CUresult result = allocate(&address, bytes, current_gpu(), PLAIN);
+    CUresult result = allocate(&address, bytes, current_gpu(), flags & CUDA_ARRAY3D_SPARSE ? OF_HOST : PLAIN);
     *array = (void *)(uintptr_t)address;
     return result;
 }
@@ -1411,25 +1418,25 @@ static CUresult make_array(void **array, size_t bytes)
 CUresult CUDAAPI cuArrayCreate_v2(CUarray *array, const CUDA_ARRAY_DESCRIPTOR *of)
 {
     log_call("cuArrayCreate_v2");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels), 0);
 }
 
 CUresult CUDAAPI cuArrayCreate(CUarray *array, const CUDA_ARRAY_DESCRIPTOR_v1 *of)
 {
     log_call("cuArrayCreate");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, 1, of->Format, of->NumChannels), 0);
 }
 
 CUresult CUDAAPI cuArray3DCreate(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of)
 {
     log_call("cuArray3DCreate");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels), of->Flags);
 }
 
 CUresult CUDAAPI cuArray3DCreate_v2(CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of)
 {
     log_call("cuArray3DCreate_v2");
-    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels));
+    return make_array((void **)array, bytes_of_array(of->Width, of->Height, of->Depth, of->Format, of->NumChannels), of->Flags);
 }
 
 CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels)
@@ -1438,12 +1445,13 @@ CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRA
     log_call("cuMipmappedArrayCreate");
     for (unsigned level = 0; level < (levels ? levels : 1); level++)
         bytes += bytes_of_array(of->Width >> level, of->Height >> level, of->Depth >> level, of->Format, of->NumChannels);
-    return make_array((void **)array, bytes);
+    return make_array((void **)array, bytes, of->Flags);
 }
 
 CUresult CUDAAPI cuArrayDestroy(CUarray array)
 {
     log_call("cuArrayDestroy");
+    unbind((uintptr_t)array, -1, 0);
     return free_allocation((uintptr_t)array);
 }
 CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
@@ -1451,6 +1459,22 @@ CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
     log_call("cuMipmappedArrayDestroy");
     return free_allocation((uintptr_t)array);
 }
+
+CUresult CUDAAPI cuMemMapArrayAsync(CUarrayMapInfo *tiles, unsigned int count, CUstream stream)
+{
+    CUresult result = CUDA_SUCCESS;
+    (void)stream;
+    for (unsigned i = 0; i < count && result == CUDA_SUCCESS; i++) {
+        CUdeviceptr array = (uintptr_t)tiles[i].resource.array;
+        uint64_t at = tiles[i].subresource.sparseLevel.offsetX;
+        for (CUdevice device = 0; is_gpu(device); device++)
+            unbind(array, device, at);
+        if (tiles[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            result = bind(array, at, tiles[i].memHandle.memHandle);
+    }
+    return result;
+}
+PER_THREAD(cuMemMapArrayAsync);
 
 /* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it. No kernel is compiled: one named
    `spin` computes for its first parameter, nanoseconds in 64 bits; `timed` waits until so long after its begin, with slice_us;

@@ -79,7 +79,7 @@ def _symbols(names: set[str], typedefs: str) -> Iterable[tuple[str, int, bool, s
         base, number = (numbered[1], int(numbered[2])) if numbered else (stem, 1)
         variants[base, bool(per_thread)].append((number, name))
     for (base, is_per_thread), found in sorted(variants.items()):
-        versions = sorted(since[base, is_per_thread])
+        versions = sorted(since[base, is_per_thread] or since[base, False])
         oldest_first = sorted(found)
         # Headers drop old variants: the newest symbol has the newest version, and so on backwards.
         padded = [0] * (len(oldest_first) - len(versions)) + versions[max(0, len(versions) - len(oldest_first)) :]

@@ -50,7 +50,7 @@ _PROCESS = struct.Struct("@I4xQII")
 """PID, memory, GPU instance, compute instance."""
 _USE = struct.Struct("@I4xQ4I")
 """ProcessUse."""
-_NOT_AVAILABLE = 0xFFFF_FFFF_FFFF_FFFF
+_IMPOSSIBLE_BYTES = 1 << 48
 _CLOCK_SLACK_US = 5_000_000
 """So far ahead of our clock a sample's time may be."""
 
@@ -140,7 +140,7 @@ class GpuCalls(Struct):
             rows = self.rows(f"{name}_v2", _PROCESS)  # older drivers
         if rows is None:
             return None
-        return {pid: None if used == _NOT_AVAILABLE else used for pid, used, _, _ in rows}
+        return {pid: None if used >= _IMPOSSIBLE_BYTES else used for pid, used, _, _ in rows}
 
     def list_uses(self, since_us: int, now_us: int) -> list[ProcessUse] | None:
         """The samples since then that can be true: drivers leave entries of their buffer unfilled, with no process, more

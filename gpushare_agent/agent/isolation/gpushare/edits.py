@@ -2,7 +2,7 @@
 
 | in the container | what |
 |---|---|
-| `/usr/local/gpushare/libgpushare.so`, `/etc/ld.so.preload` | the library; the same for all, read-only |
+| `/usr/local/gpushare/libgpushare.so`, the two `PRELOAD_PATHS` | the library; the same for all, read-only |
 | `/etc/vcuda`, read-only | the container's directory with gpushare.config, which the agent changes while programs run |
 | `/etc/vcuda/usage`, writable | what the container's processes share of their use |
 
@@ -27,7 +27,7 @@ from gpushare_agent.core.model.names import (
     ENV_VISIBLE_DEVICES,
     GPUSHARE_DIRECTORY,
     MAX_ANNOTATION_CHARS,
-    PRELOAD_PATH,
+    PRELOAD_PATHS,
     VDEVICE_DIRECTORY,
     GpuUuid,
 )
@@ -48,14 +48,17 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
         return ContainerEdits()
     if refused := _unlimited(request) or _overridden(request.container):
         return refused
-    own_paths = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY)
+    own_paths = (VDEVICE_DIRECTORY, *PRELOAD_PATHS, GPUSHARE_DIRECTORY)
     if refused := refused_mounts(request.container, "gpushare", own_paths):
         return refused
     directory, own = request.config.settings.libgpushare.directory, request.vdevice_directory
     return ContainerEdits(
         mounts=(
             ContainerMount(host_path=str(directory / LIBRARY_NAME), container_path=LIBRARY_PATH),
-            ContainerMount(host_path=str(directory / "ld.so.preload"), container_path=PRELOAD_PATH),
+            *(
+                ContainerMount(host_path=str(directory / "ld.so.preload"), container_path=path)
+                for path in PRELOAD_PATHS
+            ),
             ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY),
             # One writable file in the read-only directory: its mount comes after the directory's.
             ContainerMount(

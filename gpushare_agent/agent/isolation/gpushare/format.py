@@ -37,12 +37,12 @@ _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _BETWEEN_OFFSET, _CONTEXT_OFFSET = 240, 272
 _FIRST_USAGE_GPU, _USAGE_GPU_BYTES, _SLOT_BYTES = 512, 256, 448
 _FIRST_SLOT = _FIRST_USAGE_GPU + MOST_GPUS * _USAGE_GPU_BYTES
+_SLOTS = slice(_FIRST_SLOT, _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES)
 _PAID = struct.Struct("@Q40xQQ128xQQQ40x")
 """A GPU's entry in `usage`: changed_at, launched, launches, launched_long, turns, present_long."""
 _UNATTRIBUTED = struct.Struct("@8xq")
-_SLOT_HELD = struct.Struct(f"@i12x{MOST_GPUS}Q")
-"""A process: its PID, 0 if there is none, and what it has of each GPU."""
-_SLOT = struct.Struct("@i324xQ112x")
+_SLOT = struct.Struct(f"@i12x{MOST_GPUS}Q184xQ112x")
+"""A process: its PID, 0 if there is none, what it has of each GPU, and its unknown functions."""
 FIRST_LOCKED_BYTE = 1 << 20
 """The process of slot i holds a lock on the byte that is i behind this one, for as long as it lives."""
 
@@ -211,15 +211,14 @@ def read_slots(usage: bytes) -> list[Slot] | None:
     """All slots of a whole file, also those of no process, which have no PID above 0; None of a file of another layout."""
     if _USAGE_HEAD.unpack_from(usage) != (b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS):
         return None
-    return list(_SLOT.iter_unpack(usage[_FIRST_SLOT : _FIRST_SLOT + MOST_SLOTS * _SLOT_BYTES]))
+    return [(pid, unhooked) for pid, *_, unhooked in _SLOT.iter_unpack(usage[_SLOTS])]
 
 
-def read_held(usage: bytes | memoryview, gpus: int) -> list[int]:
+def read_held(usage: bytes, gpus: int) -> list[int]:
     """Bytes of each of the first `gpus` GPUs that the processes claim to have, including dead processes that were not
     cleared yet."""
     held = [_UNATTRIBUTED.unpack_from(usage, _FIRST_USAGE_GPU + index * _USAGE_GPU_BYTES)[0] for index in range(gpus)]
-    for index in range(MOST_SLOTS):
-        pid, *own = _SLOT_HELD.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES)
+    for pid, *own, _ in _SLOT.iter_unpack(usage[_SLOTS]):
         if pid > 0:
             held = [sum(pair) for pair in zip(held, own, strict=False)]
     # Numbers that the tenant may write, and the unattributed one is signed.

@@ -182,7 +182,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             return self._skip(gpu)
         before = saved or Remembered(driver=driver, library=library)
         # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
-        await file.save(lambda: _document(replace(before, unfinished=unfinished + 1)))
+        await file.save(lambda: to_builtins(replace(before, unfinished=unfinished + 1)))
         state, text = await self._prove(gpu)
         found = Remembered(
             driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock(),
@@ -190,10 +190,10 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         )  # fmt: skip
         # It came to its end, so it is no attempt that ended the agent.
         if state is ProbeState.SKIPPED:
-            await file.save(lambda: _document(replace(before, unfinished=0)))
+            await file.save(lambda: to_builtins(replace(before, unfinished=0)))
             return self._skip(text)
         self._known, self._proven = found, key
-        await file.save(lambda: _document(found))
+        await file.save(lambda: to_builtins(found))
         if state is ProbeState.PASSED:
             log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
         else:
@@ -252,18 +252,12 @@ async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[s
 
 
 def state_file(directory: Path) -> StateFile:
-    lost = "the library is probed again"
     return StateFile(
         directory / STATE_NAME,
         "the probe's result",
         on_corrupt=lambda **said: log.warning("isolation_probe_forgotten", **said),
-        lost=lost,
+        lost="the library is probed again",
     )
-
-
-def _document(remembered: Remembered) -> dict[str, Any]:
-    document: dict[str, Any] = to_builtins(remembered)
-    return document
 
 
 def _parsed(raw: Any) -> Remembered | None:

@@ -8,9 +8,9 @@ does not. But the driver names every process on a GPU, and the library gives eac
     unknown functions  the library says that it has let the program have some
 
 A slot counts as long as a process holds its lock. A tenant who makes up slots hides a process from the first rule, not from
-the second. Graphics processes need no slot: the library limits none. A share that is made smaller may have more while the
-resize lasts. What was found is believed once it is there for SETTLED_S: a look that finds something new asks for more rounds
-of usage sampling, and nothing here reads the driver itself.
+the second. Graphics processes need no slot: the library limits none. A share that is made smaller may have what it is
+charged while the resize lasts. What was found is believed once it is there for SETTLED_S: a look that finds something new
+asks for more rounds of usage sampling, and nothing here reads the driver itself.
 
 State owned: since when which container and process is found, what is wrong with a container now, and what was told.
 """
@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS, GpuLimits, Slot
@@ -140,7 +141,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
     async def look(self) -> None:
         """Judges the last round. What cannot be read now is judged after the next one."""
         shares = self.shares()
-        seen = seen_in(self._usage, shares, self.host.share_of) if self._usage is not None else {}
+        seen = seen_in(self._usage, self._charged(shares), self.host.share_of) if self._usage is not None else {}
         try:
             found = await self._findings(seen) if seen else set()
         except AgentError:
@@ -168,14 +169,21 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         ends = self.host.node.settings.libgpushare.unlimited == "end"
         for key, one in seen.items():
             for why, ended in judge(one, own_pids, slots[key]).items():
-                if why != ABOVE or not self._is_shrinking(key):
-                    found |= {(key, why, 0, 0), *((key, why, pid, started[pid]) for pid in ended if ends)}
+                found |= {(key, why, 0, 0), *((key, why, pid, started[pid]) for pid in ended if ends)}
         return found
 
-    def _is_shrinking(self, key: ContainerKey) -> bool:
-        node = self.host.node
-        resized = [node.cache.resized.get(part.key) for part in node.claim_pods.parts(key)]
-        return any(one is not None and one.charged.memory > one.target.memory for one in resized)
+    def _charged(self, shares: Mapping[ContainerKey, Sequence[GpuLimits]]) -> dict[ContainerKey, Sequence[GpuLimits]]:
+        """A share that becomes smaller may have what it is charged, and no more: the tenant says when it is over."""
+        found = dict(shares)
+        for part, resized in self.host.node.cache.resized.items():
+            charged, target, key = resized.charged.memory, resized.target.memory, self.host.share_of(part)
+            found[key] = [
+                replace(one, memory_bytes=one.memory_bytes * charged // max(target, 1))
+                if one.uuid == resized.gpu and one.memory_bytes is not None and charged > target
+                else one
+                for one in found.get(key, ())
+            ]
+        return found
 
     async def _end(self, key: ContainerKey, why: str, pid: int, started: int) -> None:
         pods = {pod.uid for pod in self.host.node.claim_pods.using(key.pod_uid)}

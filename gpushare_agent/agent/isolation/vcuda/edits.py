@@ -65,6 +65,7 @@ ISOLATION = Isolation(
             NotKept.COPIES,
             NotKept.EXTENDED_LAUNCHES,
             NotKept.GRAPHS,
+            NotKept.MANAGED_MEMORY,
             NotKept.OTHER_APIS,
             NotKept.POOLS,
             NotKept.SMALL_LAUNCHES,
