@@ -116,7 +116,8 @@ def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:
     (share,) = [labels for labels, _ in rows if labels["pod"] == "same"]
     assert (share["isolation"], share["memory_by"], share["compute_by"]) == ("vcuda", "vcuda", "vcuda")
     assert share["not_kept"] == (
-        "async-allocations,bypass,copies,extended-launches,graphs,other-apis,pools,small-launches,virtual-memory"
+        "async-allocations,bypass,copies,extended-launches,graphs,managed-memory,other-apis,pools,small-launches,"
+        "virtual-memory"
     )
     (of_whole,) = [labels for labels, _ in rows if labels["pod"] != "same"]
     assert (of_whole["memory_by"], of_whole["compute_by"], of_whole["not_kept"]) == ("whole-gpu", "whole-gpu", "")
