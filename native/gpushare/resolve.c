@@ -195,7 +195,7 @@ bool enter_nvml_hook(uintptr_t *frame) { return enter(&nvml, frame); }
 /* A function of its own: dlsym must make tail calls. */
 __attribute__((noinline)) bool is_in_hook(void)
 {
-    uintptr_t frame;
+    uintptr_t frame = 0;
     return is_within(&frame);
 }
 
