@@ -40,7 +40,7 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     UNKNOWN,
     Seen,
     UnlimitedContainers,
-    judge,
+    problems_in,
     seen_in,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
@@ -135,7 +135,7 @@ JUDGED: dict[str, tuple[Seen, Mapping[int, int], Sequence[Slot] | None, dict[str
 @pytest.mark.parametrize("case", JUDGED)
 def test_a_container_is_judged(case: str) -> None:
     seen, own_pids, slots, expected = JUDGED[case]
-    assert {why: sorted(pids) for why, pids in judge(seen, own_pids, slots).items()} == expected
+    assert {why: sorted(pids) for why, pids in problems_in(seen, own_pids, slots).items()} == expected
 
 
 class Failing(IsolationPart):
@@ -314,7 +314,7 @@ def program() -> Iterator[Callable[[], int]]:
         one.communicate()
 
 
-async def test_a_process_without_a_slot_is_told_once_and_only_after_a_while(
+async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
     host: Host, program: Callable[[], int], open_files: ExitStack
 ) -> None:
     """One that has just started is not guilty; more rounds are asked for until that is known, and no longer."""
@@ -382,7 +382,7 @@ async def test_a_process_that_ends_has_no_slot_any_more_and_is_not_guilty(
     assert (host.events, watch.problem(KEY)) == ([], "")
 
 
-async def test_memory_above_the_limit_is_told_whatever_the_slots_say(
+async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
     host: Host, program: Callable[[], int], open_files: ExitStack
 ) -> None:
     """Not what each process and its code may have more, nor what a share is charged while it becomes smaller: no more."""
@@ -479,7 +479,7 @@ async def test_what_is_kept_does_not_grow(host: Host, program: Callable[[], int]
         pid = program()
         host.show(pid)
         await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
-    assert len(watch._since) == len(host.events) == len(watch._told) == 1
+    assert len(watch._since) == len(host.events) == len(watch._warned) == 1
     host.shares = {}
     await host.look(watch)
-    assert not watch._since and not watch._told and not watch._problems
+    assert not watch._since and not watch._warned and not watch._problems

@@ -1,6 +1,6 @@
 """Finds containers that libgpushare does not limit, says so, and ends their processes where `libgpushare.unlimited` is end.
 
-Whether a program loads the library is decided in its container: one for musl, linked statically, from Nix or in a chroot
+Whether a program loads the library is decided in its container: one for musl, linked statically or in a chroot
 does not. But the driver names every process on a GPU, and the library gives each a slot of `usage` before its context:
 
     no slot            the process computes by the driver, and is not limited
@@ -12,7 +12,8 @@ the second. Graphics processes need no slot: the library limits none. A share th
 charged while the resize lasts. What was found is believed once it is there for SETTLED_S: a look that finds something new
 asks for more rounds of usage sampling, and nothing here reads the driver itself.
 
-State owned: since when which container and process is found, what is wrong with a container now, and what was told.
+State owned: since when which container and process is found, what is wrong with a container now, and which problems
+its pod has an Event of.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CODE_BYTES = 128 * MIB
 ENDED_BYTES = 1024 * MIB
 """Above the limit by more, a container's processes are ended although all have a slot."""
 NO_LIBRARY = (
-    "a program uses the GPU without libgpushare: it is static, of musl (Alpine), of 32 bits, of Nix, in a chroot, or older"
+    "a program uses the GPU without libgpushare: it is static, of musl (Alpine), of 32 bits, in a chroot, or older"
     " than the isolation. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older pod again"
 )
 ABOVE = (
@@ -88,7 +89,7 @@ def seen_in(
     return found
 
 
-def judge(seen: Seen, own_pids: Mapping[int, int], slots: Sequence[Slot] | None) -> dict[str, Collection[int]]:
+def problems_in(seen: Seen, own_pids: Mapping[int, int], slots: Sequence[Slot] | None) -> dict[str, Collection[int]]:
     """What is wrong with a container, each with the host PIDs of the processes that may be ended for it. `own_pids` are of
     those that live; `slots` is None where they cannot be read."""
     found: dict[str, Collection[int]] = {}
@@ -121,7 +122,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
     _usage: UsageRound | None = None
     _since: dict[_Finding, float] = field(default_factory=dict)
     _problems: dict[ContainerKey, str] = field(default_factory=dict)
-    _told: set[tuple[ContainerKey, str]] = field(default_factory=set)
+    _warned: set[tuple[ContainerKey, str]] = field(default_factory=set)
     _reconciler: Reconciler = field(default_factory=Reconciler)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
@@ -139,7 +140,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         await self._reconciler.run(self.look, lambda: None, pause_s=SETTLED_S / 2)
 
     async def look(self) -> None:
-        """Judges the last round. What cannot be read now is judged after the next one."""
+        """Looks at the last round. What cannot be read now is looked at after the next one."""
         shares = self.shares()
         seen = seen_in(self._usage, self._charged(shares), self.host.share_of) if self._usage is not None else {}
         try:
@@ -152,12 +153,12 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         if len(settled) < len(found):
             self.request_usage()  # rounds are rare while nobody reads the use
         self._problems = {key: why for key, why, _, _ in settled}
-        self._told = {one for one in self._told if one[0] in shares}
+        self._warned = {one for one in self._warned if one[0] in shares}
         for key, why, pid, started in settled:
             if pid:
                 await self._end(key, why, pid, started)
-            elif (key, why) not in self._told:
-                self._told.add((key, why))
+            elif (key, why) not in self._warned:
+                self._warned.add((key, why))
                 self.host.warn_of(key, "ShareNotLimited", f"is not limited: {why}")
 
     async def _findings(self, seen: Mapping[ContainerKey, Seen]) -> set[_Finding]:
@@ -168,7 +169,7 @@ class UnlimitedContainers(Struct, kw_only=True, eq=False):
         own_pids = {pid: (pid, *inner[pid])[-1] for pid in inner.keys() & started}
         ends = self.host.node.settings.libgpushare.unlimited == "end"
         for key, one in seen.items():
-            for why, ended in judge(one, own_pids, slots[key]).items():
+            for why, ended in problems_in(one, own_pids, slots[key]).items():
                 found |= {(key, why, 0, 0), *((key, why, pid, started[pid]) for pid in ended if ends)}
         return found
 
