@@ -103,11 +103,16 @@ def test_functions_of_the_program_s_own_are_its_own(share: Container, program: P
     ]
 
 
-def test_of_two_drivers_each_has_its_own_functions(share: Container, program: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def other(share: Container, tmp_path: Path) -> Path:
+    """A driver of another directory, by another name."""
+    copy = tmp_path / "compat" / "libcuda.so.535"
+    copy.parent.mkdir()
+    return Path(shutil.copy(share.machine.built.driver / "libcuda.so", copy))
+
+
+def test_of_two_drivers_each_has_its_own_functions(share: Container, program: Path, other: Path) -> None:
     """The one that is there under the driver's name is limited; calls of the other one do not end in the first."""
-    other = tmp_path / "compat" / "libcuda.so.535"
-    other.parent.mkdir()
-    shutil.copy(share.machine.built.driver / "libcuda.so", other)
     assert lines(share, program, "two", str(other)) == [
         f"first: {HOOK}",
         "second: cuMemAlloc_v2 in libcuda.so.535",
@@ -115,11 +120,8 @@ def test_of_two_drivers_each_has_its_own_functions(share: Container, program: Pa
     ]
 
 
-def test_the_driver_of_another_directory_is_limited(share: Container, program: Path, tmp_path: Path) -> None:
+def test_the_driver_of_another_directory_is_limited(share: Container, program: Path, other: Path) -> None:
     """It was opened by its path: under the driver's name there is it then, and no other one is loaded."""
-    other = tmp_path / "compat" / "libcuda.so.535"
-    other.parent.mkdir()
-    shutil.copy(share.machine.built.driver / "libcuda.so", other)
     assert lines(share, program, "use", str(other)) == ["8"]
 
 

@@ -233,20 +233,20 @@ static void *take_and_give(void *unused)
     return NULL;
 }
 
-static int fork_among_threads(void)
+static int fork_among(void *(*others)(void *), int (*fails_in_child)(void))
 {
     pthread_t all[4];
     int status, failed = 0;
     if (start())
         return 3;
     for (int i = 0; i < 4; i++)
-        pthread_create(&all[i], NULL, take_and_give, NULL);
+        pthread_create(&all[i], NULL, others, NULL);
     for (int i = 0; i < CHILDREN; i++) {
         pid_t child = fork();
         if (child == 0) {
             alarm(20); /* one that hangs is an error */
             is_over = 1;
-            _exit(start() != CUDA_SUCCESS || take(1) != 1);
+            _exit(fails_in_child());
         }
         waitpid(child, &status, 0);
         failed += status != 0;
@@ -256,6 +256,8 @@ static int fork_among_threads(void)
         pthread_join(all[i], NULL);
     return say("forked", CHILDREN, failed);
 }
+
+static int fails_to_take(void) { return start() != CUDA_SUCCESS || take(1) != 1; }
 
 /* Threads only ask for an address, of which there is none, while the program forks; each child asks for the same one. */
 static void *free_nothing(void *unused)
@@ -265,28 +267,7 @@ static void *free_nothing(void *unused)
     return unused;
 }
 
-static int fork_among_frees(void)
-{
-    pthread_t all[4];
-    int status, failed = 0;
-    if (start())
-        return 3;
-    for (int i = 0; i < 4; i++)
-        pthread_create(&all[i], NULL, free_nothing, NULL);
-    for (int i = 0; i < CHILDREN; i++) {
-        pid_t child = fork();
-        if (child == 0) {
-            alarm(20);
-            _exit(cuMemFreeAsync(BLOCK, NULL) == CUDA_SUCCESS);
-        }
-        waitpid(child, &status, 0);
-        failed += status != 0;
-    }
-    is_over = 1;
-    for (int i = 0; i < 4; i++)
-        pthread_join(all[i], NULL);
-    return say("forked", CHILDREN, failed);
-}
+static int frees_nothing(void) { return cuMemFreeAsync(BLOCK, NULL) == CUDA_SUCCESS; }
 
 /* A parent that has not begun with its child until threads of the child do, all at once. */
 static int threads_of_child(void)
@@ -580,8 +561,8 @@ int main(int count, char **words)
     CASE("early", ask_too_early())
     CASE("threads", begin_at_once())
     CASE("threads-of-child", threads_of_child())
-    CASE("fork", fork_among_threads())
-    CASE("fork-frees", fork_among_frees())
+    CASE("fork", fork_among(take_and_give, fails_to_take))
+    CASE("fork-frees", fork_among(free_nothing, frees_nothing))
     CASE("fork-within", fork_within_calls())
     CASE("end", ask_when_it_ends())
     CASE("signals", interrupt())
