@@ -13,7 +13,8 @@ from gpushare_agent.agent.admission.decisions.identity import Known
 from gpushare_agent.agent.isolation import IsolationConfig
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Link, LinkKind, MigPlace
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Link, LinkKind
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames

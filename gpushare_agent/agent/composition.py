@@ -101,7 +101,7 @@ def build(
         claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(KEPT_DECISIONS),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
-        has_claims=bool(settings.dra.gpus) or (records is not None and has_files(records)),
+        has_claims=settings.has_claims or (records is not None and has_files(records)),
     )
     cluster = ClusterPart(node)
     isolation = isolations.build(

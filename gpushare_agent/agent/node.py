@@ -40,9 +40,14 @@ class GpuSplit(Struct, frozen=True, kw_only=True):
 
 
 def gpu_split(
-    chosen: Collection[str], gpus: Iterable[Gpu], allocations: Iterable[Allocation], excluded: Collection[str] = ()
+    chosen: Collection[str],
+    gpus: Iterable[Gpu],
+    allocations: Iterable[Allocation],
+    excluded: Collection[str] = (),
+    on_demand: Collection[str] = (),
 ) -> GpuSplit:
-    """`chosen` is the setting dra.gpus, `excluded` the setting excluded_gpus. MIG instances stay the device plugins'."""
+    """`chosen` is the setting dra.gpus, `excluded` the setting excluded_gpus, `on_demand` the setting mig.on_demand: all
+    instances of these GPUs are claims'."""
     by_claims: set[GpuUuid] = set()
     by_plugins: set[GpuUuid] = set()
     for allocation in allocations:
@@ -51,13 +56,20 @@ def gpu_split(
     for gpu in gpus:
         if gpu.is_selected(excluded):
             not_plugins.append((gpu.uuid, "it is excluded (setting excluded_gpus)"))
-        elif gpu.mig is None and gpu.is_selected(chosen):
-            not_plugins.append((gpu.uuid, "it is offered by ResourceClaims alone (setting dra.gpus)"))
+        elif (by_setting := _setting_of(gpu, chosen, on_demand)) is not None:
+            not_plugins.append((gpu.uuid, f"it is offered by ResourceClaims alone (setting {by_setting})"))
             if by_plugins.isdisjoint((gpu.uuid, ANY_GPU)):
                 claimable.add(gpu.uuid)
         elif gpu.uuid in by_claims:
             not_plugins.append((gpu.uuid, "ResourceClaims still use it; the device plugins get it when they end"))
     return GpuSplit(claimable=frozenset(claimable), not_plugins=tuple(not_plugins))
+
+
+def _setting_of(gpu: Gpu, chosen: Collection[str], on_demand: Collection[str]) -> str | None:
+    """The setting by which it is claims'."""
+    if gpu.mig is not None and gpu.is_selected(on_demand):
+        return "mig.on_demand"
+    return "dra.gpus" if gpu.is_selected(chosen) else None
 
 
 def plugins_inventory(inventory: GpuInventory, found: GpuSplit) -> GpuInventory:
@@ -99,7 +111,10 @@ class Node(Struct, frozen=True, kw_only=True):
         """Which GPUs are the device plugins', and which are claims'."""
         if not self._are_some_others:
             return GpuSplit()
-        return gpu_split(self.settings.dra.gpus, self.gpus().gpus, self.cache, self.settings.excluded_gpus)
+        settings = self.settings
+        return gpu_split(
+            settings.dra.gpus, self.gpus().gpus, self.cache, settings.excluded_gpus, settings.mig.on_demand
+        )
 
     def plugins_gpus(self) -> GpuInventory:
         """The GPUs as admission sees them."""

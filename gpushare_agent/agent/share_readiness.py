@@ -106,7 +106,7 @@ def build(
             "containers": partial(_look_for_left, node, records, claims),
         },
         # Claims that an earlier agent has left are served without the right to publish more.
-        claims=claims if node.settings.dra.gpus else None,
+        claims=claims if node.settings.has_claims else None,
     )
 
 

@@ -261,7 +261,7 @@ async def build_node(
     name = "the agent" if is_only else f"the agent of {node.name}"
     made = RunningNode(
         node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
-        by_claims=bool(settings.dra.gpus), settings=settings, read_agent=partial(_read_agent, addresses["web"]),
+        by_claims=settings.has_claims, settings=settings, read_agent=partial(_read_agent, addresses["web"]),
         agent=AgentProcess(arguments, node.paths.agent_log, notify, name=name),
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
     )  # fmt: skip

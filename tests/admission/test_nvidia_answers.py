@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.core.model.allocations import ContainerEdits
-from gpushare_agent.core.model.gpus import MigPlace
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
 from gpushare_agent.core.model.resources import NvidiaNames, ReplicaLayout, ResourceNames, ServedUnits, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID

@@ -19,8 +19,9 @@ from gpushare_agent.agent.kubelet.records import CheckpointEntry
 from gpushare_agent.core.model.allocations import NO_CHARGE
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Refused
-from gpushare_agent.core.model.gpus import GpuInventory, Health, MigPlace
+from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import NvidiaNames, ReplicaLayout, ResourceKind, ResourceNames, replica_layout

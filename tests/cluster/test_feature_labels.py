@@ -27,8 +27,9 @@ from gpushare_agent.agent.cluster.node_facts import (
 )
 from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
 from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.mig import MigAttributes, MigPlace
 from gpushare_agent.core.model.resources import ReplicaLayout, ServedUnits
 from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import uuid_of

@@ -19,7 +19,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.core.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.core.model.errors import RefusalReason
-from gpushare_agent.core.model.gpus import MigPlace
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.settings.former_flags import FORMER_FLAGS
 from gpushare_agent.core.settings.settings import Settings

@@ -13,7 +13,8 @@ from gpushare_agent.agent.observability.node_snapshot import AgentFacts, Contain
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpu_health import GpuHealth, HealthPolicy, why_not_offered
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, MigPlace
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames

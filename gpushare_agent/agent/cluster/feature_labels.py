@@ -10,8 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, MigPlace
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import NVIDIA_MIG_PREFIX, SHARED_SUFFIX
 from gpushare_agent.core.model.resources import ServedUnits
 

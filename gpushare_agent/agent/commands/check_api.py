@@ -134,7 +134,7 @@ async def _check_slices(api: KubeApi, settings: Settings) -> list[Finding]:
     """Whether an admission policy refuses this account the slices of another node, tried with one."""
     from gpushare_agent.core.kube.claims import Pool, ResourceSlice, SliceMeta, SliceSpec
 
-    if not settings.dra.gpus:
+    if not settings.has_claims:
         return []
     other = "another-node-for-check"
     spec = SliceSpec(driver=DRIVER, node_name=other, pool=Pool(other, 1, 1), devices=())

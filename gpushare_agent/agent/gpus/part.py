@@ -19,6 +19,7 @@ from gpushare_agent.core.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.isolation import MemoryLimiter
+from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import SamplesBusy
 from gpushare_agent.core.settings.sections import ControlSettings
@@ -32,6 +33,17 @@ class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
     instance of theirs that is removed stays in the inventory."""
 
     in_use: Callable[[], Collection[GpuUuid]]
+
+    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+        """Makes the GPU instance at this place, and in it one compute instance that has all of it; where the GPU instance
+        is there, the compute instance alone. Cancelled, the call goes on in its thread.
+
+        Raises Conflict: the place is taken; Rejected: this process has not the right, with the remedy; NotFound: there is no
+        such GPU or place; Unavailable: the driver does not answer, and may have made it all the same."""
+
+    async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
+        """Removes the compute instances, then the GPU instance; one that is gone is removed. Raises Conflict: somebody uses
+        it, and a part of it may be gone; else as `create_instance`."""
 
 
 class GpusPart:

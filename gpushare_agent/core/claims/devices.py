@@ -15,6 +15,7 @@ from msgspec import Struct
 from gpushare_agent.core.kube.claims import Attribute, Device, DeviceCapacity, DeviceTaint, RequestPolicy, ValidRange
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, LinkKind, Topology
+from gpushare_agent.core.model.mig import MigPlacement
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.core.placement.topology import components
 
@@ -63,6 +64,13 @@ def device_name(uuid: GpuUuid) -> str:
     # Not made small: two UUIDs that differ in that alone would have one name.
     is_plain = uuid.startswith("GPU-") and is_device_name(name)
     return name if is_plain else f"gpu-{hashlib.sha256(repr(uuid).encode()).hexdigest()[:32]}"
+
+
+def placement_device_name(placement: MigPlacement, profile: str) -> str:
+    """The name of a place for an instance, whichever instance lies there: `gpu-<UUID of the GPU>-mig-1g10gb-19-6` by the
+    profile's name and ID, and the first memory slice."""
+    readable = re.sub("[^a-z0-9]", "", profile)[:10]
+    return f"{device_name(placement.parent)}-mig-{readable}-{placement.profile}-{placement.start}"
 
 
 def is_device_name(name: str) -> bool:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
 
+from gpushare_agent.core.model.mig import MigLayout, MigPlace
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 
 
@@ -92,38 +93,6 @@ class NvLink(Struct, frozen=True, kw_only=True):
 
     number: int
     remote_bus_id: str
-
-
-class MigAttributes(Struct, frozen=True, kw_only=True):
-    """A MIG instance's part of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
-
-    memory_mib: int
-    gi_slices: int
-    ci_slices: int
-    multiprocessors: int = 0
-    copy_engines: int = 0
-    decoders: int = 0
-    encoders: int = 0
-    jpeg_engines: int = 0
-    ofa_engines: int = 0
-
-
-class MigPlace(Struct, frozen=True, kw_only=True):
-    """The place of a MIG instance in its GPU. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number`
-    is the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of
-    the GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`,
-    None where the host has none. `is_gone`: it no longer exists, and is listed because a container has it."""
-
-    profile: str
-    number: int
-    parent: GpuUuid
-    parent_index: int
-    gi: int
-    ci: int
-    gi_cap: int | None = None
-    ci_cap: int | None = None
-    attributes: MigAttributes | None = None
-    is_gone: bool = False
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
@@ -292,6 +261,9 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     """The driver refuses this process every GPU."""
     mig_partitioned: tuple[Gpu, ...] = ()
     """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
+    mig_layouts: tuple[MigLayout, ...] = ()
+    """Of the GPUs of the setting mig.on_demand that are in MIG mode; these are in `mig_partitioned`, with or without
+    instances."""
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:
         return {gpu.uuid: gpu for gpu in self.gpus}

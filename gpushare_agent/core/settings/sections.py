@@ -166,6 +166,15 @@ class DraSettings(Section):
         return self
 
 
+class MigSettings(Section):
+    """MIG instances that are made when a ResourceClaim wants them."""
+
+    on_demand: Texts = ()
+    """GPUs in MIG mode on which instances are made on demand: all, indexes, UUIDs or models. Empty: none."""
+    idle_s: Seconds = Field(default=600.0, ge=0)
+    """How long an instance that no claim has any more is kept to be used again, s."""
+
+
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 

@@ -117,6 +117,7 @@ class Settings(BaseSettings):
     gpushare: sections.GpushareSettings = _DEFAULTS
     nvidia: NvidiaSettings = _DEFAULTS
     dra: sections.DraSettings = _DEFAULTS
+    mig: sections.MigSettings = _DEFAULTS
     runtime: sections.RuntimeSettings = _DEFAULTS
     web: sections.WebSettings = _DEFAULTS
     health: sections.HealthSettings = _DEFAULTS
@@ -153,6 +154,11 @@ class Settings(BaseSettings):
         return self.state_directory and self.state_directory / "claims"
 
     @property
+    def has_claims(self) -> bool:
+        """Pods can get GPUs of this node by ResourceClaims."""
+        return bool(self.dra.gpus or self.mig.on_demand)
+
+    @property
     def isolation_parts_in_use(self) -> frozenset[str]:
         """The same, with the parts instead of combinations."""
         return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
@@ -166,16 +172,17 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _offers_something(self) -> Self:
-        if not (self.resources.enabled or self.gpushare.enabled or self.nvidia.enabled or self.dra.gpus):
+        if not (self.resources.enabled or self.gpushare.enabled or self.nvidia.enabled or self.has_claims):
             raise ValueError(
-                "resources.enabled is false, and nothing else is offered: set gpushare.enabled, nvidia.enabled or dra.gpus"
+                "resources.enabled is false, and nothing else is offered: set gpushare.enabled, nvidia.enabled, dra.gpus or"
+                " mig.on_demand"
             )
         return self
 
     @model_validator(mode="after")
     def _keeps_claims(self) -> Self:
-        if self.dra.gpus and self.state_directory is None:
-            raise ValueError("dra.gpus needs state_directory, which keeps the claims over a restart")
+        if self.has_claims and self.state_directory is None:
+            raise ValueError("dra.gpus and mig.on_demand need state_directory, which keeps the claims over a restart")
         return self
 
     @model_validator(mode="after")

@@ -24,10 +24,11 @@ from gpushare_agent.agent.gpus.nvml.reader import NvmlReader
 from gpushare_agent.agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
+from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import DriverSample, GpuBusy
 
@@ -114,6 +115,14 @@ class NvmlDriver:
         """Reads the limits of cgroups, and sets those that differ where `may_set`; one outcome for each of `desired`."""
         keep = partial(self._limits.keep, desired, may_set=may_set)
         return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
+
+    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+        """As NodeDriver has it."""
+        raise Rejected(f"MIG instances are not made here: {place}")
+
+    async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
+        """As NodeDriver has it."""
+        raise Rejected(f"MIG instances are not removed here: {parent} {instance.gi}")
 
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""

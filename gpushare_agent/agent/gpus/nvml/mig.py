@@ -16,7 +16,8 @@ import pynvml
 from msgspec import Struct
 
 from gpushare_agent.agent.gpus.nvml.session import UUID_TEXT, ask, call, unusable
-from gpushare_agent.core.model.gpus import Gpu, MigAttributes, MigPlace
+from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.mig import MigAttributes, MigPlace
 from gpushare_agent.core.model.names import GIB, MIB, GpuUuid
 
 MINORS_FILE = Path("/proc/driver/nvidia-caps/mig-minors")

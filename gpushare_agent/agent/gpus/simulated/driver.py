@@ -26,7 +26,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
     parse_faults,
     parse_usage,
 )
-from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import Rejected, StartupError, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.gpus import (
     Gpu,
@@ -34,12 +34,11 @@ from gpushare_agent.core.model.gpus import (
     Health,
     Link,
     LinkKind,
-    MigAttributes,
-    MigPlace,
     NvLink,
     Topology,
 )
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
+from gpushare_agent.core.model.mig import MigAttributes, MigGpuInstance, MigPlace, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import DriverSample, GpuBusy
 from gpushare_agent.core.placement.topology import MAX_GPUS, ParsedTopology, build_topology, parse_topology
@@ -176,6 +175,14 @@ class SimulatedDriver:
             )
             for one in desired
         ]
+
+    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+        """As NodeDriver has it."""
+        raise Rejected(f"MIG instances are not made here: {place}")
+
+    async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
+        """As NodeDriver has it."""
+        raise Rejected(f"MIG instances are not removed here: {parent} {instance.gi}")
 
     async def close(self) -> None:
         """Nothing is open."""
