@@ -32,8 +32,8 @@ from gpushare_agent.core.node_report.annotations import (
     parse_allocations,
     parse_gpus,
 )
-from gpushare_agent.core.node_report.documents import ReportedGpu
-from gpushare_agent.core.node_report.reported import reported_gpu
+from gpushare_agent.core.node_report.documents import MigGpu, ReportedGpu
+from gpushare_agent.core.node_report.reported import reported_gpu, reported_state
 from gpushare_agent.core.placement.gpu_account import account_of
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.settings import Settings
@@ -123,6 +123,7 @@ class InspectedNode(TypedDict):
     node: str
     remark: str
     gpus: list[ReportedGpu]
+    mig_gpus: list[MigGpu]
     containers: list[InspectedContainer]
 
 
@@ -132,6 +133,7 @@ class NodeReport(Struct, frozen=True, kw_only=True):
 
     gpus: tuple[GpuReport, ...]
     names: ResourceNames
+    mig_gpus: tuple[GpuReport, ...] = ()
     allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
     remark: str = ""
 
@@ -150,7 +152,7 @@ def read_report(annotations: Mapping[str, str], capacity: Mapping[str, int], nam
     allocated, remark = _allocated(annotations.get(ALLOCATIONS_ANNOTATION), [gpu.index for gpu in gpus])
     # The node's agent may have another block size than this host's settings.
     names = replace(names, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
-    return NodeReport(gpus=gpus, names=names, allocated=allocated, remark=remark)
+    return NodeReport(gpus=gpus, mig_gpus=reported.mig_gpus, names=names, allocated=allocated, remark=remark)
 
 
 def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, Mapping[int, Charge]] | None, str]:
@@ -202,6 +204,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> Inspe
         "gpus": [
             reported_gpu(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE))) for gpu in report.gpus
         ],
+        "mig_gpus": [reported_state(gpu) for gpu in report.mig_gpus],
         "containers": sorted(containers, key=lambda one: (one["namespace"], one["pod"])),
     }
 

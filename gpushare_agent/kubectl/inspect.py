@@ -120,6 +120,12 @@ def inspection_tables(
         for kind, (text, _) in HOST_MEMORY_TEXTS.items()
         if (labels := [gpu_label(gpu) for gpu in node["gpus"] if gpu.get("host_memory") == kind])
     ]
+    remarks += [
+        Text(f"{plain(node['node'])} GPU {gpu['index']} ({plain(gpu['name'])}, {health_word(gpu)}): {plain(text)}")
+        for node in nodes
+        for gpu in node["mig_gpus"]
+        for text in ("; ".join([*health_reasons(gpu), *gpu.get("texts", ("MIG on demand",))]),)
+    ]
     uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
     return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]
 
@@ -241,6 +247,7 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
         "node": document["node"],
         "remark": "",
         "gpus": [reported_part(gpu) for gpu in document["gpus"]],
+        "mig_gpus": [*document.get("mig_gpus", ())],
         "containers": [
             {
                 "namespace": container["namespace"],

@@ -96,6 +96,11 @@ def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice:
             lines += _process_lines(part) if choice.has_processes else ()
         # They have no name that a filter could match.
         lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
+    for divided in document.get("mig_gpus", ()) if not choice.filter else ():
+        cells = {FIRST: f"{divided['index']} {divided['name']}", STATE: health_word(divided), CORES_COLUMN: "MIG"}
+        style = health_style(cells[STATE])
+        lines.append(Line(cells=cells, is_gpu=True, style=style))
+        lines += _wrapped([*health_reasons(divided), *divided.get("texts", ())], width, style)
     without_gpu = [container for container in containers if not container["gpus"]]
     if without_gpu:
         lines.append(Line(cells={FIRST: "on no GPU that the driver names"}, is_gpu=True))
@@ -139,9 +144,13 @@ def gpu_lines(gpu: documents.GpuDocument, width: int) -> list[Line]:
         is_gpu=True,
         style=style,
     )
+    return [line, *_wrapped(health_reasons(gpu), width, style)]
+
+
+def _wrapped(texts: Sequence[str], width: int, style: str) -> list[Line]:
     text_width = max(1, width - len(REASON_INDENT))
-    reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
-    return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
+    parts = [part for text in texts for part in textwrap.wrap(plain(text), text_width)]
+    return [Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in parts]
 
 
 def _name(container: documents.ContainerDocument) -> str:

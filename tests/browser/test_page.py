@@ -16,7 +16,7 @@ from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, Nod
 from gpushare_agent.core.model.allocations import ContainerKey
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.kit.support_http import free_port
-from tests.observability.support_usage import divided_node
+from tests.observability.support_usage import divided_node, on_demand_node
 from tests.observability.support_web import FakeHistory, ServedNode, served_node
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -487,6 +487,16 @@ async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
         assert await browser.script(titles, "#topology tbody th") == ["GPU 0", "GPU 1:0", "GPU 1:1"]
         free = "return [...document.querySelectorAll('.gpu')].map((one) => one.querySelector('.gpu-free').textContent)"
         assert (await browser.script(free))[-2:] == ["Given whole", "Free: 24 GiB, given whole"]
+
+
+async def test_a_gpu_of_instances_on_demand_is_shown_without_any() -> None:
+    node = _Changed(gpus=1, containers=0)
+    node.change = lambda _: on_demand_node()
+    async with opened(node) as (browser, _):
+        text = await browser.script("return document.querySelector('#mig-gpus').innerText")
+        assert (
+            text.startswith("GPU 1 (") and "with room for 1 of 2g.20gb, or 4 of 1g.10gb · in use: 1g.10gb at 6" in text
+        )
 
 
 async def test_a_use_over_the_share_is_marked() -> None:

@@ -64,6 +64,7 @@ from tests.observability.support_usage import (
     facts,
     id_of,
     key_of,
+    on_demand_node,
     owner,
     process,
     snapshot,
@@ -111,7 +112,10 @@ def full_metrics() -> str:
     shown = snapshot(replace(facts(allocated), not_limited="no library"), usage=usage)
     first, second = shown.inventory.gpus
     second = replace(second, mig=mig_instance(1, 0, 0).mig, has_joined=True)
-    with_instance = replace(shown.inventory, gpus=(first, second))
+    divided = on_demand_node().inventory
+    with_instance = replace(
+        shown.inventory, gpus=(first, second), mig_partitioned=divided.mig_partitioned, mig_layouts=divided.mig_layouts
+    )
     shown = replace(shown, inventory=with_instance)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()

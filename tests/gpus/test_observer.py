@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.core.kube.events import NodeEvents
 from gpushare_agent.core.model.errors import NodeEventReason
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.mig import MigLayout
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, opened, running
@@ -67,6 +70,25 @@ def test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_re
     assert [(line["event"], line["log_level"]) for line in logs] == [
         ("gpu_unhealthy", "error"),
         ("gpu_recovered", "info"),
+    ]
+
+
+def test_a_gpu_of_instances_on_demand_is_reported_before_it_has_any() -> None:
+    """No instance of it can be: nothing else would tell."""
+    state, reported = _watched()
+    gpus = inventory().gpus
+
+    def found(second: Gpu) -> GpuInventory:
+        layouts = (MigLayout(parent=second.uuid),)
+        return replace(inventory(), gpus=gpus[:1], mig_partitioned=(second,), mig_layouts=layouts)
+
+    state.read(found(gpus[1]))
+    assert not reported.notes
+    state.read(found(unhealthy(inventory(), 1).gpus[1]))
+    state.cordon(SECOND, "fan")
+    assert [(reason, uuid) for reason, uuid, _ in reported.notes] == [
+        ("GPUUnhealthy", "GPU-1"),
+        ("GPUCordoned", "GPU-1"),
     ]
 
 

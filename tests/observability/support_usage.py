@@ -14,7 +14,15 @@ from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpu_health import GpuHealth, HealthPolicy, why_not_offered
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.mig import MigPlace
+from gpushare_agent.core.model.mig import (
+    MigAttributes,
+    MigComputeInstance,
+    MigGpuInstance,
+    MigLayout,
+    MigPlace,
+    MigPlacement,
+    MigProfile,
+)
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
@@ -181,4 +189,44 @@ def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
         names=ResourceNames(shares_in_mig=shares_in_mig),
         cores_allocated={UUIDS[0]: 30, FIRST_INSTANCE: 100},
         memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST_INSTANCE: divided.memory_mib * MIB},
+    )
+
+
+def on_demand_node() -> NodeSnapshot:
+    """GPU 0, and GPU 1 of eight slices, on which MIG instances are made on demand: one in use, one idle, one by hand, and
+    half of one."""
+    found = inventory(4)
+    divided = found.gpus[1]
+    profiles = tuple(
+        MigProfile(
+            id=number,
+            name=name,
+            size=size,
+            starts=starts,
+            most=len(starts),
+            attributes=MigAttributes(memory_mib=size * 10 * 1024, gi_slices=slices, ci_slices=slices),
+        )
+        for number, name, slices, size, starts in (
+            (19, "1g.10gb", 1, 1, (0, 1, 2, 3, 4, 5, 6)),
+            (14, "2g.20gb", 2, 2, (0, 2, 4)),
+            (9, "3g.40gb", 3, 4, (0, 4)),
+            (0, "7g.80gb", 7, 8, (0,)),
+        )
+    )
+    instances = tuple(
+        MigGpuInstance(gi=start, profile=19, start=start, size=1, compute=compute)
+        for start, compute in (
+            (6, (MigComputeInstance(ci=0, uuid="MIG-6", slices=1),)),
+            (5, (MigComputeInstance(ci=0, uuid="MIG-5", slices=1),)),
+            (4, (MigComputeInstance(ci=0, uuid="MIG-4", slices=1),)),
+            (2, ()),
+        )
+    )
+    layout = MigLayout(parent=divided.uuid, slices=8, profiles=profiles, instances=instances)
+    return replace(
+        snapshot(),
+        inventory=replace(found, gpus=(found.gpus[0],), mig_partitioned=(divided,), mig_layouts=(layout,)),
+        memory_allocated_bytes={GpuUuid("MIG-6"): 10 * 1024 * MIB},
+        mig_made=(GpuUuid("MIG-6"), GpuUuid("MIG-5")),
+        mig_blocked={MigPlacement(divided.uuid, 19, 2): "instance 2 is half destroyed"},
     )

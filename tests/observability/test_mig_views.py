@@ -7,22 +7,32 @@ from typing import Any, cast
 import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
+from rich.text import Text
 
 from gpushare_agent.agent.admission.outcomes import in_short
+from gpushare_agent.agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.agent.observability.display import graph_text
 from gpushare_agent.agent.observability.metrics.node import gpu_series
+from gpushare_agent.agent.observability.node_snapshot import mig_gpus
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.model.resources import Request, ResourceKind
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.node_report.documents import DecisionDocument, NodeDocument
 from gpushare_agent.core.placement import Placed, place
 from gpushare_agent.core.placement.gpu_account import account_of
+from gpushare_agent.kubectl.cluster_nodes import read_report, report_document
 from gpushare_agent.kubectl.explain import decision_parts
-from gpushare_agent.kubectl.inspect import inspection_document, node_of_document
+from gpushare_agent.kubectl.inspect import (
+    InspectionDocument,
+    inspection_document,
+    inspection_tables,
+    node_of_document,
+)
 from gpushare_agent.kubectl.render_top import heading, top_lines
 from tests.cli.support_cli import candidate, decision
-from tests.observability.support_usage import divided_node
+from tests.observability.support_usage import divided_node, on_demand_node
 from tests.support_json import written_node
 
 
@@ -81,3 +91,66 @@ def test_every_view_has_the_instances_in_the_place_of_their_gpu(*, shares_in_mig
     lines = [line.split("--")[1].lstrip("-").split()[0] for line in graph_text(node).splitlines() if "-GPU" in line]
     assert lines == ["GPU0", "GPU1:0", "GPU1:1"]
     assert [line.cells["GPU CORES"] for line in top_lines(document) if line.is_gpu][2] == cores
+
+
+TEXTS = [
+    "MIG on demand, with room for 1 of 2g.20gb, or 4 of 1g.10gb",
+    "in use: 1g.10gb at 6",
+    "idle, to be used again or replaced: 1g.10gb at 5",
+    "not made by this agent, offered as it is: 1g.10gb at 4",
+    "half made or half destroyed: 1g.10gb at 2",
+    "blocked: instance 2 is half destroyed",
+]
+
+
+def lines_of(document: InspectionDocument) -> list[str]:
+    return [part.plain for part in inspection_tables(document, with_details=False) if isinstance(part, Text)]
+
+
+def test_every_view_has_a_gpu_of_instances_on_demand() -> None:
+    """Also without any instance it is a GPU of the node, with what is made and what there is room for."""
+    node = on_demand_node()
+    raw: Any = written_node(node)
+    document = cast("NodeDocument", raw)
+    [gpu] = document["mig_gpus"]
+    assert [*gpu["fits"].items()] == [("7g.80gb", 0), ("3g.40gb", 0), ("2g.20gb", 1), ("1g.10gb", 4)]
+    assert [(one["start"], one["state"]) for one in gpu["instances"]] == [
+        (2, "broken"),
+        (4, "foreign"),
+        (5, "idle"),
+        (6, "in-use"),
+    ]
+    assert gpu["texts"] == TEXTS
+    shown = [line.cells["GPU / CONTAINER"].strip() for line in top_lines(document)]
+    assert shown[-len(TEXTS) - 1 :] == [f"1 {gpu['name']}", *TEXTS]
+    inspected = inspection_document([node_of_document(document)])
+    assert f"n1 GPU 1 ({gpu['name']}, Healthy): {'; '.join(TEXTS)}" in lines_of(inspected)
+    assert graph_text(node).splitlines()[-1].endswith(f"allocatableMemory: 0) {'; '.join(TEXTS)}")
+    rows = {series.name: dict(series.rows) for series in gpu_series(node)}
+    own = f'gpu="1",node="n1",uuid="{gpu["uuid"]}"'
+    assert [*rows["gpushare_gpu_mig_room"].values()] == [0, 0, 1, 4]
+    assert all(gpu["uuid"] in labels and 'profile="' in labels for labels in rows["gpushare_gpu_mig_room"])
+    assert rows["gpushare_gpu_healthy"][own] == 1 and rows["gpushare_gpu_cordoned"][own] == 0
+    assert own not in rows["gpushare_gpu_cores_capacity_ratio"]
+
+
+def test_a_gpu_of_instances_on_demand_says_why_none_can_be_made() -> None:
+    node = on_demand_node()
+    [layout] = node.inventory.mig_layouts
+    refused = replace(layout, instances=(), problem="this agent may make none: add the component mig-on-demand")
+    node = replace(node, inventory=replace(node.inventory, mig_layouts=(refused,)), mig_blocked={})
+    assert mig_gpus(node)[0]["texts"] == [refused.problem]
+
+
+def test_the_cluster_is_told_of_a_gpu_of_instances_on_demand() -> None:
+    """Its node may have no other GPU, and the extender none that it can give."""
+    node = on_demand_node()
+    [divided] = node.inventory.on_demand
+    found = replace(node.inventory, gpus=())
+    text = gpus_annotation(found, cordoned={divided.uuid: True}, memory_block_mib=256)
+    assert parse_gpus(text).gpus == ()
+    report = read_report({GPUS_ANNOTATION: text}, {}, node.names)
+    assert report is not None
+    document = inspection_document([report_document("n1", report, [])])
+    assert document["totals"]["gpus"] == 0
+    assert f"n1 GPU 1 ({divided.name}, Cordoned): MIG on demand" in lines_of(document)

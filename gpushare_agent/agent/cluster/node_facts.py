@@ -157,8 +157,8 @@ def gpus_annotation(
     `shares_in_mig` as ResourceNames has it. `cordoned` says of each such GPU whether an uncordon would put it back in
     service, `unhealthy` what is wrong with a GPU itself; `in_parts` are those that serve names such as NVIDIA's too."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
-    facts = []
-    for gpu in gpus:
+
+    def fact_of(gpu: Gpu) -> dict[str, object]:
         fact: dict[str, object] = {
             **{name: getattr(gpu, name) for name in ("index", "uuid", "name", "memory_mib", "is_healthy")},
             "numa": gpu.numa_node,
@@ -177,8 +177,12 @@ def gpus_annotation(
             fact["parts"] = True
         if gpu.mig:
             fact["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
-        facts.append(fact)
-    document = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib, "gpus": facts}
+        return fact
+
+    document: dict[str, object] = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib}
+    document["gpus"] = [fact_of(gpu) for gpu in gpus]
+    if inventory.on_demand:
+        document["mig_gpus"] = [fact_of(gpu) for gpu in inventory.on_demand]
     return json.dumps(document, separators=(",", ":"))
 
 

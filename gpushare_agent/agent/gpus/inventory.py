@@ -299,7 +299,8 @@ class GpuHealthObserver:
     def inventory_changed(self, inventory: GpuInventory) -> None:
         gpus, was_cordoned = self._gpus, self._cordoned
         why = () if self._is_settled else self._node.inventory.held.values()
-        shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in inventory.gpus]
+        known = (*inventory.gpus, *inventory.on_demand)
+        shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in known]
         self._gpus, self._cordoned = {gpu.uuid: gpu for gpu in shown}, self._node.inventory.cordoned
         # By index: Events of one change come in the order in which people count GPUs.
         for gpu in sorted(shown, key=lambda gpu: gpu.index):
@@ -339,4 +340,5 @@ class GpuHealthObserver:
         self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
 
     def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
-        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({gpu.uuid}): {text}")
+        profile = f"{gpu.mig.profile}, " if gpu.mig is not None else ""
+        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({profile}{gpu.uuid}): {text}")

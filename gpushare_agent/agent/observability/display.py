@@ -29,7 +29,7 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, mig_gpus
 from gpushare_agent.core.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
 from gpushare_agent.core.kit.grpc_server import ServedSocket
 from gpushare_agent.core.kit.http_answers import at_once, json_answer
@@ -170,7 +170,12 @@ def graph_text(snapshot: NodeSnapshot) -> str:
     root = snapshot.inventory.tree
     gpus = {gpu.index: gpu for gpu in snapshot.inventory.gpus}
     lines = _graph_lines(root, 0, gpus, snapshot) if root.gpus else ()
-    return "".join(f"{line}\n" for line in (f"ROOT:{_free(root, gpus, snapshot)}", *lines))
+    # No branch has those that MIG divides. Nothing is left of them for whoever adds up all lines.
+    divided = (
+        f"|---GPU{gpu['index']} ({_graph_numbers((), (0, 0), snapshot)}) {'; '.join(gpu['texts'])}"
+        for gpu in mig_gpus(snapshot)
+    )
+    return "".join(f"{line}\n" for line in (f"ROOT:{_free(root, gpus, snapshot)}", *lines, *divided))
 
 
 def _graph_lines(branch: Branch, depth: int, gpus: Mapping[int, Gpu], snapshot: NodeSnapshot) -> Iterator[str]:

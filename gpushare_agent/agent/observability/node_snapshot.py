@@ -10,13 +10,15 @@ without either, for what has no notification (whether the agent is ready). State
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from msgspec import Struct, convert, to_builtins
 
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
+from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlacement
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames, cores_of_part
@@ -100,6 +102,10 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     memory_allocated_bytes: Mapping[GpuUuid, int]
     containers: Sequence[ContainerFacts]
     usage: UsageRound | None
+    mig_made: Collection[GpuUuid] = ()
+    """The MIG instances that the agent made."""
+    mig_blocked: Mapping[MigPlacement, str] = MappingProxyType({})
+    """Places for instances that nobody can have now, and why."""
 
     def cores(self, gpu: Gpu) -> tuple[int, int]:
         """How many cores of the GPU are allocated, and how many it has: both 0 for a MIG instance that takes no shares,
@@ -152,6 +158,7 @@ def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
             "memory_block_bytes": names.memory_block_mib * MIB,
         },
         "gpus": [_gpu(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
+        "mig_gpus": mig_gpus(snapshot),
         "topology": topology_document(snapshot.inventory),
         "containers": [_container(facts, snapshot) for facts in snapshot.containers_by_name()],
     }
@@ -191,15 +198,10 @@ def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
     sample = usage.gpus.get(gpu.uuid) if usage is not None else None
     unattributed = usage.unattributed.get(gpu.uuid, ()) if usage is not None else ()
     document: documents.GpuDocument = {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
+        **_state(gpu, snapshot),  # type: ignore[typeddict-item]  # it has no further keys
         "minor": gpu.minor,
         "bus_id": gpu.bus_id,
-        "name": gpu.name,
         "numa": gpu.numa_node,
-        "is_healthy": gpu.is_healthy,
-        "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
-        "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
         "cores": {"capacity": capacity, "allocated": cores},
         "memory": {
             "capacity_bytes": gpu.memory_mib * MIB,
@@ -218,6 +220,66 @@ def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
         instance: documents.Mig = {"label": gpu.label, "profile": mig.profile, "parent": mig.parent}
         document["mig"] = {**instance, "gpu_instance": mig.gi, "compute_instance": mig.ci}
     return document
+
+
+_STATE_TEXTS = {
+    "in-use": "in use",
+    "idle": "idle, to be used again or replaced",
+    "foreign": "not made by this agent, offered as it is",
+    "broken": "half made or half destroyed",
+}
+
+
+def mig_gpus(snapshot: NodeSnapshot) -> list[documents.MigGpu]:
+    """The GPUs on which MIG instances are made on demand, also those without any."""
+    layouts = {layout.parent: layout for layout in snapshot.inventory.mig_layouts}
+    return [_mig_gpu(gpu, layouts[gpu.uuid], snapshot) for gpu in snapshot.inventory.on_demand]
+
+
+def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.MigGpu:
+    states = {one.gi: _mig_state(one, snapshot) for one in layout.instances}
+    # One that is idle makes way for another.
+    fits = layout.room((one for one in layout.instances if states[one.gi] != "idle"), snapshot.mig_blocked)
+    instances: list[documents.MigInstance] = []
+    places: dict[str, list[str]] = {}
+    for one in sorted(layout.instances, key=lambda one: one.start):
+        known, state = layout.profile(one.profile), states[one.gi]
+        profile = known.name if known is not None else f"profile {one.profile}"
+        uuid = one.compute[0].uuid if one.compute else ""
+        instances.append({"profile": profile, "start": one.start, "size": one.size, "uuid": uuid, "state": state})
+        places.setdefault(state, []).append(f"{profile} at {one.start}")
+    room = ", or ".join(f"{count} of {name}" for name, count in fits.items() if count) or "no further instance"
+    return {
+        **_state(gpu, snapshot),
+        "slices": layout.slices,
+        "instances": instances,
+        "fits": fits,
+        "texts": [
+            layout.problem or f"MIG on demand, with room for {room}",
+            *(f"{text}: {', '.join(places[state])}" for state, text in _STATE_TEXTS.items() if state in places),
+            *sorted({f"blocked: {why}" for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}),
+        ],
+    }
+
+
+def _mig_state(instance: MigGpuInstance, snapshot: NodeSnapshot) -> str:
+    uuids = {GpuUuid(one.uuid) for one in instance.compute}
+    if any(snapshot.cores_allocated.get(uuid) or snapshot.memory_allocated_bytes.get(uuid) for uuid in uuids):
+        return "in-use"
+    if not uuids:
+        return "broken"
+    return "idle" if uuids <= {*snapshot.mig_made} else "foreign"
+
+
+def _state(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuState:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "is_healthy": gpu.is_healthy,
+        "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
+        "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
+    }
 
 
 def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.ContainerDocument:

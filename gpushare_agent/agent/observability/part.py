@@ -16,6 +16,7 @@ from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS
 from gpushare_agent.agent.gpus.watch import GpuDriver
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.attribution import has_handed_over
 from gpushare_agent.agent.observability.display import DisplayServer
@@ -72,6 +73,7 @@ def build(
     isolation: Isolations,
     not_ready: Callable[[], Sequence[str]],
     needs_restart: Callable[[], Sequence[str]],
+    mig: MigInstances | None = None,
 ) -> ObservabilityPart:
     """Joined, not started."""
     settings, metrics, decisions = node.settings, node.metrics, node.decisions
@@ -93,7 +95,7 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
-    view = NodeView(node, isolation, usage, not_ready)
+    view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
@@ -132,6 +134,7 @@ class NodeView(Struct, eq=False):
     isolation: Isolations
     usage: UsageSampling
     not_ready: Callable[[], Sequence[str]]
+    mig: MigInstances | None = None
     started_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     _known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = field(default_factory=dict)
@@ -164,6 +167,8 @@ class NodeView(Struct, eq=False):
             memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
             containers=self._containers(),
             usage=self.usage.current,
+            mig_made=self.mig.made if self.mig is not None else (),
+            mig_blocked=self.mig.blocked if self.mig is not None else {},
         )
 
     def _containers(self) -> list[ContainerFacts]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from gpushare_agent.core.cli.command_line import Form
 from gpushare_agent.core.kit.logs import is_printable, printable
 from gpushare_agent.core.model.names import GIB
-from gpushare_agent.core.node_report.documents import Cores, Memory, ReportedGpu
+from gpushare_agent.core.node_report.documents import Cores, GpuState, Memory, ReportedGpu
 from gpushare_agent.core.node_report.reported import NO_REASON
 
 
@@ -209,22 +209,22 @@ def is_given_whole(gpu: ReportedGpu) -> bool:
     return "mig" in gpu and not gpu["cores"]["capacity"]
 
 
-def is_cordoned(gpu: ReportedGpu) -> bool:
+def is_cordoned(gpu: GpuState) -> bool:
     return gpu["cordoned"] is not None
 
 
-def is_unhealthy(gpu: ReportedGpu) -> bool:
+def is_unhealthy(gpu: GpuState) -> bool:
     """Whether something is wrong with the GPU itself: a cordoned one is not offered, and may be healthy."""
     # A cordoned GPU is offered as Unhealthy too; only a reason says that something else is wrong with it.
     return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
-def health_word(gpu: ReportedGpu) -> str:
+def health_word(gpu: GpuState) -> str:
     """The state of a GPU in the node's document: Healthy, Cordoned, Unhealthy, or the last two together."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
-def health_reasons(gpu: ReportedGpu) -> list[str]:
+def health_reasons(gpu: GpuState) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
@@ -234,7 +234,7 @@ def health_reasons(gpu: ReportedGpu) -> list[str]:
     return list(reported.values())
 
 
-def _words_with_reasons(gpu: ReportedGpu) -> list[tuple[str, str]]:
+def _words_with_reasons(gpu: GpuState) -> list[tuple[str, str]]:
     reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_unhealthy(gpu), gpu["health_reason"]))
     return [
         (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")

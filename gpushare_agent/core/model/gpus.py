@@ -269,6 +269,12 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
         return {gpu.uuid: gpu for gpu in self.gpus}
 
     @property
+    def on_demand(self) -> tuple[Gpu, ...]:
+        """The GPUs of `mig_layouts`."""
+        parents = {layout.parent for layout in self.mig_layouts}
+        return tuple(gpu for gpu in self.mig_partitioned if gpu.uuid in parents)
+
+    @property
     def known(self) -> tuple[Gpu, ...]:
         """What is offered, and the GPUs that MIG divides."""
         return (*self.gpus, *self.mig_partitioned)

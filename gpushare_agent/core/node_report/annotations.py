@@ -50,9 +50,11 @@ _COUNTS = 4
 
 
 class ReportedGpus(Struct, frozen=True, kw_only=True):
-    """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is absent."""
+    """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is absent. `mig_gpus` are
+    those on which MIG instances are made on demand, also without any; the instances are in `gpus`."""
 
     gpus: tuple[GpuReport, ...]
+    mig_gpus: tuple[GpuReport, ...] = ()
     memory_block_mib: int | None = None
 
 
@@ -74,7 +76,8 @@ def parse_gpus(text: object) -> ReportedGpus:
     gpus = tuple(map(_gpu, document.gpus))
     if len({gpu.index for gpu in gpus}) != len(gpus):
         raise Corrupt("two GPUs have the same index")
-    return ReportedGpus(gpus=gpus, memory_block_mib=document.memory_block_mib)
+    divided = tuple(map(_gpu, document.mig_gpus))
+    return ReportedGpus(gpus=gpus, mig_gpus=divided, memory_block_mib=document.memory_block_mib)
 
 
 def parse_allocations(text: object, indexes: Collection[int]) -> ReportedAllocations:
@@ -137,6 +140,7 @@ class _Gpu(Struct):
 class _Gpus(Struct):
     schema: Literal[1]
     gpus: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
+    mig_gpus: Annotated[Sequence[_Gpu], Meta(max_length=MAX_GPUS)] = ()
     memory_block_mib: Annotated[int, Meta(gt=0, le=MAX_BLOCK_MIB)] | None = None
 
 

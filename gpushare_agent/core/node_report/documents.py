@@ -44,18 +44,23 @@ class Mig(TypedDict):
     compute_instance: NotRequired[Any]
 
 
-class ReportedGpu(TypedDict):
-    """One GPU as far as its node reports it to the cluster. `health_reason` is what is wrong with the GPU itself, None where
-    that is not known; `cordoned` is why it is, None where it is not. `host_memory` is a HostMemory, or None."""
+class GpuState(TypedDict):
+    """`health_reason` is what is wrong with the GPU itself, None where that is not known; `cordoned` is why it is, None
+    where it is not."""
 
     index: Integer
     uuid: str
     name: str
-    host_memory: NotRequired[str | None]
-    mig: NotRequired[Mig]
     is_healthy: bool
     health_reason: str | None
     cordoned: str | None
+
+
+class ReportedGpu(GpuState):
+    """One GPU as far as its node reports it to the cluster. `host_memory` is a HostMemory, or None."""
+
+    host_memory: NotRequired[str | None]
+    mig: NotRequired[Mig]
     cores: Cores
     memory: Memory
 
@@ -83,6 +88,27 @@ class GpuDocument(ReportedGpu):
     numa: NotRequired[Any]
     usage: GpuUsage | None
     unattributed: Sequence[UnattributedProcess]
+
+
+class MigInstance(TypedDict):
+    """A GPU instance from slice `start` on. `state`: `in-use`, `idle` (made by the agent, to be used again), `foreign` (made
+    by somebody else), or `broken` (without a compute instance)."""
+
+    profile: str
+    start: Integer
+    size: Integer
+    uuid: str
+    state: str
+
+
+class MigGpu(GpuState, total=False):
+    """A GPU in MIG mode on which instances are made on demand. `fits` is how many more instances of each profile it could
+    have, the largest profile first; `texts` say the same to people. To the cluster a node reports its state alone."""
+
+    slices: Integer
+    instances: Sequence[MigInstance]
+    fits: Mapping[str, Integer]
+    texts: Sequence[str]
 
 
 class ContainerUsage(TypedDict, total=False):
@@ -150,6 +176,7 @@ class NodeDocument(TypedDict):
     agent: AgentDocument
     resources: NotRequired[Any]
     gpus: Sequence[GpuDocument]
+    mig_gpus: NotRequired[Sequence[MigGpu]]
     topology: NotRequired[Any]
     containers: Sequence[ContainerDocument]
 

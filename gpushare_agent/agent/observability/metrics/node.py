@@ -13,9 +13,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.metrics.text import Labels, Number, Series, labels_text, rounded
-from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
+from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot, mig_gpus
 from gpushare_agent.core.model.gpus import Gpu
-from gpushare_agent.core.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample
 
@@ -69,15 +69,17 @@ def node_series(snapshot: NodeSnapshot) -> list[Series]:
 def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     """The series of the GPUs, rows by GPU index."""
     gpus = sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)
-    own = {gpu.uuid: {"uuid": gpu.uuid, "gpu": str(gpu.index), "node": snapshot.node} for gpu in gpus}
+    # On demand a GPU is one to watch before it has any instance.
+    every = [*gpus, *snapshot.inventory.on_demand]
+    own = {gpu.uuid: {"uuid": gpu.uuid, "gpu": str(gpu.index), "node": snapshot.node} for gpu in every}
     labels = {uuid: labels_text(**found) for uuid, found in own.items()}
     version, memory = snapshot.inventory.driver_version, snapshot.memory_allocated_bytes
 
-    def of_gpu(name: str, text: str, value_of: Callable[[Gpu], Number | None]) -> Series:
-        values = ((labels[gpu.uuid], value_of(gpu)) for gpu in gpus)
+    def of_gpu(name: str, text: str, value_of: Callable[[Gpu], Number | None], of: Sequence[Gpu] = gpus) -> Series:
+        values = ((labels[gpu.uuid], value_of(gpu)) for gpu in of)
         return Series(f"gpushare_gpu_{name}", text, rows=[(one, value) for one, value in values if value is not None])
 
-    infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in gpus]
+    infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
     yield _info("gpu_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
@@ -87,6 +89,10 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     yield _info(
         "gpu_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1.", instances
     )
+    text = "MIG instances of this profile for which a GPU of mig.on_demand has room now, if it gets no others."
+    room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
+    rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
+    yield Series("gpushare_gpu_mig_room", text, rows=rows)
     text = "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares."
     yield of_gpu("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
     text = "Compute of the GPU that is allocated to containers."
@@ -96,8 +102,8 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
     # The alert GpushareGPUUnhealthy must not fire for a GPU that no pod can get.
     text = "1 while the GPU is healthy; no row for one of excluded_gpus."
-    yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy))
-    yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned))
+    yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy), every)
+    yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
     text = "1 once the GPU has joined its NVLink fabric, before which CUDA fails on it; no row for one on no fabric."
     yield of_gpu("fabric_joined", text, lambda gpu: None if gpu.has_joined is None else int(gpu.has_joined))
     usage = snapshot.usage

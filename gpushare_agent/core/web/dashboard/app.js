@@ -36,6 +36,7 @@ function draw(changed) {
   for (const uuid of changed.gpus) checkHealth(uuid, changed);
   summary.draw();
   drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));
+  drawMigGpus();
   table.draw(everything ? null : changed.containers, changed.used, hues);
   drawEmpty();
   if (everything || changed.decisions.length) decisions.draw();
@@ -109,9 +110,18 @@ function drawPast() {
   for (const [uuid, view] of views) view.drawPast(history.gpus.get(uuid) ?? { sm: [], memory: [] }, history.points, history.minutes());
 }
 
+/** GPUs on which MIG instances are made on demand: also those that have none are to be seen. */
+function drawMigGpus() {
+  const texts = (store.node.mig_gpus ?? []).map((gpu) =>
+    [`GPU ${gpu.index} (${gpu.name})`, gpu.cordoned && `cordoned: ${gpu.cordoned}`, gpu.health_reason, ...gpu.texts].filter(Boolean).join(" · "));
+  const list = byId("mig-gpus");
+  while (list.children.length > texts.length) list.lastElementChild.remove();
+  texts.forEach((text, place) => write(list.children[place] ?? list.appendChild(h("li")), text));
+}
+
 function drawEmpty() {
   const gpus = byId("gpus-empty");
-  gpus.hidden = store.gpus.size > 0;
+  gpus.hidden = store.gpus.size > 0 || store.node.mig_gpus?.length > 0;
   write(gpus, "The driver lists no GPU on this node. The agent's log has the reason; it tries again by itself.");
   const containers = byId("containers-empty");
   const { resources } = store.node;
