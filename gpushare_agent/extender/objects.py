@@ -139,6 +139,8 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     reported = parse_gpus(text)
     gpus = sorted(reported.gpus, key=lambda gpu: gpu.index)
     if not gpus:
+        if reported.mig_gpus:  # nothing here is the device plugins'
+            return (), _topology_of(())
         raise Corrupt("it lists no GPUs")
     # Checked before the matrix of links is made, which has the square of it.
     if gpus[-1].index >= MAX_GPUS:

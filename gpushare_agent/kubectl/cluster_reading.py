@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 from msgspec import Raw, Struct
+from msgspec.json import Decoder
 from msgspec.structs import asdict, replace
 
+from gpushare_agent.core.kit.json_schema import decoded_or
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.kube.pods import PodJson, read_pod_json
 from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
-from gpushare_agent.core.kube.session import KubeLists
+from gpushare_agent.core.kube.session import KubeLists, Watched
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
@@ -30,6 +33,9 @@ from gpushare_agent.extender.objects import asks_for_ours, lean_pod, read_node, 
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.kubectl.cluster_nodes import cluster_names
 from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView, PodView
+from gpushare_agent.kubectl.decisions.instances import ClaimCluster, ClaimJson, SliceJson
+
+T = TypeVar("T")
 
 
 class ReadCluster(Struct, frozen=True, kw_only=True):
@@ -155,6 +161,21 @@ def pod_view(read: PodJson, names: ResourceNames) -> PodView | None:
     owner = next((one.kind or "" for one in read.meta.owners if one.controller), "")
     needs = pod_needs(read.spec, names.names)
     return PodView(pod=pod, needs=needs, labels=read.meta.labels, owner=owner)
+
+
+async def read_claims(api: KubeLists) -> ClaimCluster:
+    """Raises AgentError."""
+    return ClaimCluster(
+        slices=await _read_all(api, "resourceslices", SliceJson),
+        claims=await _read_all(api, "resourceclaims", ClaimJson),
+        classes=await _read_all(api, "deviceclasses", ClaimJson),
+    )
+
+
+async def _read_all(api: KubeLists, name: str, kind: type[T]) -> list[T]:
+    """Without those that are not as Kubernetes defines them."""
+    decoder, watched = Decoder(kind), Watched(what=f"the {name}", path=f"/apis/resource.k8s.io/v1/{name}")
+    return (await api.list_all(watched, lambda raw: decoded_or(decoder, raw, lambda: None)))[0]
 
 
 async def read_quota_of(api: KubeLists, settings: Settings) -> tuple[Quota, str]:

@@ -18,15 +18,16 @@ from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
 from gpushare_agent.core.model.errors import AgentError, Unavailable
-from gpushare_agent.core.model.names import MIB, PodUid
+from gpushare_agent.core.model.names import MIB, NVIDIA_MIG_PREFIX, PodUid
 from gpushare_agent.core.placement.gpu_account import describe_request
 from gpushare_agent.core.placement.mistakes import Offer, mistakes
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.kubectl.cluster_nodes import cluster_names
-from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
+from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_claims, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import Change, Waiting, gpus_text, waiting
+from gpushare_agent.kubectl.decisions.instances import WaitsFor, profiles_of, waits_for
 
 SCHEMA = 2
 _MOST_ASKED = 10
@@ -39,6 +40,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     name = f"{pod.meta.namespace}/{pod.meta.name}"
     try:
         read = await read_cluster_view(api, settings)
+        found = waiting_document(read, pod) or await _instances_document(api, read, pod)
     except AgentError as error:
         # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
         raise Unavailable(
@@ -48,7 +50,7 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
     if known is not None and known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
-    if (found := waiting_document(read, pod)) is None:
+    if found is None:
         raise Unavailable(
             f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
             f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
@@ -96,6 +98,54 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
         "other_reasons": found.others,
         "not_checked": _unchecked(read, pod_needs(pod.spec), found),
     }
+
+
+async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
+    """The same of a pod that asks for MIG instances by claims or by their resources; None where it does not. Raises
+    AgentError."""
+    claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
+    containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
+    resources = sorted({name for one in containers for name in one.limits if "/" in name})
+    if not claims and not resources:
+        return None
+    cluster = await read_claims(api)
+    profiles = profiles_of(cluster, pod.meta.namespace or "", claims, resources)
+    named = next((name for name in resources if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    if not profiles and not named:
+        return None
+    answers = [waits_for(profile, cluster) for profile in profiles] or [_of_plugins(named, read)]
+    found = next((one for one in answers if not one.fits), answers[0])
+    return {
+        "namespace": pod.meta.namespace,
+        "request": asked_by(pod),
+        "scheduler": scheduler_message(pod),
+        "mistake": "",
+        "ignored": "",
+        "nodes": len(read.view.nodes),
+        "reasons": found.reasons,
+        "fitting": {"nodes": [], "gpus": []},
+        "fits": found.fits,
+        "changes": found.changes,
+        "other_reasons": {},
+        "not_checked": ["what else the claim, its class and the pod ask of the device and the node"],
+    }
+
+
+def _of_plugins(resource: str, read: ReadCluster) -> WaitsFor:
+    """Of a resource that no DeviceClass has."""
+    reasons = Counter(
+        gpu.unhealthy_reason
+        for node in read.view.nodes
+        for gpu in node.ledger.node.gpus
+        if "MIG mode" in gpu.unhealthy_reason
+    )
+    why = f"every {resource} of the device plugins is taken"
+    if resource not in read.state.offer.resources:
+        why = (
+            f"no node offers {resource}: a device plugin does by nvidia.mig_strategy mixed where there are such instances, "
+            "claims do where a DeviceClass has this extendedResourceName"
+        )
+    return WaitsFor(reasons={why: len(read.view.nodes), **reasons})
 
 
 def asked_by(pod: PodJson) -> str:

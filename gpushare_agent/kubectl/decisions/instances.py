@@ -1,0 +1,189 @@
+"""Why a pod waits that wants MIG instances by ResourceClaims or by a DeviceClass's resource, and what would let it start.
+Pure.
+
+The devices are those of this driver's ResourceSlices: existing instances, and the places for them, which share counters
+(resource.k8s.io/v1). Of a claim and a class the profile that an expression (CEL) compares is read, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from msgspec import Raw, Struct, field
+
+from gpushare_agent.core.claims.claim import DRIVER
+from gpushare_agent.core.claims.devices import CORDONED_TAINT, NVIDIA_DRIVER
+from gpushare_agent.core.kit.json_schema import NULL, Entries, Lenient
+from gpushare_agent.core.kube.claims import Attribute, ClaimStatus, Pool
+from gpushare_agent.core.kube.objects import KubeObject, Quantity, whole_number
+from gpushare_agent.core.model.taints import Taint
+
+_PROFILE = re.compile(r"\.profile\s*==\s*'([\w.+]{1,32})'")
+_CLASS = re.compile(r'"deviceClassName"\s*:\s*"([a-z0-9.-]{1,253})"')
+_RESOURCE = re.compile(r'"extendedResourceName"\s*:\s*"([\w./-]{1,320})"')
+_MOST_NAMED = 5
+
+
+class _Counters(Struct, rename="camel"):
+    """What a device consumes of a set, or what there is of one."""
+
+    counter_set: str = ""
+    name: str = ""
+    counters: Mapping[str, Mapping[str, Quantity]] = {}
+
+
+def _sum(all_counters: Sequence[_Counters]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for of_set in all_counters:
+        name = of_set.counter_set or of_set.name
+        found.update({(name, one): whole_number(has.get("value"), one) for one, has in of_set.counters.items()})
+    return found
+
+
+class Place(Struct, rename="camel"):
+    """A device: an instance, a place for one, or anything else."""
+
+    name: str
+    attributes: Mapping[str, Attribute] = {}
+    raw_taints: Raw = field(name="taints", default=NULL)
+    taints = Entries(Taint, of="raw_taints")
+    consumes_counters: Sequence[_Counters] = ()
+
+    def text(self, name: str) -> str:
+        found = self.attributes.get(name) or self.attributes.get(f"{NVIDIA_DRIVER}/{name}")
+        return (found.text if found is not None else None) or ""
+
+    @property
+    def needs(self) -> Counter[tuple[str, str]]:
+        return _sum(self.consumes_counters)
+
+
+class _SliceSpec(Struct, rename="camel"):
+    driver: str
+    pool: Pool
+    raw_devices: Raw = field(name="devices", default=NULL)
+    devices = Entries(Place, of="raw_devices")
+    shared_counters: Sequence[_Counters] = ()
+
+
+class SliceJson(KubeObject):
+    spec: _SliceSpec | None = None
+
+
+class ClaimJson(KubeObject):
+    """A ResourceClaim; of a DeviceClass the spec."""
+
+    raw_spec: Raw = field(name="spec", default=NULL)
+    raw_status: Raw = field(name="status", default=NULL)
+    status = Lenient(ClaimStatus, of="raw_status")
+
+
+class ClaimCluster(Struct, frozen=True):
+    """All that says which instances can be had."""
+
+    slices: Sequence[SliceJson]
+    claims: Sequence[ClaimJson]
+    classes: Sequence[ClaimJson]
+
+
+class _Node(Struct):
+    """The pool of a node: its places, what is left of the counters, and who has each device."""
+
+    places: list[Place] = field(default_factory=list)
+    left: Counter[tuple[str, str]] = field(default_factory=Counter)
+    users: dict[str, str] = field(default_factory=dict)
+
+    def taken_by(self, place: Place) -> set[str]:
+        """Who has to end for the place to be free; empty where it is."""
+        if place.name in self.users:
+            return {self.users[place.name]}
+        lacking = {counter for counter, amount in place.needs.items() if self.left[counter] < amount}
+        return {self.users[one.name] for one in self.places if one.name in self.users and lacking & one.needs.keys()}
+
+
+class WaitsFor(Struct, frozen=True):
+    """Why no node has an instance (or `fits`, where one has), by how many nodes, and what would let the pod start."""
+
+    fits: str = ""
+    reasons: Mapping[str, int] = {}
+    changes: Sequence[Mapping[str, str]] = ()
+
+
+def profiles_of(cluster: ClaimCluster, namespace: str, claims: Sequence[str], resources: Sequence[str]) -> list[str]:
+    """Those that a pod asks for, by its claims and its resources."""
+    classes = {one.meta.name: _text(one.raw_spec) for one in cluster.classes}
+    specs = [
+        _text(one.raw_spec) for one in cluster.claims if one.meta.namespace == namespace and one.meta.name in claims
+    ]
+    texts = [*specs, *(classes.get(name, "") for spec in specs for name in _CLASS.findall(spec))]
+    texts += [text for text in classes.values() if any(name in resources for name in _RESOURCE.findall(text))]
+    return [profile for text in texts for profile in _PROFILE.findall(text)]
+
+
+def _text(raw: Raw) -> str:
+    return bytes(raw).decode(errors="replace").replace('\\"', "'")
+
+
+def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
+    """Of one instance of this profile."""
+    nodes = _nodes(cluster)
+    reasons: Counter[str] = Counter()
+    ends: list[tuple[int, str, str]] = []
+    # By text: what helps one place of a GPU helps the others.
+    changes: dict[str, tuple[str, str]] = {}
+    for name, node in sorted(nodes.items()):
+        instances = [(one.text("profile"), one, node.taken_by(one)) for one in node.places if one.text("profile")]
+        names: set[str] = set()
+        for found, place, users in instances:
+            gpu, taints = f"GPU {place.text('parentUUID')} of {name}", {one.key: one.value for one in place.taints}
+            if found != profile and not users | taints.keys():
+                changes.setdefault(f"ask for {found}: there is room on {name}", ("profile", name))
+            elif found != profile:
+                continue
+            elif not users | taints.keys():
+                return WaitsFor(f"now on {gpu}")
+            elif not taints:
+                ends.append((len(users), name, f"the end of {_joined(users)} on {gpu}"))
+            elif not users and taints.keys() == {CORDONED_TAINT}:
+                changes[f"uncordon {gpu}"] = "uncordon", name
+            names |= users | {f"{key} ({value})" for key, value in taints.items()}
+        known = {found for found, _, _ in instances}
+        has = f"there are {_joined(known)}" if known else "no GPU in MIG mode is for claims (dra.gpus, mig.on_demand)"
+        lacks = f"no MIG instance {profile}, and no place for one: {has}"
+        reasons[f"every place for {profile} is taken or blocked: {_joined(names)}" if profile in known else lacks] += 1
+    changes |= {text: ("end", name) for _, name, text in sorted(ends)[:1]}
+    if not nodes:
+        reasons["no node has ResourceSlices of this driver: are dra.gpus or mig.on_demand set?"] += 1
+    shown = [{"kind": kind, "text": text, "node": name} for text, (kind, name) in changes.items()]
+    return WaitsFor(reasons=reasons, changes=shown[-_MOST_NAMED:])
+
+
+def _joined(names: Set[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(sorted(names)[:_MOST_NAMED])}{more}"
+
+
+def _nodes(cluster: ClaimCluster) -> Mapping[str, _Node]:
+    specs = [one.spec for one in cluster.slices if one.spec is not None and one.spec.driver == DRIVER]
+    # While a driver writes its slices again, those of the older generation are void.
+    newest: dict[str, int] = {}
+    for pool in (one.pool for one in specs):
+        newest[pool.name] = max(pool.generation, newest.get(pool.name, 0))
+    nodes = {name: _Node() for name in newest}
+    for spec in specs:
+        if spec.pool.generation == newest[spec.pool.name]:
+            nodes[spec.pool.name].places += spec.devices
+            nodes[spec.pool.name].left.update(_sum(spec.shared_counters))
+    for claim in cluster.claims:
+        allocation, users, where = claim.status.allocation, claim.status.reserved_for, claim.meta.namespace
+        user = f"pod {where}/{users[0].name}" if users else f"claim {where}/{claim.meta.name}"
+        for one in (allocation.devices.results or ()) if allocation is not None else ():
+            if one.driver == DRIVER and one.pool in nodes:
+                nodes[one.pool].users[one.device] = user
+    for node in nodes.values():
+        for place in node.places:
+            if place.name in node.users:
+                node.left.subtract(place.needs)
+    return nodes

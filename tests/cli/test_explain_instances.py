@@ -1,0 +1,201 @@
+"""Why a pod that wants a MIG instance waits, from an API server with the node's slices and everybody's claims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.support_cli import raw_list
+from tests.cli.support_cluster_view import Cluster, Object, node, pod
+from tests.cli.test_explain_waiting import explained
+
+GPU = "GPU-1"
+SIZES = {"1g.10gb": (1, range(7)), "3g.40gb": (4, (0, 4))}
+RESOURCE = "nvidia.com/mig-3g.40gb"
+
+
+def device(profile: str, start: int, *, taint: tuple[str, str] | None = None) -> Object:
+    counters = {f"memory-slice-{slot}": {"value": "1"} for slot in range(start, start + SIZES[profile][0])}
+    return {
+        "name": f"gpu-1-mig-{profile.replace('.', '')}-{start}",
+        "attributes": {"type": {"string": "mig"}, "profile": {"string": profile}, "parentUUID": {"string": GPU}},
+        "consumesCounters": [{"counterSet": "gpu-1", "counters": counters}],
+        **({"taints": [{"key": taint[0], "value": taint[1], "effect": "NoSchedule"}]} if taint else {}),
+    }
+
+
+def slices(devices: Sequence[Object], *, generation: int = 3, name: str = "n") -> list[Object]:
+    """The counters are in a slice of their own."""
+    slots = {f"memory-slice-{slot}": {"value": "1"} for slot in range(8)}
+    pool = {"name": name, "generation": generation, "resourceSliceCount": 2}
+    common = {"driver": "gpushare-agent", "nodeName": name, "pool": pool}
+    return [
+        {
+            "metadata": {"name": f"{name}-{generation}-c"},
+            "spec": {**common, "sharedCounters": [{"name": "gpu-1", "counters": slots}]},
+        },
+        {"metadata": {"name": f"{name}-{generation}-d"}, "spec": {**common, "devices": list(devices)}},
+    ]
+
+
+def every_place(**taints: tuple[str, str]) -> list[Object]:
+    return [
+        device(profile, start, taint=taints.get(f"at{start}"))
+        for profile, (_, starts) in SIZES.items()
+        for start in starts
+    ]
+
+
+def selector(profile: str) -> list[Object]:
+    return [{"cel": {"expression": f'device.attributes["gpushare-agent"].profile == "{profile}"'}}]
+
+
+def claim(name: str, request: Mapping[str, Any], *, device: str = "", user: str = "") -> Object:
+    results = [{"request": "r", "driver": "gpushare-agent", "pool": "n", "device": device}] if device else []
+    return {
+        "metadata": {"name": name, "namespace": "ns"},
+        "spec": {"devices": {"requests": [{"name": "r", **request}]}},
+        "status": {
+            "allocation": {"devices": {"results": results}},
+            "reservedFor": [{"resource": "pods", "name": user, "uid": user}] if user else [],
+        },
+    }
+
+
+def has(place: str, user: str) -> Object:
+    return claim(f"of-{user}", {}, device=place, user=user)
+
+
+async def told(
+    short_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    pools: Sequence[Object] = (),
+    claims: Sequence[Object] = (),
+    classes: Sequence[Object] = (),
+    limits: Mapping[str, str] | None = None,
+    nodes: Sequence[Object] = (),
+    **answers: Any,
+) -> list[str]:
+    """The lines of `explain` for a pod that wants a 3g.40gb by a claim, or what `limits` say."""
+    waits = pod("w", (0, 0))
+    own: list[Object] = []
+    if limits is None:
+        waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
+        own = [claim("mine", {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}})]
+    else:
+        waits["spec"]["containers"][0]["resources"] = {"limits": dict(limits)}
+    api = "/apis/resource.k8s.io/v1"
+    lists = {
+        f"{api}/resourceslices": raw_list(list(pools)),
+        f"{api}/resourceclaims": raw_list([*own, *claims]),
+        f"{api}/deviceclasses": raw_list(list(classes)),
+    }
+    await explained(Cluster(list(nodes), [waits]), short_dir, **{**lists, **answers})
+    return "".join(capsys.readouterr()).splitlines()
+
+
+async def test_a_place_that_is_free_is_named(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A claim of slices 0 to 3 leaves the other half; slices that were replaced do not count."""
+    held = [has("gpu-1-mig-1g10gb-2", "small")]
+    old = slices([], generation=2)
+    lines = await told(short_dir, capsys, pools=[*old, *slices(every_place())], claims=held)
+    assert "  request   claim gpu" in lines
+    assert f"  fits      now on GPU {GPU} of n: the scheduler has not tried again yet, or has another reason" in lines
+
+
+async def test_who_has_the_slices_is_named_and_the_fewest_who_have_to_end(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of slices 0 to 3 two pods have one each, of 4 to 7 one pod has one: the end of that one is enough."""
+    held = [
+        has("gpu-1-mig-1g10gb-0", "a"),
+        has("gpu-1-mig-1g10gb-1", "b"),
+        has("gpu-1-mig-1g10gb-6", "c"),
+    ]
+    lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
+    at = lines.index("  GPUs      1 node: every place for 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/c")
+    assert lines[at + 1 : at + 4] == [
+        "  to start now, one of:",
+        "    - ask for 1g.10gb: there is room on n",
+        f"    - the end of pod ns/c on GPU {GPU} of n",
+    ]
+
+
+async def test_an_instance_of_others_in_the_place_is_named(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a cordoned GPU by what puts it back."""
+    conflict = ("gpushare-agent/mig-conflict", "an-instance-made-by-others-lies-there")
+    cordoned = ("gpushare-agent/cordoned", "fan")
+    lines = await told(short_dir, capsys, pools=slices([device("3g.40gb", 0, taint=conflict)]))
+    assert f"  GPUs      1 node: every place for 3g.40gb is taken or blocked: {conflict[0]} ({conflict[1]})" in lines
+    assert "  to start  no single change was found that would let it start now" in lines
+    lines = await told(short_dir, capsys, pools=slices([device("3g.40gb", 0, taint=cordoned)]))
+    assert f"    - uncordon GPU {GPU} of n" in lines
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        (slices([device("1g.10gb", 0)]), "no MIG instance 3g.40gb, and no place for one: there are 1g.10gb"),
+        (slices([]), "no MIG instance 3g.40gb, and no place for one: no GPU in MIG mode is for claims"),
+        ([], "no node has ResourceSlices of this driver: are dra.gpus or mig.on_demand set?"),
+    ],
+)  # fmt: skip
+async def test_a_node_without_the_profile_says_what_it_has(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], pools: list[Object], said: str
+) -> None:
+    assert any(line.startswith(f"  GPUs      1 node: {said}") for line in await told(short_dir, capsys, pools=pools))
+
+
+async def test_a_plain_limit_is_read_by_its_class(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scheduler makes the claim only when it places the pod."""
+    classes = [
+        {"metadata": {"name": "m"}, "spec": {"extendedResourceName": RESOURCE, "selectors": selector("3g.40gb")}}
+    ]
+    held = [has("gpu-1-mig-3g40gb-0", "a"), has("gpu-1-mig-3g40gb-4", "b")]
+    asked = {"limits": {RESOURCE: "1"}, "classes": classes}
+    lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held, **asked)
+    assert f"  request   {RESOURCE}: 1" in lines
+    assert "  GPUs      1 node: every place for 3g.40gb is taken or blocked: pod ns/a, pod ns/b" in lines
+
+
+async def test_a_plain_limit_that_nobody_serves_says_who_would(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With why a GPU in MIG mode is not offered."""
+    divided = node("n", [16, 16], sick=[1])
+    annotations = divided["metadata"]["annotations"]
+    annotations["gpushare-agent/gpus"] = annotations["gpushare-agent/gpus"].replace(
+        '"is_healthy": false', '"is_healthy": false, "reason": "MIG mode is enabled and the GPU has no instances"'
+    )
+    lines = await told(short_dir, capsys, limits={RESOURCE: "1"}, nodes=[divided])
+    [line] = [one for one in lines if one.startswith("  GPUs  ")]
+    assert f"1 node: no node offers {RESOURCE}: a device plugin does by nvidia.mig_strategy mixed" in line
+    assert "1 node: MIG mode is enabled and the GPU has no instances" in line
+
+
+async def test_without_the_right_to_list_the_schedulers_words_remain(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    denied = {"/apis/resource.k8s.io/v1/resourceslices": (403, {"kind": "Status", "message": "forbidden"})}
+    text = " ".join(await told(short_dir, capsys, **denied))
+    assert "The scheduler: nothing so far. The pod asks for claim gpu" in text and "resourceslices" in text
+
+
+async def test_a_claim_of_another_kind_is_not_explained(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = await told(short_dir, capsys, limits={"example.com/fpga": "1"})
+    assert "The pod asks for example.com/fpga: 1" in " ".join(lines)
+
+
+async def test_hostile_slices_and_claims_end_nothing(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An amount that is no number, a device that is none, and no objects at all."""
+    broken = device("3g.40gb", 0)
+    broken["consumesCounters"][0]["counters"]["memory-slice-0"]["value"] = "many"
+    pools = [*slices([broken, {"name": 3}]), {"metadata": {"name": "x"}, "spec": 7}, {"spec": None}]
+    lines = await told(short_dir, capsys, pools=pools, claims=[{"metadata": {"name": "c"}, "spec": [], "status": 1}])
+    assert "The scheduler: nothing so far" in lines[0]
+    lines = await told(short_dir, capsys, pools=pools[:1] + pools[2:])
+    assert any("no node has ResourceSlices" in line for line in lines) or any("3g.40gb" in line for line in lines)
