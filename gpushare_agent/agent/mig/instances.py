@@ -50,6 +50,7 @@ CALL_S = 60.0
 """The driver's own limit is shorter."""
 RETRY_S = 5.0
 RETRY = Backoff(base_s=1.0, cap_s=60.0)
+_DONE = {MigState.CREATING: "made", MigState.DESTROYING: "destroyed"}
 
 
 class MakesInstances(Protocol):
@@ -92,6 +93,7 @@ class MigInstances:
         self._idle_since: dict[MigPlacement, float] = {}
         self._failures: dict[MigPlacement, _Failure] = {}
         self._in_doubt: set[MigPlacement] = set()
+        self._refused: set[MigPlacement] = set()
         self._busy: set[GpuUuid] = set()
         self._stale: set[GpuUuid] = set()
         self._places: dict[str, MigPlacement] = {}
@@ -180,8 +182,9 @@ class MigInstances:
 
     def release(self, uid: str) -> None:
         """The claim has ended: its instances are idle, and kept to be used again."""
-        if self._held.pop(uid, None) is not None:
-            self.changed()
+        places = {*self._resolved(self._held.pop(uid, {}))} - self._held_places()
+        self._idle_since |= dict.fromkeys(places, self._clock())
+        self.changed()
 
     def changed(self) -> None:
         """The inventory, or who may change it."""
@@ -248,6 +251,7 @@ class MigInstances:
             },
             expired={place for place, since in self._idle_since.items() if now - since >= idle_s},
             in_doubt=self._in_doubt,
+            refused=self._refused,
             waiting={place: one.why for place, one in self._failures.items() if now < one.until},
             short={place for place, one in self._failures.items() if one.is_short},
             no_making=no_making,
@@ -303,13 +307,13 @@ class MigInstances:
             if parent in self._busy or parent in self._stale:
                 continue
             self._replace(parent, settle(layout, self._made_on(parent), self._wishes(parent)))
+            self._refused = {place for place in self._refused if place.parent != parent}
         self._in_doubt &= {place for place, one in self._made.items() if not one.is_ready}
         self._wanted = {place: None for place in self._wanted if place in held and not self._is_ready(place)}
         idle = [place for place, one in self._made.items() if one.is_ready and place not in held]
         self._idle_since = {place: self._idle_since.get(place, now) for place in idle}
-        self._failures = {
-            place: one for place, one in self._failures.items() if place in self._wanted or place in self._made
-        }
+        unsettled = {*self._wanted, *(place for place, one in self._made.items() if not one.is_ready)}
+        self._failures = {place: one for place, one in self._failures.items() if place in unsettled}
         # An own node that was not read yet may be another's to divide.
         if self.own_node.is_known:
             self._start_calls(layouts)
@@ -364,13 +368,12 @@ class MigInstances:
             self._failures.pop(place, None)
             self._reported.is_over(_name(made))
             outcome = "done"
-            log.info(f"mig_instance_{made.state.value}", place=_name(made), outcome=outcome)
+            log.info(f"mig_instance_{_DONE[made.state]}", place=_name(made))
         except AgentError as e:
             if is_called and not isinstance(e, Unavailable):
                 self._answered(place.parent)
-                # It has made nothing. What may lie there is another's.
                 if step.instance is None and made.gi is None and not was_in_doubt:
-                    self._made.pop(place)
+                    self._refused.add(place)
             self._failed(made, str(e), is_short=step.instance is None and isinstance(e, Conflict))
         finally:
             if not is_called:
@@ -390,7 +393,7 @@ class MigInstances:
         times = last.times + 1 if last is not None else 1
         until = self._clock() + RETRY.delay_s(times)
         self._failures[made.place] = _Failure(times, until, why, is_short)
-        self._report(f"mig_instance_not_{made.state.value}", why, _name(made))
+        self._report(f"mig_instance_not_{_DONE[made.state]}", why, _name(made))
 
     def _report(self, event: str, why: str, subject: str = "") -> None:
         if self._reported.is_new(why, subject):

@@ -44,7 +44,8 @@ class Wishes(Struct, frozen=True, kw_only=True):
     oldest first. `claimed` are the instances that prepared claims have, as their records say.
 
     `expired`: nobody needs an instance there any longer. `in_doubt`: the driver was called for it and has not answered, so
-    that the call may still be carried out. `waiting`: the last call failed and is not to be tried yet, with the reason.
+    that the call may still be carried out. `refused`: it answered that it did not make it, so that what is whole there is
+    another's. `waiting`: the last call failed and is not to be tried yet, with the reason.
     `short`: the driver lacked something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may
     be made, and why nothing may be made or destroyed, empty where it may."""
 
@@ -53,6 +54,7 @@ class Wishes(Struct, frozen=True, kw_only=True):
     claimed: Mapping[MigPlacement, GpuUuid] = {}
     expired: Collection[MigPlacement] = ()
     in_doubt: Collection[MigPlacement] = ()
+    refused: Collection[MigPlacement] = ()
     waiting: Mapping[MigPlacement, str] = {}
     short: Collection[MigPlacement] = ()
     no_making: str = ""
@@ -88,7 +90,7 @@ def _settled(made: MadeInstance, instance: MigGpuInstance | None, wishes: Wishes
     if instance is None:
         # Only a call that may still be carried out makes one later.
         return made if made.state is MigState.CREATING and is_doubtful else None
-    if not _is_life(made, instance):
+    if not _is_life(made, instance) or (made.place in wishes.refused and instance.compute):
         return None
     if made.state is MigState.DESTROYING and (is_doubtful or made.place not in wishes.held):
         return made
@@ -139,9 +141,10 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
     at, by_place = _by_place(layout), {one.place: one for one in made}
     found = {}
     for place in layout.placements:
-        own = by_place.get(place)
-        # One that could not be destroyed, and is whole, is used again.
-        if own is not None and (own.is_ready or (own.state is MigState.DESTROYING and at[place].compute)):
+        own, instance = by_place.get(place), at.get(place)
+        # One that is to be destroyed, and is whole yet, can be used again.
+        is_whole = own is not None and own.state is MigState.DESTROYING and instance is not None and instance.compute
+        if is_whole or (own is not None and own.is_ready):
             continue
         if why := wishes.no_calls or layout.problem or wishes.no_making or wishes.waiting.get(place, ""):
             found[place] = why
