@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from gpushare_agent.agent.gpus.saved_health import BOOT_ID
+from gpushare_agent.agent.runtime.machine import BOOT_ID
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.formats.simulated_gpus import (
     PROFILE,
