@@ -129,7 +129,9 @@ def build(
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=observability_part.build(node, driver, isolation, not_ready, needs_restart),
+        observability=observability_part.build(
+            node, driver, isolation, not_ready, needs_restart, dra.mig if dra is not None else None
+        ),
         dra=dra,
         readiness=readiness,
     )

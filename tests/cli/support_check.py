@@ -60,7 +60,7 @@ class Node:
         return load_settings(self.flags(*more), {}).settings
 
 
-def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Callable[..., Any]:
+def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = (), **meta: Any) -> Callable[..., Any]:
     """Answers for the node, and access reviews that allow all but the named verbs."""
 
     async def behave(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
@@ -70,7 +70,7 @@ def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Calla
             allowed = f"{attributes['verb']} {attributes['resource']}{subresource}" not in forbidden
             return await answers(201, {"status": {"allowed": allowed}})(server, seen, request)
         elif seen.path == f"/api/v1/nodes/{NODE}":
-            raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}
+            raw_node = {"metadata": {"name": NODE, **meta}, "status": {"nodeInfo": {"kubeletVersion": version}}}
             return await answers(200, raw_node)(server, seen, request)
         else:
             return await answers(404, raw_status(404, "not found"))(server, seen, request)

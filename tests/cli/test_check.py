@@ -237,6 +237,36 @@ async def test_unlike_mig_instances_under_strategy_single_are_an_error(short_dir
         assert not not_ok(await check_node(node.settings(*flags, "--nvidia.mig-strategy=mixed")))
 
 
+async def test_gpus_in_mig_mode_are_reported(short_dir: Path) -> None:
+    """With their instances, whether these are made on demand, and who forbids it; and a GPU that should be one of them."""
+    faults = short_dir / "faults.json"
+    faults.write_text('{"mig": {"0": ["1g.10gb", "1g.10gb"], "1": []}, "mig_faults": {"1": {"refused": "no right"}}}')
+    async with complete_node(short_dir) as node:
+        flags = (f"--simulated.faults={faults}", f"--state-directory={short_dir / 'state'}", "--mig.on-demand=0,1,2")
+        found = await check_node(node.settings(*flags))
+        mig = [(one.level, one.detail, one.cure) for one in found if one.what == "mig"]
+        uuids = [text.partition("(")[2].partition(")")[0] for _, text, _ in mig]
+        assert [one[:2] for one in mig] == [
+            (Level.OK, f"number 0 ({uuids[0]}) has instances on demand; now 2 of 1g.10gb"),
+            (Level.OK, f"number 1 ({uuids[1]}) has instances on demand; now none"),
+            (Level.ERROR, "number 1: no right"),
+            (Level.WARNING, "number 2 is one of mig.on_demand, and MIG mode is not on"),
+        ]
+        assert " -mig 1`" in mig[3][2]
+
+
+async def test_another_who_divides_the_gpus_is_named(short_dir: Path) -> None:
+    """Only where instances are made on demand."""
+    async with complete_node(short_dir, node_api(labels={"nvidia.com/mig.config": "all-1g.10gb"})) as node:
+        flags = (f"--state-directory={short_dir / 'state'}", "--mig.on-demand=all")
+        found = [one for one in await check_node(node.settings(*flags)) if one.what == "mig"]
+        assert {one.detail.partition(" (")[0] for one in found} == {
+            "NVIDIA's mig-manager divides the node's GPUs",
+            "mig.on_demand is all, and no GPU is in MIG mode",
+        }
+        assert not [one for one in await check_node(node.settings()) if one.what == "mig"]
+
+
 async def test_named_files_are_read(short_dir: Path) -> None:
     """A file that a setting names must be readable."""
     async with complete_node(short_dir) as node:

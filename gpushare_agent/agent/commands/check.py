@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from gpushare_agent.core.model.errors import AgentError, StartupError, Unavailab
 from gpushare_agent.core.model.finding import Finding, Level, error, ok, warning
 from gpushare_agent.core.model.gpus import HOST_MEMORY_TEXTS, Gpu, GpuInventory, HostMemory
 from gpushare_agent.core.model.isolation import DeviceListStrategy
-from gpushare_agent.core.model.names import MIB
+from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import Settings
 
@@ -85,6 +86,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
             findings.append(_host_memory_finding(gpu, gpu.host_memory))
     for index, reason in inventory.unreadable:
         findings.append(warning("gpu", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
+    findings += _mig_findings(settings, inventory)
     names = resource_names(settings, inventory.mig_profiles)
     # Excluded GPUs may differ: they are in no resource.
     offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]
@@ -92,6 +94,29 @@ async def check_driver(settings: Settings) -> list[Finding]:
         reported, _, remedy = why.partition(". ")
         findings.append(error("mig", reported, remedy))
     return findings if is_simulated else [*findings, _device_nodes_finding(inventory)]
+
+
+def _mig_findings(settings: Settings, inventory: GpuInventory) -> Iterator[Finding]:
+    """GPUs in MIG mode, with their instances, and those that should be. Why others are not offered is their own finding."""
+    profiles: dict[GpuUuid, Counter[str]] = {gpu.uuid: Counter() for gpu in inventory.mig_partitioned}
+    for place in (gpu.mig for gpu in inventory.gpus if gpu.mig is not None and gpu.mig.parent in profiles):
+        profiles[place.parent][place.profile] += 1
+    problems = {layout.parent: layout.problem for layout in inventory.mig_layouts}
+    for gpu in inventory.mig_partitioned:
+        has = ", ".join(f"{n} of {name}" for name, n in sorted(profiles[gpu.uuid].items())) or "none"
+        kind = "on demand; now" if gpu.uuid in problems else "that are there:"
+        yield ok("mig", f"number {gpu.label} ({gpu.uuid}) has instances {kind} {has}")
+        if problem := problems.get(gpu.uuid):
+            yield error("mig", f"number {gpu.label}: {problem}", "see docs/explanation/mig.md")
+    named = [one for one in settings.mig.on_demand if one != "all"]
+    for gpu in inventory.gpus:
+        if gpu.mig is None and gpu.is_selected(named):
+            remedy = f"turn it on (`nvidia-smi -i {gpu.bus_id} -mig 1`), or take the GPU out of mig.on_demand"
+            yield warning("mig", f"number {gpu.label} is one of mig.on_demand, and MIG mode is not on", remedy)
+    if "all" in settings.mig.on_demand and not problems:
+        yield warning(
+            "mig", "mig.on_demand is all, and no GPU is in MIG mode", "turn it on: `nvidia-smi -i GPU -mig 1`"
+        )
 
 
 def _host_memory_finding(gpu: Gpu, kind: HostMemory) -> Finding:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from msgspec import Raw
 
 from gpushare_agent.agent.kubelet.pod_resources import kubelet_version
+from gpushare_agent.agent.mig.own_node import managed_by_another
 from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.json_schema import NULL
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, RESIZE_STATUS_ANNOTATION
@@ -68,7 +70,10 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     except NotFound:
         detail = f"there is no node {settings.node_name}"
         return [error("api server", detail, "set --node-name (or NODE_NAME from spec.nodeName) to this node's name")]
-    return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
+    managed = managed_by_another(read_node_json(raw_node).meta.labels) if settings.mig.on_demand else ""
+    why, _, remedy = managed.partition(": ")
+    findings = [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
+    return [*findings, *([error("mig", why, remedy)] if why else ())]
 
 
 def _kubelet_version(raw_node: Raw) -> Finding:

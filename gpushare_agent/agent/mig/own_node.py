@@ -58,7 +58,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
                 await asyncio.sleep(self.period_s if self.is_known else RETRY_S)
                 continue
             failure.is_over()
-            self._know(is_draining=node.is_cordoned, managed=_managed(node.meta.labels))
+            self._know(is_draining=node.is_cordoned, managed=managed_by_another(node.meta.labels))
             await asyncio.sleep(self.period_s)
 
     def take_over(self, previous: OwnNode) -> None:
@@ -74,7 +74,8 @@ class OwnNode(Struct, kw_only=True, eq=False):
         self.changed()
 
 
-def _managed(labels: dict[str, str]) -> str:
+def managed_by_another(labels: dict[str, str]) -> str:
+    """Why the agent divides no GPU of a node with these labels, with the remedy behind `: `; empty where it may."""
     wanted = labels.get(MANAGER_LABEL, "")[:64]
     if not wanted or labels.get(WITHOUT_MANAGER_LABEL) == "false":
         return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -16,7 +17,6 @@ from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS
 from gpushare_agent.agent.gpus.watch import GpuDriver
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.attribution import has_handed_over
 from gpushare_agent.agent.observability.display import DisplayServer
@@ -42,6 +42,9 @@ from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.model.pods import ClaimUser, Pod
 from gpushare_agent.core.model.shares import share_limits
 from gpushare_agent.core.placement.gpu_account import account_of
+
+if TYPE_CHECKING:
+    from gpushare_agent.agent.mig.instances import MigInstances
 
 
 class ObservabilityPart(Struct, frozen=True, kw_only=True):
