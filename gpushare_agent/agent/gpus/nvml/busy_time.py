@@ -165,7 +165,7 @@ class NvmlBusyTime:
                 gpu = self._gpus.get(uuid) or GpuBusyTime()
                 handle = handles.get(uuid)
                 # NVML has no utilisation of a MIG instance, but what its processes have. On a busy node a handle may take
-                # seconds, so it is kept as long as it answers.
+                # seconds, so it is kept: another instance has another UUID.
                 if handle is None and uuid.startswith("MIG-"):
                     handle = gpu.calls.handle or ask("nvmlDeviceGetHandleByUUID", uuid)
                 if handle is None:
@@ -180,6 +180,4 @@ class NvmlBusyTime:
                     continue
                 if read is not None:
                     found[uuid] = read
-                elif uuid not in handles:
-                    del self._gpus[uuid]
             return found
