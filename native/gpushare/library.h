@@ -103,6 +103,7 @@ struct limits {
 /* Opens both files, once in a process. Where one is missing or of another layout all memory is refused; false then. */
 bool open_region(void);
 int gpu_named(const char *uuid); /* without GPU- or MIG- before it: its index in both files, or -1 */
+int only_instance(void); /* the one MIG instance of the container; -1: it has none, or several */
 void read_limits(int gpu, struct limits *limits);
 struct usage_gpu *usage_of(int gpu);
 struct usage_slot *own_slot(void); /* NULL: none is free, or no region */

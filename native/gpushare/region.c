@@ -211,6 +211,17 @@ int gpu_named(const char *uuid)
     return -1;
 }
 
+int only_instance(void)
+{
+    int found = -1;
+    if (!open_region())
+        return -1;
+    for (int i = 0; i < (int)config->gpus && i < MOST_GPUS; i++)
+        if (memcmp(config->gpu[i].uuid, "MIG-", 4) == 0)
+            found = found == -1 ? i : -2;
+    return found < 0 ? -1 : found;
+}
+
 /* Whether to read again, because the agent is writing: its thread may have to wait for a processor in the middle of that. One that has
    died there leaves the sequence odd: the same odd one is waited for once, and then what is there is believed. Each number is read whole,
    so they are all right, some new and some old. */

@@ -51,7 +51,7 @@ static int find_gpu(CUdevice device)
 {
     CUuuid id;
     char text[37] = "";
-    bool is_new = has_real(SLOT_cuDeviceGetUuid_v2); /* only that one knows instances of MIG */
+    bool is_new = has_real(SLOT_cuDeviceGetUuid_v2); /* only that one knows instances of MIG: the other one names the GPU */
     CUresult result = is_new ? REAL(cuDeviceGetUuid_v2)(&id, device) : REAL(cuDeviceGetUuid)(&id, device);
     if (result != CUDA_SUCCESS)
         return -1; /* as before cuInit */
@@ -61,7 +61,8 @@ static int find_gpu(CUdevice device)
         text[at++] = "0123456789abcdef"[(unsigned char)id.bytes[i] >> 4];
         text[at++] = "0123456789abcdef"[id.bytes[i] & 15];
     }
-    return gpu_named(text);
+    int named = gpu_named(text);
+    return named < 0 && !is_new ? only_instance() : named; /* where there are instances, CUDA shows one of them and no GPU */
 }
 
 int gpu_of_device(CUdevice device)

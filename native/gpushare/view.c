@@ -136,11 +136,26 @@ HOOK_NVML(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice_t device, nvmlMemory_v2_t *mem
     return result;
 }
 
+/* What a MIG instance is; it has whole MiB. */
+HOOK_NVML(nvmlDeviceGetAttributes_v2, (nvmlDevice_t device, nvmlDeviceAttributes_t *attributes), (device, attributes))
+{
+    uint64_t share, used;
+    nvmlReturn_t result = real(device, attributes);
+    if (result == NVML_SUCCESS && read_share(gpu_of_handle(device), &share, &used))
+        attributes->memorySizeMB = lower(attributes->memorySizeMB, share >> 20);
+    return result;
+}
+HOOK_EXPORT(nvmlDeviceGetAttributes, body_nvmlDeviceGetAttributes_v2, enter_nvml_hook, nvmlReturn_t,
+            (nvmlDevice_t device, nvmlDeviceAttributes_t *attributes), (device, attributes));
+
 /* The container's own processes, by the PIDs of its namespace: the driver's list may have all containers', by the host's. Entries of
-   `size` bytes begin with a nvmlProcessInfo_v1_t; what follows says that there is no MIG. */
-static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t size)
+   `size` bytes begin with a nvmlProcessInfo_v1_t; in longer ones the IDs of a MIG instance follow, or that there is none. */
+static nvmlReturn_t list_own(nvmlDevice_t device, int gpu, unsigned *count, void *entries, size_t size)
 {
     struct slot_use uses[MOST_SLOTS];
+    unsigned ids[2] = {UINT32_MAX, UINT32_MAX};
+    if (REAL(nvmlDeviceGetGpuInstanceId)(device, &ids[0]) || REAL(nvmlDeviceGetComputeInstanceId)(device, &ids[1]))
+        ids[0] = ids[1] = UINT32_MAX;
     read_pools(gpu, false);
     unsigned found = list_slots(gpu, uses, MOST_SLOTS), room = *count;
     for (unsigned i = 0; i < found && i < room && entries; i++) {
@@ -148,14 +163,16 @@ static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t siz
         memset(entry, 0xff, size);
         entry->pid = (unsigned)uses[i].pid;
         entry->usedGpuMemory = uses[i].bytes;
+        if (size >= sizeof *entry + sizeof ids)
+            memcpy(entry + 1, ids, sizeof ids);
     }
     *count = found;
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-#define LIST_OWN                                                                                   \
-    int gpu = count ? gpu_of_handle(device) : -1;                                                  \
-    return gpu < 0 ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
+#define LIST_OWN                                                                                           \
+    int gpu = count ? gpu_of_handle(device) : -1;                                                          \
+    return gpu < 0 ? real(device, count, entries) : list_own(device, gpu, count, entries, sizeof *entries)
 
 HOOK_NVML(nvmlDeviceGetComputeRunningProcesses, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries),
           (device, count, entries))
@@ -174,7 +191,7 @@ HOOK_NVML(nvmlDeviceGetRunningProcessDetailList, (nvmlDevice_t device, nvmlProce
     int gpu = has_own ? gpu_of_handle(device) : -1;
     if (gpu < 0)
         return real(device, list);
-    nvmlReturn_t result = list_own(gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
+    nvmlReturn_t result = list_own(device, gpu, &list->numProcArrayEntries, list->procArray, sizeof *list->procArray);
     for (unsigned i = 0; result == NVML_SUCCESS && i < list->numProcArrayEntries && list->procArray; i++)
         list->procArray[i].usedGpuCcProtectedMemory = 0;
     return result;

@@ -33,9 +33,10 @@ MIG = "nvidia.com/mig-"
 GPU_MEM = "aliyun.com/gpu-mem"
 
 
-def names(**changes: object) -> ResourceNames:
+def names(*, shares_in_mig: bool = False, **changes: object) -> ResourceNames:
     nvidia = NvidiaNames(**changes)  # type: ignore[arg-type]
-    return ResourceNames(gpu_mem=GPU_MEM, gpu=nvidia.resources(["1g.10gb", "3g.40gb"]), nvidia=nvidia)
+    profiles = ["1g.10gb", "3g.40gb"]
+    return ResourceNames(gpu_mem=GPU_MEM, gpu=nvidia.resources(profiles), nvidia=nvidia, shares_in_mig=shares_in_mig)
 
 
 def divided() -> GpuInventory:
@@ -196,6 +197,25 @@ def test_mig_instances_are_units_of_their_own_names_with_strategy_mixed() -> Non
     assert admitted(world, "large", asks(large=1)) == {"main": (3,)}
     assert admitted(world, "whole", asks(gpu=1)) == {"main": (0,)}
     assert healthy(world, f"{MIG}3g.40gb") == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_an_instance_is_given_whole_or_as_shares() -> None:
+    """Each takes it from the others; 100 cores are no instance."""
+    world = Node(divided(), Policy(names=names(mig_strategy="mixed", shares_in_mig=True)), seed=1)
+    assert healthy(world, VCORE_RESOURCE) == dict.fromkeys(range(4), 100)
+    assert healthy(world, VMEMORY_RESOURCE) == {0: 96, 1: 38, 2: 38, 3: 158}
+    assert healthy(world, GPU_MEM) == {0: 24, 1: 9, 2: 9, 3: 39}
+    # The least that fits.
+    assert admitted(world, "third", asks(cores=30, blocks=20)) == {"main": (1,)}
+    assert admitted(world, "rest", asks(cores=60, blocks=18)) == {"main": (1,)}
+    assert healthy(world, f"{MIG}1g.10gb") == {0: 0, 1: 0, 2: 1, 3: 0}
+    assert admitted(world, "whole", asks(small=1)) == {"main": (2,)}
+    refused(world, "more", asks(small=1))
+    assert healthy(world, VCORE_RESOURCE) == {0: 100, 1: 100, 2: 0, 3: 100}  # 90 of them are allocated
+    assert admitted(world, "gpu", asks(cores=100)) == {"main": (0,)}
+    assert "0 of 1 GPUs are entirely free" in refused(world, "large", asks(cores=100))
+    assert admitted(world, "memory", asks(memory=30)) == {"main": (3,)}
+    assert f"{MIG}3g.40gb" in refused(world, "three", asks(large=1))
 
 
 def test_mig_instances_are_units_of_the_plain_name_with_strategy_single_and_none_by_default() -> None:
@@ -363,6 +383,8 @@ SETTINGS = (
     {"gpus": ("0", "2"), "replicas": (("2", 10),), "sharing": Sharing.SHARES},
     {"mig_strategy": "mixed", "replicas": ((f"{MIG}1g.10gb", 3),)},
     {"mig_strategy": "single", "gpus": ("9:1", "9:2")},
+    {"mig_strategy": "mixed", "shares_in_mig": True},
+    {"mig_strategy": "single", "gpus": ("9:1", "9:2"), "replicas": (("*", 3),), "shares_in_mig": True},
 )
 
 

@@ -3,16 +3,21 @@ and other settings while pods run."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, gpu_uuids
+from gpushare_agent.agent.isolation.gpushare.library import MARK
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.resources import replica_layout
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from tests.agent.support_agent import open_agent, open_child, write_faults
+from tests.agent.support_agent import open_agent, open_child, poll_until, write_faults
+from tests.agent.test_resize_node import annotate
 from tests.gpus.support_nvml import becomes
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
+from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 
 GPU = "nvidia.com/gpu"
@@ -159,3 +164,35 @@ async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
             CORE: 100,
             MEMORY: 96,
         }
+
+
+async def test_shares_inside_an_instance_are_next_to_a_whole_one(short_dir: Path) -> None:
+    """One ledger; one file for each share, which names the instance and follows a resize."""
+    library = fake_library(short_dir / "libgpushare.so")
+    library.write_bytes(library.read_bytes() + MARK)
+    flags = ("--nvidia.enabled", "--nvidia.mig-strategy=single", "--simulated.gpus=1", "--isolation=gpushare")
+    flags = (*flags, f"--libgpushare.library={library}", "--resize.mode=free-capacity")
+    async with open_test_node() as node:
+        write_faults(node.paths.faults, mig={"0": ["1g.10gb"] * 3})
+        async with open_agent(node, *flags) as agent:
+            await node.wait_allocatable(GPU, 3)
+            await node.wait_allocatable(CORE, 300)
+            await node.start_pods(
+                pod("web", container(cores=30, blocks=8)), pod("batch", container(cores=60, blocks=2))
+            )
+            await node.wait_allocatable(GPU, 2)
+            await node.start_pods(sample("whole"))
+            await node.wait_allocatable(CORE, 200)
+            of = {one.pod_name: one.gpus for one in agent.parts.node.cache}
+            assert of["web"] == of["batch"] != of["whole"] and all(one[0].startswith("MIG-") for one in of.values())
+            config = node.paths.virtual_manager / node.uid_of("web") / "main" / CONFIG_NAME
+            assert gpu_uuids(config.read_bytes()) == list(of["web"])
+            await annotate(node, "web", "main:cores=40")
+            await poll_until(lambda: struct.unpack_from("=I", config.read_bytes(), 512 + 64) == (4000,), "the new size")
+            await node.start_pods(
+                pod("more", container(cores=1, blocks=1))
+            )  # in the third: the first has no cores left
+            await node.wait_allocatable(GPU, 1)
+            node.api.create_pod(sample("none"))
+            await node.wait_until(lambda: node.api.pod("default", "none")["status"].get("conditions"), "no room for it")
+            assert node.api.pod("default", "none")["status"]["phase"] == "Pending"

@@ -24,6 +24,8 @@ _HEADLINES = {
     "30 + 60, of 100 µs, each waited for": "30+60 100us sync both",
     "30, a function that takes 5 µs 1,000 times, then 50 ms": "data 30 1000x5us+50ms",
 }
+NEW = "inside a MIG instance"
+"""Shares of those were refused before."""
 _GROUPS = {
     "agent away, or no utilisation": r"agent (away|dies)|no NVML",
     "lengths that depend on data": r"^data ",
@@ -32,6 +34,7 @@ _GROUPS = {
     "other turns than 2 ms, other changes of context": r"^driver (turns|changes) ",
     "other drivers: rows, events, launches": r"^driver ",
     "elastic, resized": r"^(elastic|resized) ",
+    NEW: r"^instance ",
     "alone": r"^alone \d+ \d+[mu]s( sync)?$",
 }
 
@@ -47,8 +50,10 @@ def regulator_cells() -> str:
         found = [recorded(after, cell) for cell in cells]
         worst = max((_points(one) for one in found if one), default=0.0)
         counts = [_outside([recorded(of, cell) for cell in cells]) for of in (before, after)]
+        counts[0] = "–" if name == NEW else counts[0]
         rows.append([name, str(len(cells)), *counts, f"{worst:.1f}"])
-    counts = [_outside([recorded(of, cell) for cell in CELLS]) for of in (before, after)]
+    old = [cell for cell in CELLS if cell not in groups[NEW]]
+    counts = [_outside([recorded(before, cell) for cell in old]), _outside([recorded(after, cell) for cell in CELLS])]
     rows.append(["all", str(len(CELLS)), *counts, ""])
     headlines = [["percent of the GPU's time", f"before ({FORMER})", "now"]]
     headlines += [[text, *(_later(of, name) for of in (before, after))] for text, name in _HEADLINES.items()]

@@ -14,7 +14,10 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.agent.isolation.gpushare.edits import live_limits
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
+from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Health
@@ -34,7 +37,7 @@ from tests.dra.support_claims import (
     whole,
 )
 from tests.extender.support_extender import eventually
-from tests.support_core import isolation_config, used_blocks, used_cores
+from tests.support_core import NAMES, inventory, isolation_config, mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
@@ -424,6 +427,37 @@ async def test_a_share_keeps_its_limit_beside_a_whole_gpu_of_another_claim(
         else:
             assert f"uses the claim claim-{first} too" in (why := await refused(driver, second))
             assert "device_list_strategy" not in why
+
+
+@pytest.mark.parametrize("shares_in_mig", [True, False])
+async def test_shares_of_a_mig_instance_are_charged_and_limited(tmp_path: Path, *, shares_in_mig: bool) -> None:
+    """By its own cores and memory, under an isolation that keeps them, also where the node's does not."""
+    instance = replace(mig_instance(0, 9, 0), memory_mib=9728)
+    device = device_name(instance.uuid)
+    sizes = {1: (30, "2Gi"), 2: (60, "7Gi"), 3: (20, "256Mi")}
+    shares = [
+        raw_claim(result(cores=cores, memory=memory, device=device), number=number)
+        for number, (cores, memory) in sizes.items()
+    ]
+    driver = Driver(tmp_path, *shares)
+    driver.gpus, driver.claimable = replace(inventory(1), gpus=(instance,)), {instance.uuid}
+    driver.claims = driver.new_claims()
+    driver.claims.node = replace(driver.node, names=replace(NAMES, shares_in_mig=shares_in_mig))
+    driver.policy = edit_policy("gpushare")
+    for number in (1, 2):
+        await prepared(driver, number)
+    assert used_cores(driver.cache) == {instance.uuid: 90} and used_blocks(driver.cache) == {instance.uuid: 36}
+    limits = [
+        live_limits([one], None, driver.gpus.by_uuid(), NAMES)
+        for one in sorted(driver.cache, key=lambda one: one.key.pod_uid)
+    ]
+    assert limits == [
+        (GpuLimits(uuid=instance.uuid, memory_bytes=2 << 30, cores=3000),),
+        (GpuLimits(uuid=instance.uuid, memory_bytes=7 << 30, cores=6000),),
+    ]
+    assert "10" in await refused(driver, 3)
+    driver.policy = edit_policy("mps")
+    assert "an MPS control daemon of its own" in await refused(driver, 3)
 
 
 async def test_a_claim_beside_it_that_cannot_be_read_holds_up_only_while_it_may_come(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gpushare_agent.agent.gpus.nvml.calls import GpuCalls, ProcessUse
 from gpushare_agent.agent.gpus.nvml.session import CallError
 from gpushare_agent.core.model.usage import GpuBusy
 from tests.gpus.support_nvml import ONE_GPU, running_probe
+from tests.gpus.test_nvml_mig import A100, ONE_G
 
 MS, SECOND = 1_000_000, 1_000_000_000
 BOOTED_AT = 1_700_000_000 * SECOND
@@ -262,3 +263,18 @@ async def test_no_permission_is_no_error(library_directory: Path) -> None:
     async with running_probe(library_directory, ONE_GPU + BUSY + denied) as probe:
         read = (await probe.busy("GPU-aaaa"))["GPU-aaaa"]
     assert read["busy_until_ns"] == 0 and [one["pid"] for one in read["processes"]] == [100, 200]
+
+
+async def test_of_a_mig_instance_the_memory_of_its_processes_is_known(library_directory: Path) -> None:
+    """NVML has no utilisation there; one that there is not, or that does not answer, is left out."""
+    use = "process compute 1000 4711 2097152\ncall_error nvmlDeviceGetProcessUtilization 1000 3\n"
+    async with running_probe(library_directory, A100 + ONE_G + use) as probe:
+        found = [await probe.busy("MIG-1111", "MIG-none") for _ in range(2)]
+        for lost in ("call_error nvmlDeviceGetComputeRunningProcesses_v3 1000 2\n", "error 1000 15\n"):
+            probe.becomes(A100 + ONE_G + use + lost)
+            assert await probe.busy("MIG-1111") == {}
+        probe.becomes(A100 + ONE_G + use)
+        found.append(await probe.busy("MIG-1111"))
+    for one in found:
+        assert one.keys() == {"MIG-1111"} and one["MIG-1111"]["busy_until_ns"] == 0
+        assert [(each["pid"], each["memory_bytes"]) for each in one["MIG-1111"]["processes"]] == [(4711, 2097152)]

@@ -63,6 +63,7 @@ class Program:
 class Tenant:
     """A container. `bound`: its program needs less than the share. `resized`: to so many cores, so long after all began.
 
+    `gpu` is as in Machine.container.
     `right` is what it is to have in `seconds` of its last program, where that is not its cores after the first second.
     """
 
@@ -73,6 +74,7 @@ class Tenant:
     resized: tuple[float, float] | None = None
     right: float | None = None
     seconds: tuple[float, float] | None = None
+    gpu: str = "0"
 
     @property
     def expected(self) -> float:
@@ -320,7 +322,39 @@ def _drivers() -> Iterator[Cell]:
             yield alone(f"driver {name}: alone 30 100us sync", 30, "us=100,wait=1", settings=settings)
 
 
-CELLS: tuple[Cell, ...] = (*_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others(), *_drivers())
+def _instances() -> Iterator[Cell]:
+    """Inside a MIG instance, of which no driver says how busy it is; and next to it, another instance and a whole GPU."""
+    machine = {"instances": "10240,20480", "gpus": 2}
+    shares: dict[str, tuple[tuple[float, str], ...]] = {
+        "30 1ms": ((30, "us=1000"),),
+        "30 5us": ((30, "us=5"),),
+        "30 50ms sync": ((30, "us=50000,wait=1"),),
+        "30+60 1ms": ((30, "us=1000"), (60, "us=1000")),
+        "30+60 1ms sync": ((30, SYNC), (60, SYNC)),
+        "30+60 100us": ((30, "us=100"), (60, "us=100")),
+        "30+60 5us": ((30, "us=5"), (60, "us=5")),
+        "30+60 10ms sync": ((30, "us=10000,wait=1"), (60, "us=10000,wait=1")),
+        "30 10ms sync + 60 1ms sync": ((30, "us=10000,wait=1"), (60, SYNC)),
+        "30 mix + 60 gemm": ((30, "us=100+100+100+16,wait=4,set=32"), (60, "us=1684,wait=4")),
+        "30 alternating + 60 1ms sync": ((30, "us=100+10000,keys=0"), (60, SYNC)),
+        "10+20+70 1ms sync": ((10, SYNC), (20, SYNC), (70, SYNC)),
+        "10+20+70 100us": ((10, "us=100"), (20, "us=100"), (70, "us=100")),
+        "20+30+50 of several lengths": ((20, "us=10000"), (30, "us=1000"), (50, "us=100")),
+    }
+    for name, each in shares.items():
+        tenants = tuple(replace(tenant(cores, does), gpu="0:0") for cores, does in each)
+        yield Cell(f"instance {name}", tenants, settings=machine)
+    pulses = tuple(word for _ in range(3) for word in (f"1,{SYNC}", "sleep=1"))
+    # It computes in every other second alone, at 60 %.
+    idle = replace(tenant(60, *pulses), gpu="0:0", right=30, seconds=(1, 5))
+    yield Cell("instance 30 1ms sync + 60 half of the time", (replace(tenant(30, SYNC), gpu="0:0"), idle), machine)
+    everywhere = tuple(replace(tenant(cores, SYNC), gpu=gpu) for cores in (30, 60) for gpu in ("0:0", "0:1", "1"))
+    yield Cell("instance 30+60 1ms sync in each of two and on a GPU", everywhere, machine)
+
+
+CELLS: tuple[Cell, ...] = (
+    *_ordinary(), *_data(), *_kinds(), *_streams_and_fills(), *_after_others(), *_drivers(), *_instances(),
+)  # fmt: skip
 
 
 LIES = {False: ("0.05", "3"), True: ("0.01", "7")}
@@ -344,7 +378,7 @@ def run(
     shares = []
     for i, each in enumerate(cell.tenants):
         limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
-        shares.append(machine.container(f"share-{i}", cores=round(100 * each.cores), **limits))
+        shares.append(machine.container(f"share-{i}", each.gpu, cores=round(100 * each.cores), **limits))
         if checkout != ROOT:
             _encode_by(checkout, shares[-1].directory, round(100 * each.cores), limits.get("ceiling"))
     with ExitStack() as stack:

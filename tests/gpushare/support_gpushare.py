@@ -86,6 +86,12 @@ class Ended:
         return [step["rate"] for step in self.steps if step["action"] == "launch"]
 
 
+def uuid_of(gpu: str) -> str:
+    """The fake driver's of a GPU, 1, or of an instance, 0:1."""
+    _, _, instance = gpu.partition(":")
+    return f"{'MIG' if instance else 'GPU'}-00000000-0000-4000-8000-{8 + int(instance) if instance else int(gpu):012x}"
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A GPU, and the containers that share it. `settings` are the fake driver's (fake_driver/machine.h)."""
@@ -94,18 +100,18 @@ class Machine:
     directory: Path
     settings: Mapping[str, object]
 
-    def container(self, name: str = "main", **limits: Any) -> Container:
-        """`limits` as GpuLimits has them, of GPU 0; memory_mib for its bytes. What a context takes is known where it is a
-        setting of the driver's."""
+    def container(self, name: str = "main", gpu: str = "0", **limits: Any) -> Container:
+        """`limits` as GpuLimits has them; memory_mib for its bytes. `gpu` is the one that the container sees, also as 0:1,
+        instance 1 of GPU 0. What a context takes is known where it is a setting of the driver's."""
         directory = self.directory / name
         directory.mkdir()
         if "memory_mib" in limits:
             limits["memory_bytes"] = limits.pop("memory_mib") * MIB
         limits.setdefault("context_bytes", int(str(self.settings.get("context_mib", 0))) * MIB)
-        gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", **limits)
-        (directory / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
+        own = GpuLimits(uuid=uuid_of(gpu), **limits)
+        (directory / CONFIG_NAME).write_bytes(encode_config(POD, "main", [own]))
         (directory / USAGE_NAME).write_bytes(encode_usage())
-        return Container(self, directory)
+        return Container(self, directory, gpu)
 
     def env(self, preload: Sequence[Path] = ()) -> dict[str, str]:
         env = {"FAKE_GPU_GPUS": "1"} | {f"FAKE_GPU_{name.upper()}": str(value) for name, value in self.settings.items()}
@@ -149,8 +155,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Container:
+    """`devices` are as the fake driver's setting."""
+
     machine: Machine
     directory: Path
+    devices: str = "all"
 
     def start(
         self,
@@ -179,7 +188,7 @@ class Container:
         return subprocess.Popen(
             command,
             cwd=self.directory,
-            env=own | dict(env or {}),
+            env=own | {"FAKE_GPU_DEVICES": self.devices} | dict(env or {}),
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

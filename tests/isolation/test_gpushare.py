@@ -157,9 +157,13 @@ def test_a_volume_elsewhere_is_not(path: str) -> None:
     assert isinstance(edit_gpushare(replace(request(), container=own)), ContainerEdits)
 
 
-def test_a_share_of_a_mig_instance_is_refused() -> None:
+def test_a_share_of_a_mig_instance_is_limited_unless_the_driver_names_it_in_the_old_way() -> None:
+    """Before driver 470: by GPU, GPU instance and compute instance, which gpushare.config has no room for."""
     instance = GpuShare(gpu=mig_instance(1, 0, 0), cores=30, memory_mib=1024)
-    assert isinstance(ISOLATION.edits(replace(request(), shares=(instance,))), Refused)
+    assert ISOLATION.edits(replace(request(), shares=(instance,))) == ISOLATION.edits(request())
+    old = replace(instance, gpu=replace(instance.gpu, uuid=GpuUuid(f"MIG-GPU-{UID}/7/0")))
+    refused = ISOLATION.edits(replace(request(), shares=(old,)))
+    assert isinstance(refused, Refused) and "Update the driver" in refused.detail
 
 
 def test_gpus_that_come_by_cdi_may_be_hidden_from_nvidias_runtime() -> None:

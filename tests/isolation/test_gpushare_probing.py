@@ -145,7 +145,10 @@ async def test_what_a_context_takes_is_remembered_for_gpus_of_that_name(world: W
     following = world.agent()
     await following.require_passed()
     for one in (agent, following):
-        assert [one.context_bytes(gpu) for gpu in (FIRST, replace(FIRST, name="another"))] == [520 * MIB, 0]
+        instance = replace(FIRST, name=f"{FIRST.name} MIG 1g.10gb")  # as of its GPU
+        assert [one.context_bytes(gpu) for gpu in (FIRST, instance, replace(FIRST, name="another"))] == [
+            520 * MIB
+        ] * 2 + [0]
 
 
 async def test_a_library_that_failed_is_refused_from_the_next_start_on_until_it_passes(world: World) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
+from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from tests.support_core import container, isolation_config, mig_instance, pod
 
@@ -24,20 +25,26 @@ def request(*, is_whole: bool) -> IsolationRequest:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in ISOLATIONS if name != "none"])
+KEEPING = ("gpushare", "none")
+
+
+@pytest.mark.parametrize("name", [name for name in ISOLATIONS if name not in KEEPING])
 def test_a_share_of_an_instance_is_refused_with_the_cure(name: str) -> None:
-    """No library and no daemon would keep it there; the text has NVIDIA's name of the instance."""
+    """The text has NVIDIA's name of the instance, and why by the part of a combination that cannot keep the share."""
     refused = ISOLATIONS[name].edits(request(is_whole=False))
     assert isinstance(refused, Refused)
     assert "MIG instance 0:1" in refused.detail and "request a whole instance" in refused.detail
+    assert ISOLATIONS[name].why_not_in_mig in refused.detail
 
 
-def test_without_isolation_a_share_of_an_instance_is_allowed() -> None:
-    """Nothing is kept then, in an instance or elsewhere."""
-    assert not isinstance(ISOLATIONS["none"].edits(request(is_whole=False)), Refused)
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_share_of_an_instance_is_given(name: str) -> None:
+    """By libgpushare as one of a GPU; or nothing is kept, in an instance or elsewhere."""
+    found = ISOLATIONS[name].edits(request(is_whole=False))
+    assert isinstance(found, ContainerEdits) and bool(found.mounts) == (name == "gpushare")
 
 
-@pytest.mark.parametrize("name", ["driver", "mps", "none"])
+@pytest.mark.parametrize("name", ["driver", "gpushare", "mps", "none"])
 def test_a_whole_instance_needs_nothing(name: str) -> None:
     """MIG itself keeps it apart."""
     assert not isinstance(ISOLATIONS[name].edits(request(is_whole=True)), Refused)

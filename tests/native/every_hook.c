@@ -290,10 +290,10 @@ static const CUlaunchConfig once = {.gridDimX = 1, .gridDimY = 1, .gridDimZ = 1,
 
 static nvmlDevice_t gpu(void)
 {
-    nvmlDevice_t found;
+    nvmlDevice_t found, instance;
     MUST(F(nvmlInit_v2)());
     MUST(F(nvmlDeviceGetHandleByIndex_v2)(0, &found));
-    return found;
+    return F(nvmlDeviceGetMigDeviceHandleByIndex)(found, 0, &instance) == NVML_SUCCESS ? instance : found;
 }
 /* Another container's process is on the GPU, too. */
 #define LISTS_OWN(entry, call)                                \
@@ -342,6 +342,7 @@ static int has_effect(const char *wanted)
     unsigned pitch, free_32, total_32;
     size_t wide_pitch, free_bytes, total;
     nvmlMemory_t memory;
+    nvmlDeviceAttributes_t attributes;
     nvmlMemory_v2_t memory_v2 = {.version = nvmlMemory_v2};
     nvmlProcessDetailList_t list = {.version = nvmlProcessDetailList_v1, .mode = NVML_PROCESS_MODE_COMPUTE};
     CUmemPoolProps of_host = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_HOST}};
@@ -491,6 +492,8 @@ static int has_effect(const char *wanted)
     ON(cuDeviceTotalMem_v2, SHOWS(total, F(cuDeviceTotalMem_v2)(&total, 0)))
     ON(nvmlDeviceGetMemoryInfo, SHOWS(memory.total, F(nvmlDeviceGetMemoryInfo)(gpu(), &memory)))
     ON(nvmlDeviceGetMemoryInfo_v2, SHOWS(memory_v2.total, F(nvmlDeviceGetMemoryInfo_v2)(gpu(), &memory_v2)))
+    ON(nvmlDeviceGetAttributes, SHOWS(attributes.memorySizeMB * MIB, F(nvmlDeviceGetAttributes)(gpu(), &attributes)))
+    ON(nvmlDeviceGetAttributes_v2, SHOWS(attributes.memorySizeMB * MIB, F(nvmlDeviceGetAttributes_v2)(gpu(), &attributes)))
     ON(nvmlDeviceGetComputeRunningProcesses,
        LISTS_OWN(nvmlProcessInfo_v1_t, F(nvmlDeviceGetComputeRunningProcesses)(device, &count, entries)))
     ON(nvmlDeviceGetComputeRunningProcesses_v2,

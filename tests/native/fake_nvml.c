@@ -911,10 +911,17 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, device_t **device)
     unsigned count = 0;
     char found[96];
     int code = nvmlDeviceGetCount_v2(&count);
-    for (unsigned index = 0; code == OK && index < count; index++)
-        if (nvmlDeviceGetHandleByIndex_v2(index, device) == OK && nvmlDeviceGetUUID(*device, found, sizeof found) == OK &&
-            strcmp(found, uuid) == 0)
-            return OK;
+    for (unsigned index = 0; code == OK && index < count; index++) {
+        device_t *card = NULL;
+        if (nvmlDeviceGetHandleByIndex_v2(index, &card) != OK)
+            continue;
+        for (unsigned number = 0; number <= MIG_MAX; number++) { /* the card, then its instances */
+            *device = card;
+            if ((!number || nvmlDeviceGetMigDeviceHandleByIndex(card, number - 1, device) == OK) &&
+                nvmlDeviceGetUUID(*device, found, sizeof found) == OK && strcmp(found, uuid) == 0)
+                return OK;
+        }
+    }
     return code != OK ? code : NOT_FOUND;
 }
 

@@ -27,6 +27,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     USAGE_NAME,
     GpuLimits,
     Observed,
+    gpu_uuids,
     read_paid,
     usage_head_bytes,
     write_observed,
@@ -34,7 +35,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
 from gpushare_agent.agent.isolation.gpushare.observed import PERIOD_S as LOOK_PERIOD_S
 from gpushare_agent.agent.isolation.gpushare.observed import RUNS_FOR_S, BusyCount, Owners, used_bytes
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.usage import GpuBusy
 
 PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
@@ -62,44 +63,44 @@ def limits_of(config: memoryview) -> GpuLimits:
 
 
 def main() -> None:
-    configs, seen, usages, launched = {}, {}, {}, {}
+    configs, seen, usages, launched, on_gpu = {}, {}, {}, {}, {}
     for directory in sys.argv[1:]:
         key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
         with (Path(directory) / CONFIG_NAME).open("r+b") as file:
             configs[key] = memoryview(mmap.mmap(file.fileno(), CONFIG_BYTES))
         seen[key], launched[key] = Observed(), (0, float("-inf"), 0)
+        on_gpu.setdefault(GpuUuid(gpu_uuids(configs[key])[0]), []).append(key)
         usages[key] = (Path(directory) / USAGE_NAME).open("rb")
-    session, count, claims = NvmlSession(), BusyCount(), Claims()
-    driver = NvmlBusyTime(session)
-    with session.used("finding the GPU"):
-        [uuid] = session.handles()
+    driver, counts, claims = NvmlBusyTime(NvmlSession()), {}, {}
     began, last_used, looked_at = time.monotonic(), None, float("-inf")
     while (last_used is None or time.monotonic() - last_used < 1) and time.monotonic() - began < ENDS_AFTER_S:
         time.sleep(PERIOD_S)
-        read = driver.read([uuid])[uuid]
-        owners = owners_of(read, configs)
-        count.add(read, owners)
-        used = used_bytes(read, owners)
+        found = driver.read(on_gpu)
         now, at_ns = time.monotonic(), time.monotonic_ns()
         is_look = now - looked_at >= LOOK_PERIOD_S
         looked_at = now if is_look else looked_at
-        for key, file in usages.items():
+        for uuid, key in ((uuid, key) for uuid, keys in on_gpu.items() for key in keys):
+            file, of_gpu = usages[key], claims.setdefault(uuid, Claims())
             if not is_look and now - launched[key][1] >= RUNS_FOR_S:
                 continue
             [paid] = read_paid(os.pread(file.fileno(), usage_head_bytes(1), 0))
             if paid.launches < launched[key][0]:
-                claims.of.pop(key, None)
+                of_gpu.of.pop(key, None)
             if (paid.launches, paid.changed_at_ns) != launched[key][::2]:
                 launched[key] = paid.launches, now, paid.changed_at_ns
-            claims.note(key, limits_of(configs[key]), at_ns, paid)
-        running = [key for key in configs if now - launched[key][1] < RUNS_FOR_S]
-        published = claims.publish(
-            {key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns, count.busy
-        )
-        for key, one in published.items():
-            seen[key] = one
-            write_observed(configs[key], 0, one)
-        if read.processes:
+            of_gpu.note(key, limits_of(configs[key]), at_ns, paid)
+        for uuid, read in found.items():
+            owners, count = owners_of(read, configs), counts.setdefault(uuid, BusyCount())
+            count.add(read, owners)
+            used = used_bytes(read, owners)
+            running = [key for key in on_gpu[uuid] if now - launched[key][1] < RUNS_FOR_S]
+            published = claims[uuid].publish(
+                {key: count.observed(key, seen[key], read.at_ns, used.get(key)) for key in running}, at_ns, count.busy
+            )
+            for key, one in published.items():
+                seen[key] = one
+                write_observed(configs[key], 0, one)
+        if any(read.processes for read in found.values()):
             last_used = time.monotonic()
         if last_used is None and time.monotonic() - began > PATIENCE_S:
             raise SystemExit("no process has used the GPU")

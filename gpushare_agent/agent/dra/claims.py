@@ -86,8 +86,9 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     for one in claim.charged:
         if one.is_unlimited:  # the scheduler does not count it either
             continue
-        # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates.
-        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
+        # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates. Whether a MIG instance takes shares
+        # the claim's isolation has said, which need not be the node's.
+        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True, takes_shares=True)
         request = WHOLE_GPU
         if not one.is_whole:
             request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)

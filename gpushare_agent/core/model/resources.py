@@ -108,7 +108,8 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
             return None
         selectors = (name, "*")
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
-        if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
+        # As NVIDIA's plugin, which divides no instance by MPS.
+        if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):
             return ServedUnits(name, ReplicaLayout(1))
         # A name that the settings end in .shared already is not given the suffix twice.
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)

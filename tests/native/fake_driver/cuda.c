@@ -43,7 +43,7 @@ static uint64_t busy_until[MAX_GPUS];
 static int minor_named(const char *word, const unsigned *seen, unsigned seen_count, unsigned *minor)
 {
     char uuid[96], *end;
-    if (strncmp(word, "GPU-", 4) == 0) {
+    if (strncmp(word, "GPU-", 4) == 0 || strncmp(word, "MIG-", 4) == 0) {
         for (unsigned i = 0; i < seen_count; i++) {
             gpu_uuid(seen[i], uuid);
             if (strncmp(uuid, word, strlen(word)) == 0)
@@ -60,17 +60,18 @@ static int minor_named(const char *word, const unsigned *seen, unsigned seen_cou
 /* CUDA_VISIBLE_DEVICES: up to the first word that names no GPU. */
 static void enumerate(void)
 {
-    unsigned seen[MAX_GPUS], seen_count = visible_gpus(seen);
+    unsigned seen[MAX_GPUS], seen_count = visible_instances(seen), most = seen_count ? 1 : MAX_GPUS;
     const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    seen_count = seen_count ? seen_count : visible_gpus(seen);
     char text[2048], *rest = NULL;
     if (!wanted) {
         memcpy(minors, seen, sizeof minors);
-        gpu_count = seen_count;
+        gpu_count = seen_count < most ? seen_count : most;
         return;
     }
     gpu_count = 0; /* a child of fork is here again where another thread of its parent was */
     snprintf(text, sizeof text, "%s", wanted);
-    for (char *word = strtok_r(text, ",", &rest); word && gpu_count < MAX_GPUS; word = strtok_r(NULL, ",", &rest)) {
+    for (char *word = strtok_r(text, ",", &rest); word && gpu_count < most; word = strtok_r(NULL, ",", &rest)) {
         if (!minor_named(word, seen, seen_count, &minors[gpu_count]))
             break;
         gpu_count++;
@@ -159,27 +160,26 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: *value = 2048; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; break;
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = 0x10 + (int)minors[device]; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = 0x10 + (int)parent_of(minors[device]); break;
     case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
     case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *value = 0; break;
     case CU_DEVICE_ATTRIBUTE_INTEGRATED: *value = config()->is_unified; break;
     case CU_DEVICE_ATTRIBUTE_NUMA_CONFIG: *value = config()->numa_node ? CU_DEVICE_NUMA_CONFIG_NUMA_NODE : CU_DEVICE_NUMA_CONFIG_NONE; break;
-    case CU_DEVICE_ATTRIBUTE_NUMA_ID: *value = config()->numa_node ? config()->numa_node + (int)minors[device] : -1; break;
+    case CU_DEVICE_ATTRIBUTE_NUMA_ID: *value = config()->numa_node ? config()->numa_node + (int)parent_of(minors[device]) : -1; break;
     default: *value = 1; /* the rest are abilities, and an H100 has them */
     }
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
+static CUresult uuid_of(CUuuid *uuid, CUdevice device, int is_gpus)
 {
-    log_call("cuDeviceGetUuid_v2");
     char text[96];
     if (!is_initialized)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
-    gpu_uuid(minors[device], text);
+    gpu_uuid(is_gpus ? parent_of(minors[device]) : minors[device], text);
     unsigned place = 0;
     for (const char *at = text + strlen("GPU-"); *at && place < 32; at++)
         if (*at != '-') {
@@ -189,7 +189,8 @@ CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
         }
     return CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { log_call("cuDeviceGetUuid"); return cuDeviceGetUuid_v2(uuid, device); }
+CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { log_call("cuDeviceGetUuid_v2"); return uuid_of(uuid, device, 0); }
+CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { log_call("cuDeviceGetUuid"); return uuid_of(uuid, device, 1); }
 
 CUresult CUDAAPI cuDeviceGetPCIBusId(char *text, int size, CUdevice device)
 {
@@ -784,7 +785,7 @@ static CUdevice device_at(const CUmemLocation *at)
 {
     if (at->type == CU_MEM_LOCATION_TYPE_HOST_NUMA)
         for (CUdevice device = 0; is_gpu(device) && config()->numa_node; device++)
-            if (at->id == config()->numa_node + (int)minors[device])
+            if (at->id == config()->numa_node + (int)parent_of(minors[device]))
                 return device;
     return at->type == CU_MEM_LOCATION_TYPE_DEVICE                   ? at->id
            : at->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? at->localized.deviceId
@@ -1565,7 +1566,7 @@ static uint64_t blocks_of(const CUDA_KERNEL_NODE_PARAMS *kernel)
     return (uint64_t)kernel->gridDimX * kernel->gridDimY * kernel->gridDimZ;
 }
 
-static int takes_turns(CUdevice device) { return config()->slice_ns && device >= 0 && minors[device] == 0; }
+static int takes_turns(CUdevice device) { return config()->slice_ns && device >= 0; }
 
 static CUresult run(uint64_t duration_ns, unsigned width, int is_timed, CUstream stream)
 {

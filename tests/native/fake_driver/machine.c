@@ -47,14 +47,14 @@ typedef struct {
 typedef struct { int owner, importer; unsigned minor; uint64_t bytes; } exported; /* indices of processes + 1 */
 typedef struct {
     uint64_t layout;
-    sim_gpu sim; /* of GPU 0 */
+    sim_gpu sim[MAX_GPUS];
     uint64_t busy_until_ns[MAX_GPUS];
     process processes[MAX_PROCESSES];
     cgroup_limit limits[MAX_LIMITS];
     exported shared[MAX_EXPORTED];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000006ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000007ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -124,6 +124,11 @@ static void read_settings(void)
     uint64_t gpus = read_number(text, "gpus", "8");
     settings.gpus = gpus < MAX_GPUS ? (unsigned)gpus : MAX_GPUS;
     settings.memory = read_number(text, "memory_mib", "24576") << 20;
+    read_setting(text, "instances", "", pids);
+    for (char *at = pids; *at && settings.instances < MAX_INSTANCES; at += strcspn(at, ","), at += *at == ',')
+        settings.instance_memory[settings.instances++] = strtoull(at, NULL, 10) << 20;
+    if (settings.instances && settings.gpus > FIRST_INSTANCE)
+        settings.gpus = FIRST_INSTANCE;
     settings.is_unified = (int)read_number(text, "unified", "0");
     settings.numa_node = settings.is_unified ? 0 : (int)read_number(text, "numa_node", "1");
     settings.context = read_number(text, "context_mib", "300") << 20;
@@ -192,11 +197,29 @@ static int has_device_node(unsigned minor)
 static int is_listed(const char *devices, unsigned minor)
 {
     char wanted[16];
-    snprintf(wanted, sizeof wanted, "%u", minor);
+    snprintf(wanted, sizeof wanted, is_instance(minor) ? "%u:%u" : "%u", parent_of(minor), minor - FIRST_INSTANCE);
     for (const char *word = devices; *word; word += strcspn(word, ","), word += *word == ',')
         if (strcspn(word, ",") == strlen(wanted) && strncmp(word, wanted, strlen(wanted)) == 0)
             return 1;
     return 0;
+}
+
+int is_instance(unsigned minor) { return config()->instances && minor >= FIRST_INSTANCE; }
+int has_mig(unsigned minor) { return config()->instances && parent_of(minor) == 0; }
+unsigned parent_of(unsigned minor) { return is_instance(minor) ? 0 : minor; }
+uint64_t memory_at(unsigned minor)
+{
+    return is_instance(minor) ? config()->instance_memory[minor - FIRST_INSTANCE] : config()->memory;
+}
+
+unsigned visible_instances(unsigned minors[MAX_GPUS])
+{
+    unsigned seen[MAX_GPUS], count = 0;
+    int shows_all = !strchr(config()->devices, ':') && visible_gpus(seen) && seen[0] == 0;
+    for (unsigned minor = FIRST_INSTANCE; minor < FIRST_INSTANCE + config()->instances; minor++)
+        if (shows_all || is_listed(config()->devices, minor))
+            minors[count++] = minor;
+    return count;
 }
 
 unsigned visible_gpus(unsigned minors[MAX_GPUS])
@@ -207,13 +230,18 @@ unsigned visible_gpus(unsigned minors[MAX_GPUS])
         nodes += has_device_node(minor);
     int shows_all = strcmp(devices, "all") == 0 || (!*devices && !nodes);
     for (unsigned minor = 0; minor < config()->gpus; minor++)
-        if (shows_all || (*devices ? is_listed(devices, minor) : has_device_node(minor)))
+        if (shows_all || (*devices ? is_listed(devices, minor) || (has_mig(minor) && strchr(devices, ':')) : has_device_node(minor)))
             minors[count++] = minor;
     return count;
 }
 
-void gpu_uuid(unsigned minor, char text[96]) { snprintf(text, 96, "%.70s%012x", config()->uuid_prefix, minor); }
-void gpu_bus_id(unsigned minor, char text[32]) { snprintf(text, 32, "00000000:%02X:00.0", 0x10 + minor); }
+void gpu_uuid(unsigned minor, char text[96])
+{
+    snprintf(text, 96, "%.70s%012x", config()->uuid_prefix, minor);
+    if (is_instance(minor))
+        memcpy(text, "MIG", 3);
+}
+void gpu_bus_id(unsigned minor, char text[32]) { snprintf(text, 32, "00000000:%02X:00.0", 0x10 + parent_of(minor)); }
 
 /* --- the state file --- */
 
@@ -324,7 +352,8 @@ static void clear_dead(void)
         if (entry->is_used && pid_seen_by_caller(entry) < 0) {
             memset(entry, 0, sizeof *entry);
             pass_on((int)(entry - machine->processes) + 1);
-            sim_forget(&machine->sim, (int)(entry - machine->processes));
+            for (sim_gpu *sim = machine->sim; sim < machine->sim + MAX_GPUS; sim++)
+                sim_forget(sim, (int)(entry - machine->processes));
         }
 }
 
@@ -431,7 +460,7 @@ static uint64_t less(uint64_t one, uint64_t other) { return one > other ? one - 
 /* What a process may see of a GPU: the tightest limit over it, or the GPU as a whole. */
 static void view_of(unsigned minor, const process *entry, uint64_t *total, uint64_t *used)
 {
-    *total = config()->memory;
+    *total = memory_at(minor);
     *used = used_on(minor);
     for (const cgroup_limit *limit = machine->limits; entry && limit < machine->limits + MAX_LIMITS; limit++) {
         uint64_t within;
@@ -531,7 +560,7 @@ void memory_of_gpu(unsigned minor, uint64_t *total, uint64_t *used)
 {
     begin();
     clear_dead();
-    *total = config()->memory;
+    *total = memory_at(minor);
     *used = used_on(minor);
     end();
 }
@@ -656,27 +685,29 @@ uint64_t run_on_gpu(unsigned minor, uint64_t duration_ns)
 
 /* --- taking turns --- */
 
+static unsigned advanced; /* the one that `advance` brings up to the present */
 static void note_use(int index, uint64_t from, uint64_t until)
 {
     if (index >= 0)
-        note_busy(&machine->processes[index].gpus[0], from, until);
+        note_busy(&machine->processes[index].gpus[advanced], from, until);
 }
 
 /* Brings the GPU up to the present; the caller's context there. */
-static sim_context *advance(void)
+static sim_context *advance(unsigned minor)
 {
     process *entry = own_entry();
+    sim_gpu *sim = &machine->sim[advanced = minor];
     uint64_t now = now_ns();
-    if (now > machine->sim.now)
-        sim_advance(&machine->sim, now, note_use);
-    return entry ? sim_context_of(&machine->sim, (int)(entry - machine->processes), getpid(), now) : NULL;
+    if (now > sim->now)
+        sim_advance(sim, now, note_use);
+    return entry ? sim_context_of(sim, (int)(entry - machine->processes), getpid(), now) : NULL;
 }
 
-static void push(unsigned lane, sim_item item, gpu_event *event)
+static void push(unsigned minor, unsigned lane, sim_item item, gpu_event *event)
 {
     for (;;) {
         begin();
-        sim_context *context = advance();
+        sim_context *context = advance(minor);
         uint64_t left = context ? context->lanes[lane].left : 0;
         if (event && context) {
             sim_event *shared = &context->events[event->index % EVENTS];
@@ -684,7 +715,7 @@ static void push(unsigned lane, sim_item item, gpu_event *event)
             item.event = event->index, item.record = event->record;
             event->done_at = 0;
         }
-        int is_pushed = !context || sim_push(&machine->sim, &context->lanes[lane], item);
+        int is_pushed = !context || sim_push(&machine->sim[minor], &context->lanes[lane], item);
         end();
         if (is_pushed)
             return;
@@ -694,32 +725,29 @@ static void push(unsigned lane, sim_item item, gpu_event *event)
 
 void push_kernel(unsigned minor, unsigned lane, uint64_t duration_ns, unsigned width, int is_timed)
 {
-    (void)minor;
     static uint64_t launches;
     uint64_t number = own ? (uint64_t)(own - machine->processes) : 0;
     uint64_t hash = (++launches + 1000003 * number) * 0x9e3779b97f4a7c15ull >> 40; /* the host is not always as quick */
     sleep_until(now_ns() + config()->launch_ns * (80 + hash % 50) / 100);
-    push(lane, (sim_item){.left = duration_ns ? duration_ns : 1, .ends = is_timed ? NOT_BEGUN : 0, .width = width ? width : 1}, NULL);
+    push(minor, lane, (sim_item){.left = duration_ns ? duration_ns : 1, .ends = is_timed ? NOT_BEGUN : 0, .width = width ? width : 1}, NULL);
 }
 
 void push_event(unsigned minor, unsigned lane, gpu_event *event)
 {
-    (void)minor;
     if (!event->index) {
         begin();
-        sim_context *context = advance();
+        sim_context *context = advance(minor);
         event->index = context ? ++context->next_event : 1;
         end();
     }
-    push(lane, (sim_item){.left = config()->event_ns ? config()->event_ns : 1}, event);
+    push(minor, lane, (sim_item){.left = config()->event_ns ? config()->event_ns : 1}, event);
 }
 
 int is_event_done(unsigned minor, gpu_event *event)
 {
-    (void)minor;
     if (event->record && !event->done_at) {
         begin();
-        sim_context *context = advance();
+        sim_context *context = advance(minor);
         if (context && context->events[event->index % EVENTS].record == event->record)
             event->done_at = context->events[event->index % EVENTS].done_at;
         end();
@@ -729,12 +757,11 @@ int is_event_done(unsigned minor, gpu_event *event)
 
 void wait_for_lane(unsigned minor, int lane)
 {
-    (void)minor;
     uint32_t wanted[LANES];
     for (int is_first = 1;; is_first = 0) {
         uint64_t left = 0;
         begin();
-        sim_context *context = advance();
+        sim_context *context = advance(minor);
         for (int i = 0; context && i < LANES; i++) {
             if (is_first)
                 wanted[i] = context->lanes[i].tail;
@@ -762,18 +789,18 @@ static void name_pids(const process *entry, int seen, process_view *view)
     view->sample_pid = config()->pids == PIDS_OPEN570 && seen ? seen : host;
 }
 
-unsigned list_whole_rows(whole_row *rows, unsigned most)
+unsigned list_whole_rows(unsigned minor, whole_row *rows, unsigned most)
 {
     begin();
     clear_dead();
-    advance();
-    const sim_gpu *gpu = &machine->sim;
+    advance(minor);
+    const sim_gpu *gpu = &machine->sim[minor];
     uint64_t now = now_ns(), over = config()->sample_ns / config()->sample_every_ns;
     unsigned count = 0;
     int any = -1;
     over = over < 1 ? 1 : over > SAMPLES / 2 ? SAMPLES / 2 : over;
     for (int i = 0; i < MAX_PROCESSES; i++)
-        any = machine->processes[i].is_used && machine->processes[i].gpus[0].contexts ? i : any;
+        any = machine->processes[i].is_used && machine->processes[i].gpus[minor].contexts ? i : any;
     for (unsigned back = 1; back < SAMPLES - over && count < most && any >= 0; back++) {
         const sim_sample *last = &gpu->samples[(gpu->samples_taken - back) % SAMPLES];
         const sim_sample *first = &gpu->samples[(gpu->samples_taken - back - over) % SAMPLES];
@@ -797,7 +824,7 @@ unsigned list_processes(unsigned minor, process_view views[MAX_PROCESSES])
     begin();
     clear_dead();
     if (config()->slice_ns)
-        advance();
+        advance(minor);
     for (const process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
         if (entry->is_used && entry->gpus[minor].contexts) {
             process_view *view = &views[count++];

@@ -17,7 +17,7 @@
  *   heap_at         limit         when cuCtxSetLimit's heap is taken: at once, or with `module` when the next module is loaded
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
- *   slice_us        0             not 0: contexts of GPU 0 take turns of so long (slices.c); else all launches run one after the
+ *   slice_us        0             not 0: contexts of a GPU take turns of so long (slices.c); else all launches run one after the
  *                                 other. With it alone:
  *   switch_us       130             what a context that waited for its turn loses
  *   launch_us       3.5             what a launch takes on the host
@@ -38,8 +38,11 @@
  *   name            NVIDIA H100 80GB HBM3
  *   uuid_prefix     GPU-00000000-0000-4000-8000-    followed by the minor number in 12 hexadecimal digits
  *   pids            host          what NVML says of processes, machine.c, pid_seen_by_caller
+ *   instances                     MiB of memory of each MIG instance into which GPU 0 is divided, by commas; empty: it is not. Each
+ *                                 instance has time and memory of its own, and NVML shows no utilisation of it, nor of GPU 0
  *   devices                       minor numbers that this process sees, by commas, or `all`; without it those of which /dev
- *                                 has a nvidia<minor>, and where there is none, all
+ *                                 has a nvidia<minor>, and where there is none, all. 0:1 is instance 1 of GPU 0 alone. As long as
+ *                                 a process sees an instance, CUDA shows it that one device
  *   log             0             1: every call of the driver on standard error
  *   dies_in                       the name of a call in which the process is killed, as the kernel's OOM killer may
  *   lacks                         the name of a function that cuGetProcAddress does not find
@@ -55,12 +58,15 @@
 
 #include <stdint.h>
 
+/* What is said of a minor number below holds for an instance, too: that of GPU 0 with number n is FIRST_INSTANCE + n. */
+enum { FIRST_INSTANCE = 8, MAX_INSTANCES = 7 };
 enum { MAX_GPUS = 16, MAX_PROCESSES = 1024, MAX_LIMITS = 256, MAX_EXPORTED = 64, TEXT = 256 };
 
 typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
-    unsigned gpus;
+    unsigned gpus, instances;
+    uint64_t instance_memory[MAX_INSTANCES];
     uint64_t memory, context, context_unseen, module, kernel_ns, block_ns, sm_count, sample_ns, sample_every_ns, lag_ns, event_percent;
     uint64_t slice_ns, switch_ns, launch_ns, wake_ns, event_ns, boost_percent;
     int shows_whole;
@@ -80,6 +86,11 @@ const machine_config *config(void);
 void log_call(const char *name);
 
 unsigned visible_gpus(unsigned minors[MAX_GPUS]); /* their minor numbers, ascending */
+unsigned visible_instances(unsigned minors[MAX_GPUS]);
+int is_instance(unsigned minor);
+int has_mig(unsigned minor); /* an instance, or a GPU that is divided */
+unsigned parent_of(unsigned minor); /* its own, or the one that contains the instance */
+uint64_t memory_at(unsigned minor);
 void gpu_uuid(unsigned minor, char text[96]);
 void gpu_bus_id(unsigned minor, char text[32]); /* 00000000:10:00.0 */
 
@@ -109,7 +120,7 @@ void wait_for_lane(unsigned minor, int lane);
 
 /* Samples that show the whole GPU, up to `most`, the newest first; `at` as now_ns has it, the PID as the caller is to see it. */
 typedef struct { uint64_t at; int pid; unsigned percent; } whole_row;
-unsigned list_whole_rows(whole_row *rows, unsigned most);
+unsigned list_whole_rows(unsigned minor, whole_row *rows, unsigned most);
 
 /* Limits of the memory that the processes of a cgroup and of those below it have together, from driver 615 on. A cgroup is named by
    its directory, wherever the caller has its hierarchy mounted: a process is in it where the directory's path ends like the

@@ -18,7 +18,7 @@
 
 #define SLICE_US 100000ull
 
-/* A handle points to the GPU's minor number. */
+/* A handle points to the minor number of the GPU, or that of the instance. */
 static unsigned handles[MAX_GPUS];
 static nvmlDevice_t handle_of(unsigned minor)
 {
@@ -94,9 +94,10 @@ nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device
 
 static nvmlReturn_t find_gpu(void (*text_of)(unsigned minor, char *text), const char *wanted, nvmlDevice_t *device)
 {
-    unsigned minors[MAX_GPUS], count = visible_gpus(minors);
+    unsigned minors[MAX_GPUS], count = visible_gpus(minors), instances[MAX_GPUS], found = text_of == gpu_uuid ? visible_instances(instances) : 0;
     char text[96];
-    for (unsigned i = 0; i < count; i++) {
+    memcpy(minors + count, instances, found * sizeof *minors);
+    for (unsigned i = 0; i < count + found; i++) {
         text_of(minors[i], text);
         size_t length = strlen(text), given = strlen(wanted);
         if (given <= length && strcasecmp(text + length - given, wanted) == 0) /* a bus ID may have a shorter domain */
@@ -122,6 +123,8 @@ nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char *bus_id, nvmlDevice_t *dev
 nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
 {
     unsigned minors[MAX_GPUS], count = visible_gpus(minors);
+    if (is_instance(minor_of(device)))
+        return *index = minor_of(device) - FIRST_INSTANCE, NVML_SUCCESS;
     for (*index = 0; *index < count; ++*index)
         if (minors[*index] == minor_of(device))
             return NVML_SUCCESS;
@@ -130,11 +133,13 @@ nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
 
 /* --- what a GPU is --- */
 
-nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *minor) { return *minor = minor_of(device), NVML_SUCCESS; }
+nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *minor) { return *minor = parent_of(minor_of(device)), NVML_SUCCESS; }
 nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int size)
 {
-    (void)device;
-    return put(name, size, config()->name);
+    char text[2 * TEXT];
+    unsigned minor = minor_of(device), gib = (unsigned)(memory_at(minor) >> 30);
+    snprintf(text, sizeof text, is_instance(minor) ? "%s MIG 1g.%ugb" : "%s", config()->name, gib);
+    return put(name, size, text);
 }
 
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int size)
@@ -149,7 +154,7 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)
     memset(pci, 0, sizeof *pci);
     gpu_bus_id(minor_of(device), pci->busId);
     memcpy(pci->busIdLegacy, pci->busId + strlen("0000"), strlen("0000:10:00.0"));
-    pci->bus = 0x10 + minor_of(device);
+    pci->bus = 0x10 + parent_of(minor_of(device));
     return NVML_SUCCESS;
 }
 
@@ -187,9 +192,60 @@ nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mo
 
 nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *now, unsigned int *pending)
 {
-    (void)device;
-    *now = *pending = NVML_DEVICE_MIG_DISABLE;
+    if (is_instance(minor_of(device)))
+        return NVML_ERROR_NOT_SUPPORTED;
+    *now = *pending = has_mig(minor_of(device)) ? NVML_DEVICE_MIG_ENABLE : NVML_DEVICE_MIG_DISABLE;
     return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count)
+{
+    return *count = has_mig(minor_of(device)) ? MAX_INSTANCES : 0, NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *instance)
+{
+    unsigned minors[MAX_GPUS], count = visible_instances(minors);
+    if (!has_mig(minor_of(device)) || is_instance(minor_of(device)))
+        return NVML_ERROR_NOT_SUPPORTED;
+    for (unsigned i = 0; i < count; i++)
+        if (minors[i] == FIRST_INSTANCE + index)
+            return *instance = handle_of(minors[i]), NVML_SUCCESS;
+    return NVML_ERROR_NOT_FOUND;
+}
+
+nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *is) { return *is = is_instance(minor_of(device)), NVML_SUCCESS; }
+
+nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t instance, nvmlDevice_t *device)
+{
+    if (!is_instance(minor_of(instance)))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return *device = handle_of(parent_of(minor_of(instance))), NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t device, unsigned int *id)
+{
+    *id = minor_of(device) - FIRST_INSTANCE + 1;
+    return is_instance(minor_of(device)) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeInstanceId(nvmlDevice_t device, unsigned int *id)
+{
+    *id = 0;
+    return is_instance(minor_of(device)) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
+nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttributes_t *attributes)
+{
+    if (!is_instance(minor_of(device)))
+        return NVML_ERROR_NOT_SUPPORTED;
+    *attributes = (nvmlDeviceAttributes_t){
+        .multiprocessorCount = 16, .gpuInstanceSliceCount = 1, .computeInstanceSliceCount = 1, .memorySizeMB = memory_at(minor_of(device)) >> 20};
+    return NVML_SUCCESS;
+}
+nvmlReturn_t nvmlDeviceGetAttributes(nvmlDevice_t device, nvmlDeviceAttributes_t *attributes)
+{
+    return nvmlDeviceGetAttributes_v2(device, attributes);
 }
 
 nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t other, nvmlGpuTopologyLevel_t *level)
@@ -200,7 +256,7 @@ nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t 
 
 nvmlReturn_t nvmlDeviceGetNumaNodeId(nvmlDevice_t device, unsigned int *node)
 {
-    *node = (unsigned)config()->numa_node + minor_of(device);
+    *node = (unsigned)config()->numa_node + parent_of(minor_of(device));
     return config()->numa_node ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
 }
 
@@ -316,7 +372,7 @@ static process_view *views_of(nvmlDevice_t device, unsigned *count)
     return views;
 }
 
-/* Entries of `size` bytes that begin with a nvmlProcessInfo_v1_t; the later members say "no MIG". */
+/* Entries of `size` bytes that begin with a nvmlProcessInfo_v1_t; the later members are the IDs of the instance, or say "no MIG". */
 static nvmlReturn_t list(nvmlDevice_t device, unsigned *room, void *entries, size_t size)
 {
     unsigned count, listed = 0;
@@ -329,6 +385,10 @@ static nvmlReturn_t list(nvmlDevice_t device, unsigned *room, void *entries, siz
             memset(entry, 0xff, size);
             entry->pid = (unsigned)views[i].list_pid;
             entry->usedGpuMemory = views[i].memory;
+            if (is_instance(minor_of(device)) && size >= sizeof(nvmlProcessInfo_t)) {
+                ((nvmlProcessInfo_t *)entry)->gpuInstanceId = minor_of(device) - FIRST_INSTANCE + 1;
+                ((nvmlProcessInfo_t *)entry)->computeInstanceId = 0;
+            }
         }
         listed++;
     }
@@ -384,11 +444,11 @@ static unsigned long long newest_sample_us(void)
 #define ASKING_NS 1700000 /* what a question for samples of the whole GPU takes, as measured */
 
 /* As the setting rows says `whole`. */
-static nvmlReturn_t list_whole(nvmlProcessUtilizationSample_t *samples, unsigned *room, unsigned long long since_us)
+static nvmlReturn_t list_whole(unsigned minor, nvmlProcessUtilizationSample_t *samples, unsigned *room, unsigned long long since_us)
 {
     whole_row rows[8];
     sleep_until(now_ns() + ASKING_NS);
-    unsigned count = list_whole_rows(rows, 8), listed = 0;
+    unsigned count = list_whole_rows(minor, rows, 8), listed = 0;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     /* Of two clocks that are asked one after the other; a row has the same time whenever it is asked for. */
@@ -416,8 +476,10 @@ nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUti
     unsigned count, listed = 0;
     if (config()->utilization[0])
         return strcmp(config()->utilization, "denied") == 0 ? NVML_ERROR_NO_PERMISSION : NVML_ERROR_NOT_SUPPORTED;
-    if (config()->shows_whole && minor_of(device) == 0)
-        return list_whole(samples, room, since_us);
+    if (has_mig(minor_of(device)))
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (config()->shows_whole)
+        return list_whole(minor_of(device), samples, room, since_us);
     unsigned long long newest = newest_sample_us();
     process_view *views = newest > since_us ? views_of(device, &count) : (count = 0, NULL);
     for (unsigned i = 0; i < count; i++) {
@@ -438,6 +500,8 @@ nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUti
 nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates)
 {
     unsigned count, sum = 0;
+    if (has_mig(minor_of(device)))
+        return NVML_ERROR_NOT_SUPPORTED;
     process_view *views = views_of(device, &count);
     for (unsigned i = 0; i < count; i++)
         sum += views[i].percent;

@@ -25,7 +25,7 @@ from operator import attrgetter
 from msgspec import Struct, field
 
 from gpushare_agent.agent.gpus.nvml.calls import GpuCalls, GpuLostError
-from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlSession
+from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlSession, ask
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import BusyProcess, GpuBusy
 
@@ -161,10 +161,17 @@ class NvmlBusyTime:
                 self._opening = self._session.openings
                 self._gpus.clear()
             handles, found = self._session.handles(), {}
-            # MIG instances have no handle of their own here, and no utilisation in NVML.
-            for uuid in sorted(handles.keys() & set(gpus)):
-                gpu = self._gpus.setdefault(uuid, GpuBusyTime())
-                gpu.calls.begin_round(handles[uuid], Counter())
+            for uuid in sorted(set(gpus)):
+                gpu = self._gpus.get(uuid) or GpuBusyTime()
+                handle = handles.get(uuid)
+                # NVML has no utilisation of a MIG instance, but what its processes have. On a busy node a handle may take
+                # seconds, so it is kept: another instance has another UUID.
+                if handle is None and uuid.startswith("MIG-"):
+                    handle = gpu.calls.handle or ask("nvmlDeviceGetHandleByUUID", uuid)
+                if handle is None:
+                    continue
+                self._gpus[uuid] = gpu
+                gpu.calls.begin_round(handle, Counter())
                 try:
                     read = gpu.read()
                 except GpuLostError:

@@ -15,9 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.agent.isolation.gpushare.format import CORES_OF_GPU, MOST_GPUS, USAGE_NAME, GpuLimits
+from gpushare_agent.agent.isolation.gpushare.format import CORES_OF_GPU, MOST_GPUS, USAGE_NAME, UUID_BYTES, GpuLimits
 from gpushare_agent.agent.isolation.kept import Kept, NotKept
-from gpushare_agent.agent.isolation.request import Follows, Isolation, IsolationRequest, invalid, refused_mounts
+from gpushare_agent.agent.isolation.request import (
+    Follows,
+    Isolation,
+    IsolationRequest,
+    invalid,
+    refused_mounts,
+    refused_share,
+)
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.gpus import Gpu
@@ -83,6 +90,10 @@ def _unlimited(request: IsolationRequest) -> Refused | None:
             f"container {name} has shares on {len(shares)} GPUs, and isolation gpushare limits at most {MOST_GPUS} of one"
             " container. Nothing was allocated. Ask for fewer, or for whole GPUs."
         )
+    if any(len(share.gpu.uuid) >= UUID_BYTES for share in shares):
+        return refused_share(
+            request, "gpushare", "drivers before 470 name MIG instances in another way. Update the driver"
+        )
     return None
 
 
@@ -145,8 +156,4 @@ ISOLATION = Isolation(
     follows_processes=True,
     cores_follow=Follows.RUNNING_PROCESSES,
     memory_follows=Follows.RUNNING_PROCESSES,
-    # The library could limit the memory of an instance, by its UUID. But a node that offers units of memory there also
-    # offers cores, and nothing would limit those.
-    why_not_in_mig="its library can keep the memory of an instance, but needs utilisation to keep compute, and NVML has none"
-    " where MIG is on",
 )

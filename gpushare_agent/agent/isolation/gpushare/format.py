@@ -28,7 +28,7 @@ CORES_OF_GPU = 10_000
 _HEAD = struct.Struct("@4s3I112x48s64s")
 _USAGE_HEAD = struct.Struct("@4s3I")
 _FIRST_GPU, _GPU_BYTES = 512, 128
-_UUID_OFFSET, _UUID_BYTES = 8, 48
+_UUID_OFFSET, UUID_BYTES = 8, 48
 _LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
 """The first byte and the length of each field of a GPU's entry: flags, memory, cores, ceiling."""
 _OBSERVED = (*((offset, 8) for offset in range(72, 120, 8)), (120, 4), (124, 2), (126, 2))
@@ -103,7 +103,7 @@ def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> by
     _HEAD.pack_into(content, 0, b"GPSH", LAYOUT, CONFIG_BYTES, len(gpus), pod_uid.encode(), container.encode())
     for index, limits in enumerate(gpus):
         uuid = limits.uuid.encode()
-        if len(uuid) >= _UUID_BYTES:
+        if len(uuid) >= UUID_BYTES:
             raise ValueError(f"{limits.uuid[:64]!r} does not fit into gpushare.config")
         start = _entry_of(index) + _UUID_OFFSET
         content[start : start + len(uuid)] = uuid
@@ -123,9 +123,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
     # Bounded although it is the agent's own file.
     count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
     starts = [_entry_of(index) + _UUID_OFFSET for index in range(count)]
-    return [
-        bytes(config[start : start + _UUID_BYTES]).split(b"\0", 1)[0].decode("ascii", "replace") for start in starts
-    ]
+    return [bytes(config[start : start + UUID_BYTES]).split(b"\0", 1)[0].decode("ascii", "replace") for start in starts]
 
 
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
