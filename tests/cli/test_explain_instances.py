@@ -76,22 +76,22 @@ async def told(
     pools: Sequence[Object] = (),
     claims: Sequence[Object] = (),
     classes: Sequence[Object] = (),
-    limits: Mapping[str, str] | None = None,
+    wants: Mapping[str, Any] | None = None,
     nodes: Sequence[Object] = (),
     **answers: Any,
 ) -> list[str]:
-    """The lines of `explain` for a pod that wants a 3g.40gb by a claim, or what `limits` say."""
+    """The lines of `explain` for a pod with a claim, for a 3g.40gb unless `wants` is another request, or with limits."""
     waits = pod("w", (0, 0))
-    own: list[Object] = []
-    if limits is None:
+    wants = wants or {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
+    own = claim("mine", wants)
+    if "limits" not in wants:
         waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
-        own = [claim("mine", {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}})]
     else:
-        waits["spec"]["containers"][0]["resources"] = {"limits": dict(limits)}
+        waits["spec"]["containers"][0]["resources"] = dict(wants)
     api = "/apis/resource.k8s.io/v1"
     lists = {
         f"{api}/resourceslices": raw_list(list(pools)),
-        f"{api}/resourceclaims": raw_list([*own, *claims]),
+        f"{api}/resourceclaims": raw_list([own, *claims]),
         f"{api}/deviceclasses": raw_list(list(classes)),
     }
     await explained(Cluster(list(nodes), [waits]), short_dir, **{**lists, **answers})
@@ -117,7 +117,9 @@ async def test_who_has_the_slices_is_named_and_the_fewest_who_have_to_end(
         has("gpu-1-mig-1g10gb-6", "c"),
     ]
     lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
-    at = lines.index("  GPUs      1 node: every place for 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/c")
+    at = lines.index(
+        "  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/c"
+    )
     assert lines[at + 1 : at + 4] == [
         "  to start now, one of:",
         "    - ask for 1g.10gb: there is room on n",
@@ -130,7 +132,10 @@ async def test_an_instance_of_others_in_the_place_is_named(short_dir: Path, caps
     conflict = ("gpushare-agent/mig-conflict", "an-instance-made-by-others-lies-there")
     cordoned = ("gpushare-agent/cordoned", "fan")
     lines = await told(short_dir, capsys, pools=slices([device("3g.40gb", 0, taint=conflict)]))
-    assert f"  GPUs      1 node: every place for 3g.40gb is taken or blocked: {conflict[0]} ({conflict[1]})" in lines
+    assert (
+        f"  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: {conflict[0]} ({conflict[1]})"
+        in lines
+    )
     assert "  to start  no single change was found that would let it start now" in lines
     lines = await told(short_dir, capsys, pools=slices([device("3g.40gb", 0, taint=cordoned)]))
     assert f"    - uncordon GPU {GPU} of n" in lines
@@ -156,10 +161,22 @@ async def test_a_plain_limit_is_read_by_its_class(short_dir: Path, capsys: pytes
         {"metadata": {"name": "m"}, "spec": {"extendedResourceName": RESOURCE, "selectors": selector("3g.40gb")}}
     ]
     held = [has("gpu-1-mig-3g40gb-0", "a"), has("gpu-1-mig-3g40gb-4", "b")]
-    asked = {"limits": {RESOURCE: "1"}, "classes": classes}
+    asked = {"wants": {"limits": {RESOURCE: "1"}}, "classes": classes}
     lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held, **asked)
     assert f"  request   {RESOURCE}: 1" in lines
-    assert "  GPUs      1 node: every place for 3g.40gb is taken or blocked: pod ns/a, pod ns/b" in lines
+    assert "  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: pod ns/a, pod ns/b" in lines
+
+
+async def test_a_claim_of_any_profile_is_read_by_its_class(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its class's alone, where the claim names none."""
+    expression = "device.driver == 'gpushare-agent' && device.attributes['gpushare-agent'].type == 'mig'"
+    of_any = {"metadata": {"name": "any"}, "spec": {"selectors": [{"cel": {"expression": expression}}]}}
+    mine = {"exactly": {"deviceClassName": "any"}}
+    asked = {"pools": slices([device("3g.40gb", 0)]), "classes": [of_any], "wants": mine}
+    lines = await told(short_dir, capsys, claims=[has("gpu-1-mig-3g40gb-0", "a")], **asked)
+    assert "  GPUs      1 node: every place for an instance is taken or blocked: pod ns/a" in lines
+    lines = await told(short_dir, capsys, **asked)
+    assert any(line.startswith("  fits ") for line in lines)
 
 
 async def test_a_plain_limit_that_nobody_serves_says_who_would(
@@ -171,7 +188,7 @@ async def test_a_plain_limit_that_nobody_serves_says_who_would(
     annotations["gpushare-agent/gpus"] = annotations["gpushare-agent/gpus"].replace(
         '"is_healthy": false', '"is_healthy": false, "reason": "MIG mode is enabled and the GPU has no instances"'
     )
-    lines = await told(short_dir, capsys, limits={RESOURCE: "1"}, nodes=[divided])
+    lines = await told(short_dir, capsys, wants={"limits": {RESOURCE: "1"}}, nodes=[divided])
     [line] = [one for one in lines if one.startswith("  GPUs  ")]
     assert f"1 node: no node offers {RESOURCE}: a device plugin does by nvidia.mig_strategy mixed" in line
     assert "1 node: MIG mode is enabled and the GPU has no instances" in line
@@ -186,7 +203,7 @@ async def test_without_the_right_to_list_the_schedulers_words_remain(
 
 
 async def test_a_claim_of_another_kind_is_not_explained(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = await told(short_dir, capsys, limits={"example.com/fpga": "1"})
+    lines = await told(short_dir, capsys, wants={"limits": {"example.com/fpga": "1"}})
     assert "The pod asks for example.com/fpga: 1" in " ".join(lines)
 
 

@@ -21,6 +21,7 @@ from gpushare_agent.core.kube.objects import KubeObject, Quantity, whole_number
 from gpushare_agent.core.model.taints import Taint
 
 _PROFILE = re.compile(r"\.profile\s*==\s*'([\w.+]{1,32})'")
+_INSTANCE = re.compile(r"\.type\s*==\s*'mig'")
 _CLASS = re.compile(r'"deviceClassName"\s*:\s*"([a-z0-9.-]{1,253})"')
 _RESOURCE = re.compile(r'"extendedResourceName"\s*:\s*"([\w./-]{1,320})"')
 _MOST_NAMED = 5
@@ -112,14 +113,15 @@ class WaitsFor(Struct, frozen=True):
 
 
 def profiles_of(cluster: ClaimCluster, namespace: str, claims: Sequence[str], resources: Sequence[str]) -> list[str]:
-    """Those that a pod asks for, by its claims and its resources."""
+    """Those that a pod asks for, by its claims and its resources; empty: an instance of any."""
     classes = {one.meta.name: _text(one.raw_spec) for one in cluster.classes}
     specs = [
         _text(one.raw_spec) for one in cluster.claims if one.meta.namespace == namespace and one.meta.name in claims
     ]
     texts = [*specs, *(classes.get(name, "") for spec in specs for name in _CLASS.findall(spec))]
     texts += [text for text in classes.values() if any(name in resources for name in _RESOURCE.findall(text))]
-    return [profile for text in texts for profile in _PROFILE.findall(text)]
+    found = [profile for text in texts for profile in _PROFILE.findall(text)]
+    return found or [""] * any(_INSTANCE.search(text) for text in texts)
 
 
 def _text(raw: Raw) -> str:
@@ -128,7 +130,7 @@ def _text(raw: Raw) -> str:
 
 def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
     """Of one instance of this profile."""
-    nodes = _nodes(cluster)
+    nodes, wanted = _nodes(cluster), f" {profile}" if profile else ""
     reasons: Counter[str] = Counter()
     ends: list[tuple[int, str, str]] = []
     # By text: what helps one place of a GPU helps the others.
@@ -136,11 +138,14 @@ def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
     for name, node in sorted(nodes.items()):
         instances = [(one.text("profile"), one, node.taken_by(one)) for one in node.places if one.text("profile")]
         names: set[str] = set()
+        is_known = False
         for found, place, users in instances:
+            is_wanted = profile in ("", found)
+            is_known |= is_wanted
             gpu, taints = f"GPU {place.text('parentUUID')} of {name}", {one.key: one.value for one in place.taints}
-            if found != profile and not users | taints.keys():
+            if not is_wanted and not users | taints.keys():
                 changes.setdefault(f"ask for {found}: there is room on {name}", ("profile", name))
-            elif found != profile:
+            elif not is_wanted:
                 continue
             elif not users | taints.keys():
                 return WaitsFor(f"now on {gpu}")
@@ -151,8 +156,9 @@ def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
             names |= users | {f"{key} ({value})" for key, value in taints.items()}
         known = {found for found, _, _ in instances}
         has = f"there are {_joined(known)}" if known else "no GPU in MIG mode is for claims (dra.gpus, mig.on_demand)"
-        lacks = f"no MIG instance {profile}, and no place for one: {has}"
-        reasons[f"every place for {profile} is taken or blocked: {_joined(names)}" if profile in known else lacks] += 1
+        lacks = f"no MIG instance{wanted}, and no place for one: {has}"
+        taken = f"every place for an instance{wanted} is taken or blocked: {_joined(names)}"
+        reasons[taken if is_known else lacks] += 1
     changes |= {text: ("end", name) for _, name, text in sorted(ends)[:1]}
     if not nodes:
         reasons["no node has ResourceSlices of this driver: are dra.gpus or mig.on_demand set?"] += 1
