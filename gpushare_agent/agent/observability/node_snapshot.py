@@ -18,7 +18,7 @@ from msgspec import Struct, convert, to_builtins
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
-from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlacement
+from gpushare_agent.core.model.mig import MigLayout, MigPlacement
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames, cores_of_part
@@ -237,7 +237,12 @@ def mig_gpus(snapshot: NodeSnapshot) -> list[documents.MigGpu]:
 
 
 def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.MigGpu:
-    states = {one.gi: _mig_state(one, snapshot) for one in layout.instances}
+    # By its place: not every driver tells the UUID next to the instance.
+    shown = {
+        one.mig.gi: one.uuid for one in snapshot.inventory.gpus if one.mig is not None and one.mig.parent == gpu.uuid
+    }
+    uuids = {one.gi: shown.get(one.gi, one.compute[0].uuid) if one.compute else "" for one in layout.instances}
+    states = {gi: _mig_state(GpuUuid(uuid), snapshot) for gi, uuid in uuids.items()}
     # One that is idle makes way for another.
     fits = layout.room((one for one in layout.instances if states[one.gi] != "idle"), snapshot.mig_blocked)
     instances: list[documents.MigInstance] = []
@@ -245,8 +250,9 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
     for one in sorted(layout.instances, key=lambda one: one.start):
         known, state = layout.profile(one.profile), states[one.gi]
         profile = known.name if known is not None else f"profile {one.profile}"
-        uuid = one.compute[0].uuid if one.compute else ""
-        instances.append({"profile": profile, "start": one.start, "size": one.size, "uuid": uuid, "state": state})
+        instances.append(
+            {"profile": profile, "start": one.start, "size": one.size, "uuid": uuids[one.gi], "state": state}
+        )
         places.setdefault(state, []).append(f"{profile} at {one.start}")
     room = ", or ".join(f"{count} of {name}" for name, count in fits.items() if count) or "no further instance"
     return {
@@ -262,13 +268,10 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
     }
 
 
-def _mig_state(instance: MigGpuInstance, snapshot: NodeSnapshot) -> str:
-    uuids = {GpuUuid(one.uuid) for one in instance.compute}
-    if any(snapshot.cores_allocated.get(uuid) or snapshot.memory_allocated_bytes.get(uuid) for uuid in uuids):
+def _mig_state(uuid: GpuUuid, snapshot: NodeSnapshot) -> str:
+    if snapshot.cores_allocated.get(uuid) or snapshot.memory_allocated_bytes.get(uuid):
         return "in-use"
-    if not uuids:
-        return "broken"
-    return "idle" if uuids <= {*snapshot.mig_made} else "foreign"
+    return "broken" if not uuid else "idle" if uuid in snapshot.mig_made else "foreign"
 
 
 def _state(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuState:
