@@ -26,6 +26,7 @@ from gpushare_agent.agent.isolation import isolations
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.isolation.resource_names import resource_names
 from gpushare_agent.agent.kubelet.device_table import status_bytes
+from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.observability import part as observability_part
@@ -144,7 +145,7 @@ def _build_dra(node: Node, isolation: Isolations, cluster: ClusterPart) -> DraPa
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.agent.dra.part import DraPart
 
-    return DraPart(node, isolation, cluster.runtime_classes, records)
+    return DraPart(node, isolation, cluster.runtime_classes, records, MigInstances())
 
 
 class _Subscriptions:
