@@ -49,6 +49,7 @@ class DraPart:
         settings, pool = node.settings, node.settings.node_name
         registry = settings.kubelet.root_dir / "plugins_registry"
         self.settings = settings
+        self.mig = mig
         self.ready = asyncio.Event()
         self.claims = Claims(
             node=node,
@@ -79,6 +80,7 @@ class DraPart:
         )
         self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
         self.waker = PodWaker(claims=self.claims)
+        mig.on_change = self._mig_changed
         self.locks = {
             "kubelet.root_dir": ServingLock(registry),
             "state_directory": ServingLock(records),
@@ -100,6 +102,7 @@ class DraPart:
     async def start(self) -> None:
         """Once the allocation cache is there: the claims' part of it. Raises Unavailable, and StartupError as `acquire`."""
         self.acquire()
+        await self.mig.load()
         await self.claims.restore()
         self.ready.set()
 
@@ -116,17 +119,22 @@ class DraPart:
             "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
         }
 
+    def serving_tasks(self) -> Tasks:
+        """After `start`: what only one agent of the node does."""
+        return {"mig instances": self.mig.run}
+
     def end(self) -> None:
         """Ends the driver before the lock of the device plugins is free, for which the incoming instance waits."""
         for lock in self.locks.values():
             lock.release()
 
     async def leave(self) -> None:
-        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try."""
+        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try, and the next agent
+        does not see what a call to the driver makes after its first look."""
         await self.registration.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
+                while self.plugin.open_calls or self.mig.is_calling:  # noqa: ASYNC110 - some milliseconds
                     await asyncio.sleep(0.01)
 
     def not_served(self) -> list[str]:
@@ -148,8 +156,12 @@ class DraPart:
 
     def changed(self) -> None:
         """An allocation or a GPU."""
-        self.claims.changed()
+        self.mig.changed()
+        self._mig_changed()
         self.health.changed()
+
+    def _mig_changed(self) -> None:
+        self.claims.changed()
         self.publisher.changed()
 
     async def run(self, api: KubeApi) -> NoReturn:
@@ -161,6 +173,8 @@ class DraPart:
             "stale claims": partial(self.stale_claims.run, api),
             "pod waker": partial(self.waker.run, api),
         }
+        if self.settings.mig.on_demand:
+            tasks["own node"] = partial(self.mig.own_node.run, api)
         async with asyncio.TaskGroup() as group:
             start_tasks(group, tasks)
         raise AssertionError("the tasks do not return")
