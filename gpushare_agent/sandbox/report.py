@@ -46,7 +46,9 @@ def claimed_shares(shown: ReportedNode, namespace: str, name: str) -> list[Claim
     found: list[ClaimRow] = []
     indexes = {device_name(gpu.uuid): gpu.index for gpu in shown.gpus}
     for one in results_of(shown.node.api.store.find("resourceclaims", (namespace, name)) or {}):
-        if one.pool == shown.node.name and (index := indexes.get(one.device)) is not None:
+        # A place for a MIG instance has its GPU's name before its own.
+        index = indexes.get(one.device.partition("-mig-")[0])
+        if one.pool == shown.node.name and index is not None:
             amounts = one.consumed_capacity or {}
             cores, memory = (whole_number(amounts.get(part, 0), part) for part in ("cores", "memory"))
             share = ClaimRow(claim=name, request=one.request, gpu=index, cores=cores, memory_mib=memory // MIB)

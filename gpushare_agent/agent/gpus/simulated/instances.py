@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from gpushare_agent.agent.runtime.machine import BOOT_ID
+from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.formats.simulated_gpus import (
     PROFILE,
@@ -54,9 +54,8 @@ OfGpus = Mapping[int, Sequence[SimulatedInstance]]
 class SimulatedHardware:
     """Its methods block, and may be called in several threads. `faults_file` None: there is no MIG."""
 
-    def __init__(self, faults_file: Path | None, boot_id: Path = BOOT_ID) -> None:
+    def __init__(self, faults_file: Path | None) -> None:
         self._path = None if faults_file is None else faults_file.with_name(f"{faults_file.name}.mig")
-        self._boot_id = boot_id
         self._listed: OfGpus = {}
         self._lock = threading.Lock()
 
@@ -126,7 +125,7 @@ class SimulatedHardware:
         if self._path is not None:
             with suppress(OSError, ValueError, RecursionError):
                 saved = parse_mig(read_regular(self._path))
-                if saved.boot_id == self._boot():
+                if saved.boot_id == this_boot():
                     return saved.gpus
         return {}
 
@@ -134,15 +133,12 @@ class SimulatedHardware:
         if self._path is None:  # without a faults file no GPU is in MIG mode
             return
         try:
-            saved = SimulatedMig(boot_id=self._boot(), gpus={index: tuple(own) for index, own in gpus.items()})
+            saved = SimulatedMig(boot_id=this_boot(), gpus={index: tuple(own) for index, own in gpus.items()})
             new = self._path.with_name(f".{self._path.name}")
             new.write_bytes(encode(saved))
             new.replace(self._path)
         except OSError as error:
             raise Unavailable(f"the simulated GPUs' file {self._path} cannot be written: {error}") from error
-
-    def _boot(self) -> str:
-        return self._boot_id.read_text(encoding="ascii").strip()
 
 
 def _in_mig_mode(gpus: Iterable[Gpu], faults: Faults, parent: GpuUuid) -> tuple[Gpu, MigFault]:
