@@ -104,6 +104,8 @@ def full_metrics() -> str:
     metrics.show_isolations(lambda: {"gpushare": True})
     metrics.show_isolation_probe("gpushare", lambda: False)
     metrics.show_node_configuration(lambda: False)
+    metrics.mig_called("create", "done", 1.0)
+    metrics.show_mig_instances(lambda: {"idle": 1.0})
     reported: dict[str, Any] = {
         name: 1 for name, hint in get_type_hints(GpuSample).items() if "|" in str(hint) and name != "processes"
     }
