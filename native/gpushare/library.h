@@ -94,7 +94,7 @@ void allow_cancel(void);
 
 /* A GPU's limits as they are now. */
 struct limits {
-    bool limits_memory, limits_cores, has_ceiling;
+    bool limits_memory, limits_cores, has_ceiling, is_instance;
     uint64_t memory, context; /* what a context takes; 0: not known */
     double cores, ceiling, between_ns;
     struct config_gpu seen;

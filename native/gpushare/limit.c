@@ -364,7 +364,13 @@ static void set_scale(struct usage_gpu *use, bool is_alone, double dt_s, double 
 static void take_sample(struct usage_gpu *use, const struct limits *limits, uint64_t now)
 {
     const struct config_gpu *seen = &limits->seen;
-    uint64_t before = LOAD(use->sampled_at), until = seen->busy_until, launched = LOAD(use->launched);
+    uint64_t before = LOAD(use->sampled_at), until = seen->busy_until, launched = LOAD(use->launched),
+             alone = LOAD(use->alone_since);
+    if (limits->is_instance) { /* of MIG, which has no utilisation: who has no companions is alone */
+        STORE(use->alone_since, seen->companions || !is_published(seen, now) ? 0 : alone ? alone : now);
+        STORE(use->sampled_at, now);
+        return;
+    }
     if (until == 0 || until == before || !EXCHANGE_IF(use->sampled_at, &before, until))
         return;
     double dt_s = (double)(until - before) / 1e9, others_ns = (double)(seen->others_ns - use->others_at_sample);

@@ -279,6 +279,7 @@ void read_limits(int gpu, struct limits *limits)
     }
     limits->limits_memory = to->flags & LIMITS_MEMORY;
     limits->limits_cores = to->flags & LIMITS_CORES && to->cores < 10000;
+    limits->is_instance = LOAD(*(char *)(uintptr_t)&from->uuid[0]) == 'M';
     limits->has_ceiling = to->flags & HAS_CEILING && to->ceiling > to->cores;
     limits->memory = to->memory;
     limits->cores = to->cores / 10000.0;

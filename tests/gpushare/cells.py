@@ -348,6 +348,16 @@ def _instances() -> Iterator[Cell]:
     # It computes in every other second alone, at 60 %.
     idle = replace(tenant(60, *pulses), gpu="0:0", right=30, seconds=(1, 5))
     yield Cell("instance 30 1ms sync + 60 half of the time", (replace(tenant(30, SYNC), gpu="0:0"), idle), machine)
+    alone, beside = tenant(30, SYNC, ceiling=80), Tenant(20, (Program((f"4,{SYNC}",), start_s=4),), seconds=(1, 3.9))
+    yield Cell("instance elastic 30..80 alone", (replace(alone, right=80, seconds=(3, 6), gpu="0:0"),), machine)
+    while_there, after = (
+        replace(tenant(30, f"12,{SYNC}", "0.1", ceiling=80), seconds=seconds, right=right, gpu="0:0")
+        for seconds, right in (((5, 7.9), 30), ((10.5, 12), 80))
+    )
+    here = replace(beside, gpu="0:0")
+    yield Cell("instance elastic 30..80 while 20 is there, 4 s to 8 s", (while_there, here), machine)
+    yield Cell("instance elastic 30..80 after 20 was there, 4 s to 8 s", (after, here), machine)
+    yield Cell("instance elastic 30..80 without the agent", (replace(alone, gpu="0:0"),), machine, observed=False)
     everywhere = tuple(replace(tenant(cores, SYNC), gpu=gpu) for cores in (30, 60) for gpu in ("0:0", "0:1", "1"))
     yield Cell("instance 30+60 1ms sync in each of two and on a GPU", everywhere, machine)
 

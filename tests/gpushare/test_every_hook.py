@@ -19,8 +19,13 @@ UNSEEN = {"cuEventSynchronize": "what it waits is in the host's time of a span a
 """Hooks whose effect no program of a test can see, and why."""
 
 
+def settings_for(name: str) -> dict[str, object]:
+    """Of a MIG instance what only such a one has, and one of the lists."""
+    return {"instances": "10240"} if "Attributes" in name or "Processes_v3" in name else {}
+
+
 def container(machine: Machine) -> Container:
-    return machine.container(memory_mib=2560, cores=9000)
+    return machine.container(memory_mib=2560, cores=9000, gpu="0:0" if "instances" in machine.settings else "0")
 
 
 def has_effect(share: Container, *words: str) -> bool:
@@ -41,10 +46,7 @@ def has_effect(share: Container, *words: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in HOOKED if name not in UNSEEN])
 def test_each_hook_has_its_effect(machine_with: MachineWith, name: str) -> None:
-    # Of a MIG instance what only such a one has, and one of the lists.
-    instances = {"instances": "10240"} if "Attributes" in name or "Processes_v3" in name else {}
-    share = machine_with(**instances).container(memory_mib=2560, cores=9000, gpu="0:0" if instances else "0")
-    assert has_effect(share, "does", name)
+    assert has_effect(container(machine_with(**settings_for(name))), "does", name)
 
 
 def test_a_capture_is_not_spoilt_by_what_the_library_asks_the_driver(machine_with: MachineWith) -> None:

@@ -21,15 +21,15 @@ import pytest
 from native.build_gpushare import CALL, FLAGS, SOURCES, CannotBuildError, run
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import ROOT, GpushareBuilt, Machine
-from tests.gpushare.test_every_hook import HOOKED, UNSEEN, container, has_effect
+from tests.gpushare.test_every_hook import HOOKED, UNSEEN, container, has_effect, settings_for
 from tests.native.build import cuda_include
 
 pytestmark = pytest.mark.mutants
 
-HOOKS, MEMORY, COUNTED, GPUS, MANY, HARD, COMPUTE, FINDING, PLUGINS = (
+HOOKS, MEMORY, COUNTED, GPUS, INSTANCES, MANY, HARD, COMPUTE, FINDING, PLUGINS = (
     f"tests/gpushare/test_{name}.py"
     for name in (
-        *("every_hook", "memory", "counted", "several_gpus", "many_processes"),
+        *("every_hook", "memory", "counted", "several_gpus", "instances", "many_processes"),
         *("hard_programs", "compute", "finding", "plugins"),
     )
 )
@@ -228,6 +228,9 @@ FAULTS = [
     # start.c, view.c
     Fault("device_of_stream", "return current_device();", [OWN_GPU]),
     Fault("has_several_devices", "return false;", [OWN_GPU]),
+    Fault("find_gpu", "named", [INSTANCES], r"named < 0 .*named"),
+    Fault("list_own", ";", [INSTANCES], r"memcpy\(entry \+ 1.*;"),
+    Fault("take_sample", "false", ["tests/gpushare/test_turns.py"], r"limits->is_instance"),
     Fault("gpu_of_device", "return 0;", [GPUS]),
     Fault("notice_fork", "return;", [FORK, HARD]),
     Fault("say_once", "return;", [f"{MEMORY}::test_without_limits_no_memory_is_given_and_one_line_says_why"]),
@@ -318,8 +321,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in HOOKED if name not in UNSEEN])
 def test_without_a_hook_its_test_fails(builder: Builder, machine_with: MachineWith, tmp_path: Path, name: str) -> None:
     library = builder.build(tmp_path / "libgpushare.so", without_hook=name)
-    machine = machine_with()
-    machine = Machine(replace(machine.built, library=library), machine.directory, {})
+    machine = machine_with(**settings_for(name))
+    machine = replace(machine, built=replace(machine.built, library=library))
     with pytest.raises(AssertionError):
         assert has_effect(container(machine), "does", name)
 

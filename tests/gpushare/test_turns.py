@@ -52,6 +52,13 @@ CHOSEN = (
     "streams 30 of 32 1ms + 60 1ms sync",
     "start 30 gemm after 5us",
     "driver rows each: 30+60 1ms sync both",
+    "instance 30 50ms sync",
+    "instance 30+60 1ms sync",
+    "instance 10+20+70 100us",
+    "instance 30 1ms sync + 60 half of the time",
+    "instance elastic 30..80 after 20 was there, 4 s to 8 s",
+    "instance elastic 30..80 without the agent",
+    "instance 30+60 1ms sync in each of two and on a GPU",
 )
 _AWAY = "without the agent only how often another context had the GPU says how much of a long kernel's time is others'"
 _TURNS = "a long kernel's part of the time between its events is computed for turns of 2 ms"
