@@ -100,6 +100,12 @@ _PRODUCTS = {
 _OF_UNKNOWN, _ITS_MIB = _PRODUCTS[r"\bA[18]00\b.*\b80GB"], 81_920
 
 
+def profile_names() -> tuple[str, ...]:
+    """Those of all products, by computing slices and memory."""
+    found = {_profile(of, line)[1].name for of in _PRODUCTS.values() for line in of.lines.strip().splitlines()}
+    return tuple(sorted(found, key=lambda name: (tuple(map(int, re.findall(r"\d+", name))), name)))
+
+
 def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
     """The profiles of a GPU with that product name, such as `NVIDIA H100 80GB HBM3`, by NVML_GPU_INSTANCE_PROFILE_….
 
