@@ -92,12 +92,18 @@ def test_a_class_configures_its_requests_before_the_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "shipped"), [("00-class", "dra/classes"), ("01-nvidia-class", "dra-nvidia-names/class")]
+    ("sample", "shipped"),
+    [
+        ("claim_samples/00-class", ["dra/classes"]),
+        ("claim_samples/01-nvidia-class", ["dra-nvidia-names/class"]),
+        ("mig_samples/00-classes", ["dra/classes", "dra-mig-profiles/classes"]),
+    ],
 )
-def test_the_sandbox_has_the_classes_of_the_manifests(sample: str, shipped: str) -> None:
-    path = ROOT / f"gpushare_agent/sandbox/claim_samples/{sample}.yaml"
-    of_manifests = list(yaml.safe_load_all((ROOT / f"manifests/components/{shipped}.yaml").read_text()))
-    assert yaml.safe_load(path.read_text()) in of_manifests
+def test_the_sandbox_has_the_classes_of_the_manifests(sample: str, shipped: list[str]) -> None:
+    path = ROOT / f"gpushare_agent/sandbox/{sample}.yaml"
+    files = [ROOT / f"manifests/components/{one}.yaml" for one in shipped]
+    of_manifests = [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    assert all(one in of_manifests for one in yaml.safe_load_all(path.read_text()))
 
 
 def test_the_class_of_nvidias_driver_selects_devices_that_have_its_attributes() -> None:

@@ -301,6 +301,17 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     assert 0 < shared["gpus"][0]["usage"]["sm_ratio"] <= 0.4
 
 
+async def test_instances_are_made_on_demand_in_the_sandbox(short_dir: Path) -> None:
+    """By a claim for two profiles of one GPU, by a plain pod, and a whole GPU next to them: the real agent makes them."""
+    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--mig", "--once", "-o", "json", "--gpus", "2")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
+    assert cards == {"small-and-large": [[0], [0]], "plain": [[0]], "whole": [[1]]}
+    found = [(card["mig"]["profile"], card["is_healthy"]) for card in document["node"]["gpus"] if card.get("mig")]
+    assert sorted(found) == [("1g.10gb", True), ("1g.10gb", True), ("3g.40gb", True)]
+
+
 async def test_a_class_stands_for_an_extended_resource() -> None:
     """A pod without a claim gets one of the scheduler's; only the container that asks has the device; the claim goes with
     the pod."""

@@ -49,10 +49,9 @@ class PodClaims:
 
     def instead_of(self, requests: Iterable[str]) -> dict[str, dict[str, str]]:
         """The classes of the extended resources that a node does not offer itself, by node and resource."""
-        classes = {
-            raw["spec"].get("extendedResourceName"): raw["metadata"]["name"]
-            for raw in self._api.store.all("deviceclasses")
-        }
+        # Of two classes with one name the newer counts, as in kube-scheduler.
+        known = self._api.store.in_creation_order("deviceclasses")
+        classes = {raw["spec"].get("extendedResourceName"): raw["metadata"]["name"] for raw in known}
         backed = {name: classes[name] for name in requests if name in classes}
         nodes = self._api.store.all("nodes") if backed else ()
         offers = {raw["metadata"]["name"]: (raw.get("status") or {}).get("allocatable") or {} for raw in nodes}

@@ -74,16 +74,13 @@ class SimulatedHardware:
             profile = next((one for one in profiles if one.id == place.profile and place.start in one.starts), None)
             if profile is None:
                 raise NotFound(f"GPU {gpu.index} has no place for profile {place.profile} at {place.start} (simulated)")
-            there = next((one for one in own if (one.profile, one.start) == (profile.id, place.start)), None)
-            if there is not None and there.uuid:
-                raise Conflict(
-                    f"there is a MIG instance {profile.name} at {place.start} of GPU {gpu.index} (simulated)"
-                )
-            if there is None and not has_room(profiles, _placed(profiles, own), profile, place.start):
-                raise Conflict(
-                    f"no room for a MIG instance {profile.name} at {place.start} of GPU {gpu.index} (simulated)"
-                )
-            gi = _free_id(own) if there is None else there.gi
+            # Half of one is made whole.
+            half = next(
+                (one for one in own if (one.profile, one.start, one.uuid) == (profile.id, place.start, "")), None
+            )
+            if half is None and not has_room(profiles, _placed(profiles, own), profile, place.start):
+                raise Conflict(f"no room for {profile.name} at {place.start} of GPU {gpu.index} (simulated)")
+            gi = _free_id(own) if half is None else half.gi
             made = SimulatedInstance(
                 gi=gi, name=profile.name, profile=profile.id, start=place.start, uuid=f"MIG-{uuid.uuid4()}"
             )  # fmt: skip
@@ -161,9 +158,7 @@ def _of_gpu(
     made = [one for one in saved if one.number is None]
     listed = {one.number: one for one in (*saved, *known) if one.number is not None}
     # One that is in the list as before keeps its place, whatever was made or removed next to it.
-    kept = {
-        number: listed[number] for number, name in enumerate(names) if number in listed and listed[number].name == name
-    }
+    kept = {number: one for number, one in listed.items() if names[number : number + 1] == (one.name,)}
     for number, name in enumerate(names):
         if number not in kept:
             kept[number] = _listed(gpu, number, name, profiles, [*made, *kept.values()])
@@ -178,13 +173,12 @@ def _listed(
     gi_name = name.partition("c.")[2] or name
     placed = _placed(profiles, others)
     profile = next((one for one in profiles if one.name == gi_name), None)
-    starts = (
-        () if profile is None else (start for start in profile.starts if has_room(profiles, placed, profile, start))
+    free = (
+        [start for start in profile.starts if has_room(profiles, placed, profile, start)] if profile is not None else []
     )
-    start = next(iter(starts), None)
     return SimulatedInstance(
-        gi=_free_id(others), name=name, number=number, start=start,
-        profile=profile.id if profile is not None and start is not None else None,
+        gi=_free_id(others), name=name, number=number, start=free[0] if free else None,
+        profile=profile.id if profile is not None and free else None,
         uuid=f"MIG-{uuid.uuid5(_MIG_UUID_SPACE, f'{gpu.uuid}/{number}/{name}')}",
     )  # fmt: skip
 
@@ -200,9 +194,7 @@ def _free_id(own: Sequence[SimulatedInstance]) -> int:
 
 
 def _gpu_instance(one: SimulatedInstance, profile: MigProfile, start: int) -> MigGpuInstance:
-    size = PROFILE.fullmatch(one.name)
-    slices = int(size["ci"] or size["gi"]) if size else 0
-    compute = (MigComputeInstance(ci=0, uuid=one.uuid, slices=slices),) if one.uuid else ()
+    compute = (MigComputeInstance(ci=0, uuid=one.uuid, slices=_sizes(one.name)[1]),) if one.uuid else ()
     return MigGpuInstance(gi=one.gi, profile=profile.id, start=start, size=profile.size, compute=compute)
 
 
@@ -233,7 +225,7 @@ class SimulatedInstances:
         self, inventory: GpuInventory, instances: OfGpus, on_demand: Collection[int], in_use: Collection[GpuUuid]
     ) -> GpuInventory:
         """The inventory with the GPUs of `instances`, by index, partitioned; those of `on_demand` also without instances."""
-        # No MIG at all: the inventory stays the same object, and nothing is compared.
+        # No MIG at all: nothing is compared.
         if not instances and not self._known:
             return inventory
         before, self._known = self._known, {}
@@ -291,9 +283,7 @@ def _instance(parent: Gpu, number: int, one: SimulatedInstance) -> Gpu:
 
 
 def _attributes(parent: Gpu, one: SimulatedInstance) -> MigAttributes:
-    size = PROFILE.fullmatch(one.name)
-    gb, gi_slices = (int(size["gb"]), int(size["gi"])) if size else (0, 0)
-    slices = int(size["ci"] or gi_slices) if size else 0
+    gi_slices, slices, gb = _sizes(one.name)
     profile = next((p for p in mig_profiles(parent.name, parent.memory_mib) if p.id == one.profile), None)
     if profile is not None:
         whole = profile.attributes
@@ -302,6 +292,12 @@ def _attributes(parent: Gpu, one: SimulatedInstance) -> MigAttributes:
         memory_mib=gb * 1024, gi_slices=gi_slices, ci_slices=slices, copy_engines=gi_slices,
         multiprocessors=_MULTIPROCESSORS_PER_SLICE * slices,
     )  # fmt: skip
+
+
+def _sizes(profile: str) -> tuple[int, int, int]:
+    """Computing slices of the GPU instance and of the compute instance, and gigabytes, as the name has them."""
+    size = PROFILE.fullmatch(profile)
+    return (int(size["gi"]), int(size["ci"] or size["gi"]), int(size["gb"])) if size else (0, 0, 0)
 
 
 def _topology(inventory: GpuInventory, instances: Collection[Gpu]) -> Topology:
