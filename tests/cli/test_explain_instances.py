@@ -114,11 +114,12 @@ async def test_who_has_the_slices_is_named_and_the_fewest_who_have_to_end(
     held = [
         has("gpu-1-mig-1g10gb-0", "a"),
         has("gpu-1-mig-1g10gb-1", "b"),
+        has("gpu-1-mig-1g10gb-1", "bb"),
         has("gpu-1-mig-1g10gb-6", "c"),
     ]
     lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
     at = lines.index(
-        "  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/c"
+        "  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/bb, pod ns/c"
     )
     assert lines[at + 1 : at + 4] == [
         "  to start now, one of:",
@@ -137,7 +138,9 @@ async def test_an_instance_of_others_in_the_place_is_named(short_dir: Path, caps
         in lines
     )
     assert "  to start  no single change was found that would let it start now" in lines
-    lines = await told(short_dir, capsys, pools=slices([device("3g.40gb", 0, taint=cordoned)]))
+    both = device("3g.40gb", 0, taint=cordoned)
+    both["taints"].append({"key": conflict[0], "value": "out-of-service-fan", "effect": "NoSchedule"})
+    lines = await told(short_dir, capsys, pools=slices([both]))
     assert f"    - uncordon GPU {GPU} of n" in lines
 
 

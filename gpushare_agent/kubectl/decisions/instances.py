@@ -8,7 +8,7 @@ The devices are those of this driver's ResourceSlices: existing instances, and t
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 
 from msgspec import Raw, Struct, field
@@ -94,14 +94,15 @@ class _Node(Struct):
 
     places: list[Place] = field(default_factory=list)
     left: Counter[tuple[str, str]] = field(default_factory=Counter)
-    users: dict[str, str] = field(default_factory=dict)
+    users: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def taken_by(self, place: Place) -> set[str]:
         """Who has to end for the place to be free; empty where it is."""
         if place.name in self.users:
-            return {self.users[place.name]}
+            return self.users[place.name]
         lacking = {counter for counter, amount in place.needs.items() if self.left[counter] < amount}
-        return {self.users[one.name] for one in self.places if one.name in self.users and lacking & one.needs.keys()}
+        others = [one.name for one in self.places if one.name in self.users and lacking & one.needs.keys()]
+        return {user for name in others for user in self.users[name]}
 
 
 class WaitsFor(Struct, frozen=True):
@@ -136,29 +137,28 @@ def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
     # By text: what helps one place of a GPU helps the others.
     changes: dict[str, tuple[str, str]] = {}
     for name, node in sorted(nodes.items()):
-        instances = [(one.text("profile"), one, node.taken_by(one)) for one in node.places if one.text("profile")]
-        names: set[str] = set()
-        is_known = False
-        for found, place, users in instances:
-            is_wanted = profile in ("", found)
-            is_known |= is_wanted
-            gpu, taints = f"GPU {place.text('parentUUID')} of {name}", {one.key: one.value for one in place.taints}
-            if not is_wanted and not users | taints.keys():
-                changes.setdefault(f"ask for {found}: there is room on {name}", ("profile", name))
-            elif not is_wanted:
+        known, hindering = set(), set[str]()
+        for place in node.places:
+            if not (found := place.text("profile")):
                 continue
-            elif not users | taints.keys():
+            known.add(found)
+            gpu, users = f"GPU {place.text('parentUUID')} of {name}", node.taken_by(place)
+            why = users | {f"{taint.key} ({taint.value})" for taint in place.taints}
+            if profile not in ("", found):
+                if not why:
+                    changes.setdefault(f"ask for {found}: there is room on {name}", ("profile", name))
+                continue
+            if not why:
                 return WaitsFor(f"now on {gpu}")
-            elif not taints:
+            if not place.taints:
                 ends.append((len(users), name, f"the end of {_joined(users)} on {gpu}"))
-            elif not users and taints.keys() == {CORDONED_TAINT}:
+            elif not users and any(taint.key == CORDONED_TAINT for taint in place.taints):
                 changes[f"uncordon {gpu}"] = "uncordon", name
-            names |= users | {f"{key} ({value})" for key, value in taints.items()}
-        known = {found for found, _, _ in instances}
+            hindering |= why
         has = f"there are {_joined(known)}" if known else "no GPU in MIG mode is for claims (dra.gpus, mig.on_demand)"
         lacks = f"no MIG instance{wanted}, and no place for one: {has}"
-        taken = f"every place for an instance{wanted} is taken or blocked: {_joined(names)}"
-        reasons[taken if is_known else lacks] += 1
+        taken = f"every place for an instance{wanted} is taken or blocked: {_joined(hindering)}"
+        reasons[taken if hindering else lacks] += 1
     changes |= {text: ("end", name) for _, name, text in sorted(ends)[:1]}
     if not nodes:
         reasons["no node has ResourceSlices of this driver: are dra.gpus or mig.on_demand set?"] += 1
@@ -187,7 +187,7 @@ def _nodes(cluster: ClaimCluster) -> Mapping[str, _Node]:
         user = f"pod {where}/{users[0].name}" if users else f"claim {where}/{claim.meta.name}"
         for one in (allocation.devices.results or ()) if allocation is not None else ():
             if one.driver == DRIVER and one.pool in nodes:
-                nodes[one.pool].users[one.device] = user
+                nodes[one.pool].users[one.device].add(user)
     for node in nodes.values():
         for place in node.places:
             if place.name in node.users:
