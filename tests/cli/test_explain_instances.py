@@ -118,9 +118,8 @@ async def test_who_has_the_slices_is_named_and_the_fewest_who_have_to_end(
         has("gpu-1-mig-1g10gb-6", "c"),
     ]
     lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
-    at = lines.index(
-        "  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: pod ns/a, pod ns/b, pod ns/bb, pod ns/c"
-    )
+    users = "pod ns/a, pod ns/b, pod ns/bb, pod ns/c"
+    at = lines.index(f"  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: {users}")
     assert lines[at + 1 : at + 4] == [
         "  to start now, one of:",
         "    - ask for 1g.10gb: there is room on n",
