@@ -21,13 +21,16 @@ from gpushare_agent.agent.cluster.node_facts import (
     node_facts,
     plan_facts_patch,
 )
+from gpushare_agent.agent.cluster.part import desired_facts
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, HostMemory, Link, LinkKind
 from gpushare_agent.core.model.names import GPU_MODEL_LABEL
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.core.settings.settings import Settings
 from tests.gpus.support_gpus import read_topology, uuid_of
 from tests.support_json import undecoded
+from tests.support_node import node_of
 
 OWN = "gpushare-agent"
 V100_ROW_0 = ["X", "NV1", "NV1", "NV2", "NV2"]
@@ -212,6 +215,15 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     assert matrix[0][:5] == V100_ROW_0
     assert [fact["index"] for fact in document["gpus"] if fact.get("cordoned")] == [2]
     assert [fact["index"] for fact in document["gpus"] if fact.get("would_be_healthy")] == [2]
+
+
+def test_a_gpu_that_no_device_plugin_offers_says_so() -> None:
+    """It is Unhealthy for the kubelet's resources alone: pods may have it by claims."""
+    facts = desired_facts(node_of(settings=Settings(node_name="n", excluded_gpus=("1",))))
+    assert facts is not None
+    first, second = parse_gpus(facts.annotations[GPUS_ANNOTATION]).gpus
+    assert (first.is_healthy, first.unhealthy_reason) == (True, "")
+    assert (second.is_healthy, second.unhealthy_reason) == (False, "it is excluded (setting excluded_gpus)")
 
 
 @pytest.mark.parametrize("kind", [*HostMemory, None])

@@ -186,7 +186,7 @@ def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Calla
         # A kubelet that registers the node again resets its capacity: the number comes back soon.
         yield replace(CAPACITY, period_s=60.0) if settings.gpushare.enabled else CAPACITY, _desired_capacity
     if settings.facts.is_written:
-        yield from ((FACTS, _desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
+        yield from ((FACTS, desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
 
 
 def _desired_capacity(node: Node) -> tuple[str, int | None]:
@@ -195,7 +195,7 @@ def _desired_capacity(node: Node) -> tuple[str, int | None]:
     return gpushare.resource, len(node.gpus().gpus) if gpushare.enabled else None
 
 
-def _desired_facts(node: Node) -> NodeFacts | None:
+def desired_facts(node: Node) -> NodeFacts | None:
     """What the node's object should say of its GPUs, now; None until the driver was read once."""
     inventory = node.inventory
     # A driver that has not answered yet names no GPUs: the labels of before would be removed.
@@ -209,7 +209,8 @@ def _desired_facts(node: Node) -> NodeFacts | None:
         cordoned={uuid: uuid not in unhealthy for uuid in inventory.cordoned},
         memory_block_mib=node.names.memory_block_mib,
         shares_in_mig=node.names.shares_in_mig,
-        unhealthy=unhealthy,
+        # A GPU of claims is in use though no device plugin offers it.
+        unhealthy=dict(node.gpu_split.not_plugins) | unhealthy,
         in_parts={gpu.uuid for gpu in gpus.gpus if node.names.serves_parts(gpu)},
     )
     labels = node.settings.node_labels

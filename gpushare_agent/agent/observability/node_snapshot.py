@@ -254,6 +254,7 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
             {"profile": profile, "start": one.start, "size": one.size, "uuid": uuids[one.gi], "state": state}
         )
         places.setdefault(state, []).append(f"{profile} at {one.start}")
+    blocked = {why for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}
     room = ", or ".join(f"{count} of {name}" for name, count in fits.items() if count) or "no further instance"
     return {
         **_state(gpu, snapshot),
@@ -263,7 +264,7 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
         "texts": [
             layout.problem or f"MIG on demand, with room for {room}",
             *(f"{text}: {', '.join(places[state])}" for state, text in _STATE_TEXTS.items() if state in places),
-            *sorted({f"blocked: {why}" for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}),
+            *(f"blocked: {why}" for why in sorted(blocked - {layout.problem})),
         ],
     }
 
