@@ -154,7 +154,8 @@ def open_driver(settings: Settings) -> NodeDriver:
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,
-            with_instances=settings.nvidia.mig_strategy != "none",
+            instances_on=("all",) if settings.nvidia.mig_strategy != "none" else settings.dra.gpus,
+            on_demand=settings.mig.on_demand,
         )
     except Corrupt as e:
         raise StartupError(f"topology file {simulated.topology}: {e}") from e
