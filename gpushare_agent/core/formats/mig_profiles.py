@@ -1,0 +1,138 @@
+"""The GPU instance profiles that NVIDIA's driver has for each product with MIG: for simulated GPUs, and for tests.
+
+Source, per product: what `nvidia-smi mig -lgip` and `-lgipp` print, as shown in public reports, and NVIDIA's MIG user guide
+("Supported MIG Profiles"). What was found in neither is marked as inferred. nvidia-smi prints GiB with two digits; the
+driver's sizes are multiples of 64 MiB.
+
+An instance needs more than free memory slices: every engine of the GPU is there once, and the largest profile has all of
+them. Where a GPU has four computing slices, engines run out first: one `+me` takes the only OFA, `+me.all` all decoders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpushare_agent.core.model.mig import MigAttributes, MigProfile
+
+# A line for each profile: the driver's ID; NVML_GPU_INSTANCE_PROFILE_…; computing slices and suffix; memory slices; starts;
+# how many there can be; copy engines, decoders, encoders, JPEG decoders, OFAs.
+_SEVEN = """
+    19 0 1g    1 0,1,2,3,4,5,6 7 {}
+    20 7 1g+me 1 0,1,2,3,4,5,6 1 {}
+    15 9 1g    2 0,2,4,6       4 {}
+    14 1 2g    2 0,2,4         3 {}
+     9 2 3g    4 0,4           2 {}
+     5 3 4g    4 0             1 {}
+     0 4 7g    8 0             1 {}"""
+"""Placements as printed for A100, H100 and H100 NVL; the IDs are the same for all."""
+_A100 = _SEVEN.format("1 0 0 0 0", "1 1 0 1 1", "1 1 0 0 0", "2 1 0 0 0", "3 2 0 0 0", "4 2 0 0 0", "7 5 0 1 1")
+_HOPPER = _SEVEN.format("1 1 0 1 0", "1 1 0 1 1", "1 1 0 1 0", "2 2 0 2 0", "3 3 0 3 0", "4 4 0 4 0", "8 7 0 7 1")
+# Of 3g, 4g and 7g: copy engines as in the user guide, decoders inferred (the guide's differ from those that are printed).
+_BLACKWELL = _SEVEN.format("2 1 0 1 0", "2 1 0 1 1", "2 1 0 1 0", "4 2 0 2 0", "6 3 0 3 0", "8 4 0 4 0", "16 7 0 7 1")
+_A30 = """
+    14 0 1g    1 0,1,2,3 4 1 1 0 0 0
+    21 7 1g+me 1 0,1,2,3 1 1 1 0 1 1
+     5 1 2g    2 0,2     2 2 2 0 0 0
+     6 8 2g+me 2 0,2     1 2 2 0 1 1
+     0 3 4g    4 0       1 4 4 0 1 1"""
+_RTX_PRO_6000 = """
+    14  0 1g        3  0,3,6,9 4 1 1 1 1 0
+    21  7 1g+me     3  0,3,6,9 1 1 1 1 1 1
+    47 10 1g+gfx    3  0,3,6,9 4 1 1 1 1 0
+    65 15 1g+me.all 3  0,3,6,9 1 1 4 4 4 1
+    67 13 1g-me     3  0,3,6,9 4 1 0 0 0 0
+     5  1 2g        6  0,6     2 2 2 2 2 0
+    35 11 2g+gfx    6  0,6     2 2 2 2 2 0
+    64 16 2g+me.all 6  0,6     1 2 4 4 4 1
+    66 14 2g-me     6  0,6     2 2 0 0 0 0
+     0  3 4g        12 0       1 4 4 4 4 1
+    32 12 4g+gfx    12 0       1 4 4 4 4 1"""
+
+
+class _Product(Struct, frozen=True):
+    """`gb` and `mib` by memory slices: the name's size and the instance's. `multiprocessors` by computing slices and memory
+    slices."""
+
+    lines: str
+    gb: Mapping[int, int]
+    mib: Mapping[int, int]
+    multiprocessors: Mapping[tuple[str, int], int]
+
+
+def _product(lines: str, gb: str, mib: str, multiprocessors: str) -> _Product:
+    """Values from the smallest to the largest profile."""
+    kinds = dict.fromkeys((kind[:2], int(size)) for _, _, kind, size, *_ in map(str.split, lines.strip().splitlines()))
+    sizes = dict.fromkeys(size for _, size in kinds)
+    return _Product(
+        lines,
+        dict(zip(sizes, map(int, gb.split()), strict=True)),
+        dict(zip(sizes, map(int, mib.split()), strict=True)),
+        dict(zip(kinds, map(int, multiprocessors.split()), strict=True)),
+    )
+
+
+_PRODUCTS = {
+    r"\bA30\b": _product(_A30, "6 12 24", "5952 11968 24000", "14 28 56"),
+    r"\bA[18]00\b.*\b40GB": _product(_A100, "5 10 20 40", "4864 9984 20096 40448", "14 14 28 42 56 98"),
+    r"\bA[18]00\b.*\b80GB": _product(_A100, "10 20 40 80", "9728 19968 40192 80896", "14 14 28 42 56 98"),
+    r"\bH[18]00 PCIe": _product(_HOPPER, "10 20 40 80", "9984 20096 40448 81152", "14 14 30 46 62 114"),
+    r"\bH[18]00 NVL": _product(_HOPPER, "12 24 47 94", "11008 22144 47488 95360", "16 26 32 60 64 132"),
+    r"\bH100 96GB|\bGH200 480GB": _product(_HOPPER, "12 24 48 96", "11264 23552 47616 95232", "16 26 32 60 64 132"),
+    # Inferred: memory as of H100 96GB; it has 78 multiprocessors, how they are divided was not found.
+    r"\bH20\b": _product(_HOPPER, "12 24 48 96", "11264 23552 47616 95232", "10 10 20 36 40 78"),
+    r"\bH[18]00\b": _product(_HOPPER, "10 20 40 80", "9984 20096 40448 81152", "16 26 32 60 64 132"),
+    # Inferred: memory and multiprocessors of 3g, 4g and 7g; here and in the next two.
+    r"\bGH200 144G": _product(_HOPPER, "18 36 72 144", "17920 36096 72704 146432", "16 26 32 60 64 132"),
+    r"\bB200\b": _product(_BLACKWELL, "23 45 90 180", "22528 45312 91136 182784", "18 30 36 70 72 148"),
+    r"\bGB200\b": _product(_BLACKWELL, "23 47 93 186", "22528 46592 94208 188928", "18 32 38 72 76 152"),
+    r"\bH200\b": _product(_HOPPER, "18 35 71 141", "16384 33024 71168 143104", "16 26 32 60 64 132"),
+    # Inferred: all but names and IDs (GPU Operator's release notes 25.10; NVIDIA's page on MIG of the DGX Station).
+    r"\bB300\b": _product(_BLACKWELL, "34 67 135 269", "33792 68352 137216 274432", "18 30 36 70 72 148"),
+    r"\bGB300\b": _product(_BLACKWELL, "35 70 139 278", "34816 70656 141824 283648", "18 32 38 72 76 152"),
+    r"\bRTX PRO 6000\b": _product(_RTX_PRO_6000, "24 48 96", "24192 48512 97280", "46 94 188"),
+}
+"""By what a product's name contains; the first counts."""
+_OF_UNKNOWN, _ITS_MIB = _PRODUCTS[r"\bA[18]00\b.*\b80GB"], 81_920
+
+
+def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
+    """The profiles of a GPU with that product name, such as `NVIDIA H100 80GB HBM3`, by NVML_GPU_INSTANCE_PROFILE_….
+
+    A product that is not known here, or with less memory than it has: those of an A100 80GB, in proportion to the memory.
+    """
+    of = next((one for pattern, one in _PRODUCTS.items() if re.search(pattern, product)), None)
+    if of is None or max(of.mib.values()) > memory_mib:
+        gib = -(-memory_mib // 1024)
+        of = replace(
+            _OF_UNKNOWN,
+            gb={size: max(1, (size * gib + 4) // 8) for size in _OF_UNKNOWN.gb},
+            mib={size: max(1, mib * memory_mib // _ITS_MIB) for size, mib in _OF_UNKNOWN.mib.items()},
+        )
+    return dict(_profile(of, line) for line in of.lines.strip().splitlines())
+
+
+def mig_profiles(product: str, memory_mib: int) -> tuple[MigProfile, ...]:
+    """The same without those numbers. The largest has all memory slices and all engines of the GPU."""
+    return tuple(numbered_profiles(product, memory_mib).values())
+
+
+def _profile(of: _Product, line: str) -> tuple[int, MigProfile]:
+    number, nvml, kind, slices, starts, most, *engines = line.split()
+    computing, size = kind[:2], int(slices)
+    copy, decoders, encoders, jpeg, ofa = map(int, engines)
+    return int(nvml), MigProfile(
+        id=int(number),
+        name=f"{computing}.{of.gb[size]}gb{kind[2:]}",
+        size=size,
+        starts=tuple(map(int, starts.split(","))),
+        most=int(most),
+        attributes=MigAttributes(
+            memory_mib=of.mib[size], gi_slices=int(computing[0]), ci_slices=int(computing[0]),
+            multiprocessors=of.multiprocessors[computing, size], copy_engines=copy, decoders=decoders, encoders=encoders,
+            jpeg_engines=jpeg, ofa_engines=ofa,
+        ),
+    )  # fmt: skip
