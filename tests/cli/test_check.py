@@ -249,7 +249,7 @@ async def test_gpus_in_mig_mode_are_reported(short_dir: Path) -> None:
         assert [one[:2] for one in mig] == [
             (Level.OK, f"number 0 ({uuids[0]}) has instances on demand; now 2 of 1g.10gb"),
             (Level.OK, f"number 1 ({uuids[1]}) has instances on demand; now none"),
-            (Level.ERROR, "number 1: no right"),
+            (Level.WARNING, "number 1: no right"),
             (Level.WARNING, "number 2 is one of mig.on_demand, and MIG mode is not on"),
         ]
         assert " -mig 1`" in mig[3][2]

@@ -101,9 +101,7 @@ class Hardware:
             )
             for one in self.gpus[parent]
         )
-        return MigLayout(
-            parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem
-        )
+        return MigLayout(parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem)
 
     def inventory(self) -> GpuInventory:
         parents = [_gpu(index, uuid, mig_mode=uuid not in self.without_mig) for index, uuid in enumerate(self.gpus)]
@@ -135,13 +133,13 @@ class Hardware:
     def at(self, where: MigPlacement) -> Real | None:
         return next((one for one in self.gpus[where.parent] if one.place == where), None)
 
-    def create(self, where: MigPlacement, maker: str = "agent") -> Iterator[str]:
+    def create(self, where: MigPlacement, maker: str = "agent", *, is_new: bool = False) -> Iterator[str]:
         """The steps of a creation, each with what is done once it was taken. Raises Conflict."""
         if where.parent in self.without_mig:
             raise NotFound("the GPU is not in MIG mode")
         instances, wanted = self.gpus[where.parent], Real(gi=0, place=where, maker=maker)
         one = self.at(where)
-        if one is not None and one.uuid:
+        if one is not None and (one.uuid or is_new):
             raise Conflict("INSUFFICIENT_RESOURCES")
         if one is None:
             compute = [BY_ID[each.place.profile].attributes.ci_slices for each in (*instances, wanted)]
@@ -179,7 +177,7 @@ class Hardware:
         if self.at(where) is not None:
             return False
         try:
-            list(self.create(where, "hand"))
+            list(self.create(where, maker="hand"))
         except Conflict:
             return False
         return True
@@ -216,9 +214,9 @@ class Driver:
         self._open: dict[GpuUuid, int] = {}
         self.killed = asyncio.Event()
 
-    async def create_instance(self, where: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, where: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         self.calls.append(("create", where))
-        await self._take("create", where.parent, lambda: self.hardware.create(where))
+        await self._take("create", where.parent, lambda: self.hardware.create(where, is_new=is_new))
         return MigGpuInstance(gi=0, profile=where.profile, start=where.start, size=1)
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
@@ -274,11 +272,18 @@ class Owner:
     def __init__(self, gpus: int = 1, *, idle_s: float = 600.0, **settings: Any) -> None:
         self.hardware = Hardware(gpus)
         self.driver, self.records = Driver(self.hardware), Records()
-        self.records.killed = lambda: self.driver.killed.set()
+        self.records.killed = self.driver.killed.set
         self.now, self.is_answering = 1000.0, True
-        self.seen: Any = SimpleNamespace(current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={})
+        self.seen: Any = SimpleNamespace(
+            current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={}
+        )
         self.settings = Settings.model_validate(
-            {"node_name": "node", "mig": {"on_demand": ["all"], "idle_s": idle_s}, "state_directory": "/unused", **settings}
+            {
+                "node_name": "node",
+                "mig": {"on_demand": ["all"], "idle_s": idle_s},
+                "state_directory": "/unused",
+                **settings,
+            }
         )
         self.counts: Callable[[], dict[str, float]] = dict
         self.outcomes: list[tuple[str, str]] = []

@@ -98,7 +98,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("prepare"), st.integers(0, 9)),
         st.tuples(st.just("kill"), st.sampled_from(POINTS)),
         st.tuples(st.just("fail"), st.sampled_from(POINTS[2:])),
-        st.tuples(st.just("conflict"), st.sampled_from(("before create", "a GPU instance is there"))),
+        st.tuples(st.just("conflict"), st.just("before create")),
         st.tuples(st.just("time"), st.sampled_from((1, 61))),
         st.tuples(st.just("by hand"), st.sampled_from(PLACES)),
         st.tuples(st.just("removed"), st.integers(0, 9)),
@@ -139,7 +139,8 @@ async def run(actions: list[tuple[str, object]]) -> None:
                 owner.raise_at(point, Conflict("INSUFFICIENT_RESOURCES"))
             case "time", int(seconds):
                 await world.quiet(seconds)
-            case "by hand", MigPlacement() as where:
+            # While a call for it may still be carried out nobody can say whose an instance there is.
+            case "by hand", MigPlacement() as where if where not in owner.mig._in_doubt:
                 hardware.by_hand(where)
                 await world.quiet()
             case "removed", int(number) if instances:
@@ -168,6 +169,9 @@ async def run(actions: list[tuple[str, object]]) -> None:
     for _ in range(3):
         await world.quiet(120)
     assert [one for one in hardware.all() if one.maker != "hand"] == []
+    if owner.mig._in_doubt:  # until the driver answers another call for the GPU, or the process ends
+        await world.restart()
+        await world.quiet()
     assert [one for one in hardware.all() if one.maker == "hand"] == by_hand
     assert (owner.records.content, owner.mig.made, owner.mig._failures, owner.mig._wanted) == ([], set(), {}, {})
     counts = owner.counts()

@@ -107,7 +107,7 @@ def _mig_findings(settings: Settings, inventory: GpuInventory) -> Iterator[Findi
         kind = "on demand; now" if gpu.uuid in problems else "that are there:"
         yield ok("mig", f"number {gpu.label} ({gpu.uuid}) has instances {kind} {has}")
         if problem := problems.get(gpu.uuid):
-            yield error("mig", f"number {gpu.label}: {problem}", "see docs/explanation/mig.md")
+            yield warning("mig", f"number {gpu.label}: {problem}", "see docs/explanation/mig.md")
     named = [one for one in settings.mig.on_demand if one != "all"]
     for gpu in inventory.gpus:
         if gpu.mig is None and gpu.is_selected(named):
