@@ -101,9 +101,7 @@ class Hardware:
             )
             for one in self.gpus[parent]
         )
-        return MigLayout(
-            parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem
-        )
+        return MigLayout(parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem)
 
     def inventory(self) -> GpuInventory:
         parents = [_gpu(index, uuid, mig_mode=uuid not in self.without_mig) for index, uuid in enumerate(self.gpus)]
@@ -276,9 +274,16 @@ class Owner:
         self.driver, self.records = Driver(self.hardware), Records()
         self.records.killed = lambda: self.driver.killed.set()
         self.now, self.is_answering = 1000.0, True
-        self.seen: Any = SimpleNamespace(current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={})
+        self.seen: Any = SimpleNamespace(
+            current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={}
+        )
         self.settings = Settings.model_validate(
-            {"node_name": "node", "mig": {"on_demand": ["all"], "idle_s": idle_s}, "state_directory": "/unused", **settings}
+            {
+                "node_name": "node",
+                "mig": {"on_demand": ["all"], "idle_s": idle_s},
+                "state_directory": "/unused",
+                **settings,
+            }
         )
         self.counts: Callable[[], dict[str, float]] = dict
         self.outcomes: list[tuple[str, str]] = []

@@ -81,7 +81,7 @@ class GpusPart:
             log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
             return None
         # The driver answers and every GPU fails: an agent that offered nothing would look healthy.
-        if not found.gpus and found.unreadable and must_succeed:
+        if not found.known and found.unreadable and must_succeed:
             index, reason = found.unreadable[0]
             raise StartupError(
                 f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
@@ -126,12 +126,15 @@ def health_policy(settings: Settings) -> HealthPolicy:
 
 def open_driver(settings: Settings) -> NodeDriver:
     """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
+    # Claims can ask for each instance, whatever the device plugin does with them.
+    with_instances = settings.nvidia.mig_strategy != "none" or settings.has_claims
     if settings.driver == "nvml":
         # pynvml's modules only where NVML is used.
         from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 
         return NvmlDriver(
-            with_instances=settings.nvidia.mig_strategy != "none",
+            with_instances=with_instances,
+            on_demand=settings.mig.on_demand,
             unified_memory_mib=settings.resources.unified_memory_mib,
         )
     simulated = settings.simulated

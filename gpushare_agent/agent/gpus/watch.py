@@ -85,22 +85,22 @@ class GpuWatch(Struct, eq=False):
         """One poll of all GPUs; a failure is applied to the inventory, not raised: False."""
         # Polls on request and in the loop: two at once would count twice for a probe.
         async with self._poll_lock:
-            before = self.node.inventory.current.by_uuid()
+            before = self.node.inventory.current
             try:
                 found = await self.driver.read()
             except AgentError as e:
                 self.node.metrics.driver_error("look_failed")
                 # Once for each change; a node without GPUs has no change, and its line each half minute is the only sign.
-                if self.node.inventory.lost(str(e), is_refused=isinstance(e, DriverLost)) or not before:
+                if self.node.inventory.lost(str(e), is_refused=isinstance(e, DriverLost)) or not before.known:
                     log.error(
                         "gpus_lost",
                         error=str(e),
-                        retried_in_s=self.node.settings.health.check_period_s if before else NO_GPUS_PERIOD_S,
+                        retried_in_s=self.node.settings.health.check_period_s if before.known else NO_GPUS_PERIOD_S,
                     )
                 is_read = False
             else:
                 if self.node.inventory.read(found):
-                    self._log_found(before)
+                    self._log_found(before.by_uuid())
                 is_read = True
             self._report_restart()
             return is_read
@@ -149,7 +149,7 @@ class GpuWatch(Struct, eq=False):
 
     def _pause_s(self) -> float:
         # Seldom: a node without a driver may wait for one for days.
-        if not self.node.inventory.current.gpus:
+        if not self.node.inventory.current.known:
             return NO_GPUS_PERIOD_S
         probe_at = self.node.inventory.next_probe_at()
         if probe_at is None:

@@ -18,7 +18,6 @@ from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.agent.mig.decisions.plan import (
     MadeInstance,
@@ -171,6 +170,9 @@ class MigInstances:
                     return _not_yet(
                         f"GPU {place.parent} is not in MIG mode now, or the driver does not show it ({name})"
                     )
+                if place not in self._wanted and not self._is_ready(place):
+                    self._wanted[place] = None
+                    self.changed()
                 if why := reasons.get(place):
                     return _not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
@@ -224,10 +226,7 @@ class MigInstances:
         for place in wanted:
             made = self._made.get(place)
             if made is not None and made.state is MigState.DESTROYING:
-                self._failures.pop(place, None)  # it was not to be destroyed before, and is not to be destroyed now
-            if made is None or not made.is_ready:
-                self._wanted.setdefault(place)
-        self.changed()
+                self._failures.pop(place, None)  # of what is no longer to be destroyed
         return None
 
     def _wishes(self, parent: GpuUuid) -> Wishes:
@@ -276,10 +275,7 @@ class MigInstances:
     # ---- what is ----
 
     def _layouts(self) -> dict[GpuUuid, MigLayout]:
-        """By GPU. A UUID that the driver does not tell of an instance is taken from the inventory."""
-        inventory = self._node.gpus()
-        by_ids = {(gpu.mig.parent, gpu.mig.gi, gpu.mig.ci): gpu.uuid for gpu in inventory.gpus if gpu.mig is not None}
-        return {one.parent: _with_uuids(one, by_ids) for one in inventory.mig_layouts}
+        return {one.parent: one for one in self._node.gpus().mig_layouts}
 
     def _made_on(self, parent: GpuUuid) -> list[MadeInstance]:
         return [one for one in self._made.values() if one.place.parent == parent]
@@ -304,7 +300,8 @@ class MigInstances:
         self._give_up(inventory, layouts)
         held, now = self._held_places(), self._clock()
         for parent, layout in layouts.items():
-            if parent in self._busy or parent in self._stale:
+            # With a problem the list may be an earlier one.
+            if parent in self._busy or parent in self._stale or layout.problem:
                 continue
             self._replace(parent, settle(layout, self._made_on(parent), self._wishes(parent)))
             self._refused = {place for place in self._refused if place.parent != parent}
@@ -446,17 +443,3 @@ def _name(made: MadeInstance) -> str:
 
 def _not_yet(why: str) -> Refused:
     return Refused(RefusalReason.NOT_READY, f"{why.removesuffix('.')}. The kubelet tries again.")
-
-
-def _with_uuids(layout: MigLayout, by_ids: Mapping[tuple[GpuUuid, int, int], GpuUuid]) -> MigLayout:
-    if all(one.uuid for instance in layout.instances for one in instance.compute):
-        return layout
-
-    def filled(instance: MigGpuInstance) -> MigGpuInstance:
-        compute = tuple(
-            replace(one, uuid=one.uuid or by_ids.get((layout.parent, instance.gi, one.ci), ""))
-            for one in instance.compute
-        )
-        return replace(instance, compute=compute)
-
-    return replace(layout, instances=tuple(map(filled, layout.instances)))

@@ -49,6 +49,8 @@ class MigPlace(Struct, frozen=True, kw_only=True):
     """The driver's ID of the GPU instance profile; None where it does not say."""
     start: int | None = None
     """The first memory slice of the GPU instance."""
+    caps_major: int = 0
+    """The major number of its two nodes; 0 where the host does not say."""
 
 
 class MigPlacement(Struct, frozen=True, order=True):
@@ -93,7 +95,8 @@ class MigGpuInstance(Struct, frozen=True, kw_only=True):
 
 class MigLayout(Struct, frozen=True, kw_only=True):
     """A GPU in MIG mode on which instances may be made. `slices` is how many memory slices it has. `instances` are all that
-    exist, whoever made them. `problem` is why no instance can be made or destroyed, with the remedy; empty where it can."""
+    exist, whoever made them. `problem` is why no instance can be made or destroyed, with the remedy; empty where it can.
+    With a problem the rest may be that of an earlier poll: what is missing need not be gone."""
 
     parent: GpuUuid
     slices: int = 0
