@@ -343,4 +343,5 @@ class GpuHealthObserver:
         self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
 
     def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
-        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({gpu.uuid}): {text}")
+        profile = f"{gpu.mig.profile}, " if gpu.mig is not None else ""
+        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({profile}{gpu.uuid}): {text}")
