@@ -45,7 +45,7 @@ class Divided:
         name, memory_mib = product
         variables = {
             "GPUSHARE_DRA__GPUS": str(DIVIDED),
-            "GPUSHARE_ISOLATIONS_ALLOWED": "mps,none",
+            "GPUSHARE_ISOLATIONS_ALLOWED": "none",
             "GPUSHARE_SIMULATED__GPU_NAME": name,
             "GPUSHARE_SIMULATED__GPU_MEMORY_MIB": str(memory_mib),
             "GPUSHARE_SIMULATED__FAULTS": FAULTS,
