@@ -45,7 +45,7 @@ class Divided:
         name, memory_mib = product
         variables = {
             "GPUSHARE_DRA__GPUS": str(DIVIDED),
-            "GPUSHARE_ISOLATIONS_ALLOWED": "mps,none",
+            "GPUSHARE_ISOLATIONS_ALLOWED": "none",
             "GPUSHARE_SIMULATED__GPU_NAME": name,
             "GPUSHARE_SIMULATED__GPU_MEMORY_MIB": str(memory_mib),
             "GPUSHARE_SIMULATED__FAULTS": FAULTS,
@@ -158,21 +158,22 @@ def test_a_pod_of_each_profile(divided: Divided, namespace: str, way: str) -> No
 def test_instances_that_somebody_made_are_given_and_stay(divided: Divided, namespace: str) -> None:
     """By the same limits. The rest of the GPU is made on demand around them, and they outlive their pods."""
     cluster = divided.of()
+    divided.divide({})  # a GPU that leaves MIG mode has no instance of an earlier test
+    cluster.wait_for("no GPU is in MIG mode", lambda: not divided.devices("mig"))
     divided.divide({"0": ["3g.20gb"], "1": []})
-    made = cluster.wait_for("the instance is shown", lambda: instances(divided, 0))
-    cluster.start(
-        namespace, asking(cluster, "small", "1g.5gb"), *(asking(cluster, f"half-{n}", "3g.20gb") for n in range(4))
-    )
-    given = {uuid for n in range(4) for uuid in divided.visible(namespace, f"half-{n}", "main")}
-    assert len(given) == 4 and made < given
+    made = cluster.wait_for("the instance is offered", lambda: instances(divided))
+    pods = [asking(cluster, "small", "1g.5gb"), *(asking(cluster, f"half-{n}", "3g.20gb") for n in range(3))]
+    cluster.start(namespace, *pods)
+    given = {uuid for n in range(3) for uuid in divided.visible(namespace, f"half-{n}", "main")}
+    assert len(made) == 1 and len(given) == 3 and made < given
     cluster.delete_pods(namespace)
-    assert made <= instances(divided, 0)
+    assert instances(divided) == made
 
 
-def instances(divided: Divided, index: int) -> set[str]:
-    """UUIDs of those of a GPU."""
-    gpus = divided.installation.view()["gpus"]
-    return {gpu["uuid"] for gpu in gpus if gpu.get("mig") and gpu["mig"]["parent_index"] == index}
+def instances(divided: Divided) -> set[str]:
+    """UUIDs of those that this agent did not make: their devices have their names."""
+    names = (device["name"] for device in divided.devices("mig"))
+    return {f"MIG-{name.removeprefix('mig-')}" for name in names if name.startswith("mig-")}
 
 
 def test_small_instances_leave_the_place_of_a_large_one(divided: Divided, namespace: str) -> None:
