@@ -110,7 +110,7 @@ class WaitsFor(Struct, frozen=True):
 
     fits: str = ""
     reasons: Mapping[str, int] = {}
-    changes: Sequence[Mapping[str, str]] = ()
+    changes: Sequence[Mapping[str, object]] = ()
 
 
 def profiles_of(cluster: ClaimCluster, namespace: str, claims: Sequence[str], resources: Sequence[str]) -> list[str]:
@@ -162,7 +162,7 @@ def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
     changes |= {text: ("end", name) for _, name, text in sorted(ends)[:1]}
     if not nodes:
         reasons["no node has ResourceSlices of this driver: are dra.gpus or mig.on_demand set?"] += 1
-    shown = [{"kind": kind, "text": text, "node": name} for text, (kind, name) in changes.items()]
+    shown = [{"kind": kind, "text": text, "node": name, "gpus": ()} for text, (kind, name) in changes.items()]
     return WaitsFor(reasons=reasons, changes=shown[-_MOST_NAMED:])
 
 
