@@ -99,10 +99,10 @@ async def told(
 
 
 async def test_a_place_that_is_free_is_named(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A claim of slices 0 to 3 leaves the other half; slices that were replaced do not count."""
-    held = [has("gpu-1-mig-1g10gb-2", "small")]
-    old = slices([], generation=2)
-    lines = await told(short_dir, capsys, pools=[*old, *slices(every_place())], claims=held)
+    """A claim of a slice of the first half leaves the other; a claim of another driver's device takes nothing."""
+    held = [has("gpu-1-mig-1g10gb-2", "small"), has("gpu-1-mig-3g40gb-4", "others")]
+    held[1]["status"]["allocation"]["devices"]["results"][0]["driver"] = "gpu.nvidia.com"
+    lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
     assert "  request   claim gpu" in lines
     assert f"  fits      now on GPU {GPU} of n: the scheduler has not tried again yet, or has another reason" in lines
 
@@ -110,14 +110,16 @@ async def test_a_place_that_is_free_is_named(short_dir: Path, capsys: pytest.Cap
 async def test_who_has_the_slices_is_named_and_the_fewest_who_have_to_end(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of slices 0 to 3 two pods have one each, of 4 to 7 one pod has one: the end of that one is enough."""
+    """Of slices 0 to 3 pods have two, of 4 to 7 one pod has one: the end of that one is enough. ResourceSlices that were
+    replaced do not count."""
     held = [
         has("gpu-1-mig-1g10gb-0", "a"),
         has("gpu-1-mig-1g10gb-1", "b"),
         has("gpu-1-mig-1g10gb-1", "bb"),
         has("gpu-1-mig-1g10gb-6", "c"),
     ]
-    lines = await told(short_dir, capsys, pools=slices(every_place()), claims=held)
+    old = slices([{**device("3g.40gb", 0), "name": "gone", "consumesCounters": []}], generation=2)
+    lines = await told(short_dir, capsys, pools=[*old, *slices(every_place())], claims=held)
     users = "pod ns/a, pod ns/b, pod ns/bb, pod ns/c"
     at = lines.index(f"  GPUs      1 node: every place for an instance 3g.40gb is taken or blocked: {users}")
     assert lines[at + 1 : at + 4] == [

@@ -17,7 +17,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import answers, fake_api
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
-from tests.support_core import inventory
+from tests.support_core import inventory, mig_instance
 from tests.support_deadline import DEADLINE_S
 from tests.support_node import node_of
 
@@ -90,6 +90,17 @@ def test_a_gpu_of_instances_on_demand_is_reported_before_it_has_any() -> None:
         ("GPUUnhealthy", "GPU-1"),
         ("GPUCordoned", "GPU-1"),
     ]
+
+
+def test_an_event_of_an_instance_has_its_profile() -> None:
+    """Its UUID alone says nothing to a person once it is gone."""
+    state, reported = _watched()
+    instance = replace(inventory().gpus[0], index=2, uuid=GpuUuid("MIG-1"), mig=mig_instance(0, 1, 0).mig)
+    assert instance.mig is not None
+    state.read(replace(inventory(), gpus=(*inventory().gpus, instance)))
+    state.cordon(instance.uuid, "fan")
+    said = f"GPU {instance.label} ({instance.mig.profile}, MIG-1): taken out of service by an operator: fan"
+    assert [message for _, _, message in reported.notes] == [said]
 
 
 def test_a_cordon_is_reported_as_one_and_not_as_a_failure() -> None:
