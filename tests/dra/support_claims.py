@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from msgspec import Raw
+from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.outcomes import DecisionLog
@@ -18,11 +20,12 @@ from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.node import GpuSplit, Node
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Refused
+from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.core.settings.sections import MpsSettings
 from gpushare_agent.core.settings.settings import Settings
-from tests.support_core import NAMES, inventory, isolation_config, pod
+from tests.support_core import NAMES, inventory, isolation_config, mig_instance, pod
 from tests.support_json import undecoded
 from tests.support_node import node_of
 
@@ -151,6 +154,55 @@ class ClaimedNode(Node, frozen=True, kw_only=True):
         return GpuSplit(claimable=frozenset(self.claimable))
 
 
+class FakeInstances:
+    """As MigInstances: makes an instance at once, of which each life has another UUID, unless `refusal` says why not."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lives = count(1)
+        self.gpus: dict[str, Gpu] = {}
+        self.made: set[GpuUuid] = set()
+        self.held: dict[str, set[str]] = {}
+        self.holds = 0
+        self.restored: dict[str, dict[str, GpuUuid]] = {}
+        self.refusal: Refused | None = None
+
+    def restore(self, held: dict[str, dict[str, GpuUuid]]) -> None:
+        self.restored = held
+        self.held = {uid: {*places} for uid, places in held.items()}
+
+    async def hold(self, uid: str, places: Collection[str]) -> Refused | None:
+        self.holds += 1
+        self.held.setdefault(uid, set()).update(places)
+        await asyncio.sleep(0)
+        if self.refusal is None:
+            for name in {*places} - self.gpus.keys():
+                self._make(name)
+        return self.refusal
+
+    def release(self, uid: str) -> None:
+        self.held.pop(uid, None)
+
+    def lose(self) -> None:
+        """All of them, as a reboot or a person does it."""
+        inventory = self._driver.node.inventory
+        lost = {gpu.uuid for gpu in self.gpus.values()}
+        others = tuple(gpu for gpu in inventory.current.gpus if gpu.uuid not in lost)
+        inventory.current = replace(inventory.current, gpus=others)
+        self.gpus.clear()
+
+    def _make(self, name: str) -> None:
+        life, inventory = next(self._lives), self._driver.node.inventory
+        start = int(name.rpartition("-")[2])
+        gpu = mig_instance(20 + life, 0, start)
+        assert gpu.mig is not None
+        place = replace(gpu.mig, gi_cap=100 + life, ci_cap=200 + life, caps_major=511, start=start)
+        self.gpus[name] = gpu = replace(gpu, uuid=GpuUuid(f"MIG-{life}"), mig=place)
+        self.made.add(gpu.uuid)
+        self._driver.claimable.add(gpu.uuid)
+        inventory.current = replace(inventory.current, gpus=(*inventory.current.gpus, gpu))
+
+
 class Driver:
     """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's."""
 
@@ -169,6 +221,8 @@ class Driver:
         self.refusal: Refused | None = None
         self.unavailable = ""
         self.wait_s = wait_s
+        self.mig = FakeInstances(self)
+        self.cdi_watch: Any = None
         self.claims = self.new_claims()
         users: dict[str, list[str]] = {}
         for claim in claims:
@@ -196,6 +250,7 @@ class Driver:
             runtime_classes=RuntimeClasses(),
             files=self.files,
             isolation=self,
+            mig=self.mig,
             pods_timeout_s=0.5,
             prepare_wait_s=self.wait_s,
         )

@@ -81,7 +81,7 @@ def test_nvidias_configuration_is_read_by_the_setting_and_the_later_one_replaces
         ShareConfig(isolation="none"),
     ]
     assert {one.config for one in read(raw).results} == {ShareConfig()}
-    with pytest.raises(Corrupt, match=r"MigDeviceConfig.*MIG instances are not offered"):
+    with pytest.raises(Corrupt, match=r"MigDeviceConfig.*Invalid enum value 'none'"):
         read(raw_claim(whole("mig"), config=[foreign]), NVIDIA)
 
 

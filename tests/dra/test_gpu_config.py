@@ -1,4 +1,4 @@
-"""NVIDIA's GpuConfig: what is read of it, and with which words the rest is refused."""
+"""NVIDIA's GpuConfig and MigDeviceConfig: what is read of it, and with which words the rest is refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from tests.support_json import undecoded
 
 def read(sharing: object = None, **changes: Any) -> ShareConfig:
     raw = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **changes}
-    return read_gpu_config(undecoded(raw if sharing is None else {**raw, "sharing": sharing}))
+    config, of_instances = read_gpu_config(undecoded(raw if sharing is None else {**raw, "sharing": sharing}))
+    assert of_instances is (raw["kind"] == "MigDeviceConfig")
+    return config
 
 
 def test_what_is_read() -> None:
     assert read() == ShareConfig()
     assert read({"strategy": "TimeSlicing"}) == ShareConfig(isolation="none")
+    assert read({"strategy": "TimeSlicing"}, kind="MigDeviceConfig") == ShareConfig(isolation="none")
     assert read({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Short"}}) == ShareConfig(
         isolation="none"
     )
@@ -44,7 +47,7 @@ def test_a_limit_of_a_gpu_counts_before_that_of_all() -> None:
     ("sharing", "changes", "words"),
     [
         (None, {"kind": "VfioDeviceConfig"}, "not passed through"),
-        (None, {"kind": "MigDeviceConfig"}, "MIG instances are not offered"),
+        ({"strategy": "TimeSlicing", "mpsConfig": {}}, {"kind": "MigDeviceConfig"}, "MigDeviceConfig has"),
         (None, {"kind": "ComputeDomainChannelConfig"}, "compute domains"),
         (None, {"kind": ["GpuConfig"]}, "this driver reads resource.nvidia.com/v1beta1 GpuConfig"),
         (None, {"apiVersion": "resource.nvidia.com/v1"}, "this driver reads resource.nvidia.com/v1beta1 GpuConfig"),

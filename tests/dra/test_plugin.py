@@ -27,7 +27,7 @@ class Served:
     def __init__(self, directory: Path, driver: Driver) -> None:
         self.driver, self.ready = driver, asyncio.Event()
         self.plugin = DraPlugin(driver.claims, self.ready)
-        self.health = DeviceHealth(driver.node)
+        self.health = DeviceHealth(driver.node, driver.mig)
         self.registry, self.plugins = directory / "r", directory / "p"
         self.registry.mkdir()
         self.registration = DraRegistration(
@@ -162,7 +162,7 @@ async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) ->
 async def test_a_claim_that_is_booked_sends_no_report_of_health(short_dir: Path) -> None:
     """In a burst the kubelet would get two for each claim, of all GPUs."""
     driver = Driver(short_dir)
-    health = DeviceHealth(driver.node)
+    health = DeviceHealth(driver.node, driver.mig)
     messages = health.node_watch_resources(v1alpha1.NodeWatchResourcesRequest())
     await anext(messages)
     async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.dra import slices
 from gpushare_agent.agent.dra.slices import SlicePublisher, slice_name
 from gpushare_agent.core.claims.devices import DevicePolicy, is_device_name, link_groups, quantity, slice_devices
-from gpushare_agent.core.kube.claims import Device, ResourceSlice
+from gpushare_agent.core.kube.claims import Device, ResourceSlice, SliceContent
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import GpuInventory, Health
@@ -284,10 +284,13 @@ class Published:
     def __init__(self, wanted: list[Device] | None) -> None:
         self.wanted = wanted
         self.api = FakeSlices()
-        self.publisher = SlicePublisher(node_name=NODE, desired=lambda: self.wanted)
+        self.publisher = SlicePublisher(node_name=NODE, desired=self.desired)
         self.registered = asyncio.Event()
         self.registered.set()
         self.api.publisher = self.publisher
+
+    def desired(self) -> list[SliceContent] | None:
+        return None if self.wanted is None else [SliceContent(devices=self.wanted)] if self.wanted else []
 
     @property
     def spec(self) -> dict[str, Any] | None:

@@ -70,9 +70,11 @@ def _device_nodes(request: DeviceListRequest) -> ContainerEdits:
     # Simulated GPUs have no nodes: the runtime would not create a container with one that is missing.
     gpus = tuple(path for gpu in request.gpus for path in gpu.nodes)
     paths = (*gpus, *request.node.control) if request.node.has_gpu_nodes else ()
+    numbers = {path: found for gpu in request.gpus for path, found in gpu.cap_nodes.items()}
     return ContainerEdits(
         devices=tuple(
-            DeviceNode(host_path=path, container_path=path) for path in dict.fromkeys((*paths, *request.node.extra))
+            DeviceNode(host_path=path, container_path=path, numbers=numbers.get(path, (0, 0)))
+            for path in dict.fromkeys((*paths, *request.node.extra))
         )
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from gpushare_agent.core.model.allocations import DeviceNode
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import SpecFile
 from gpushare_agent.core.model.names import ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
@@ -86,7 +87,7 @@ def build_spec(
     """
     devices: list[dict[str, Any]] = []
     for gpu in gpus:
-        edits = {"deviceNodes": [{"path": path} for path in gpu.nodes]} if nodes.has_gpu_nodes else {"env": [_VOID]}
+        edits = {"deviceNodes": [_node(gpu, path) for path in gpu.nodes]} if nodes.has_gpu_nodes else {"env": [_VOID]}
         # By NVIDIA's second name only where nobody else has it: two files with one name make it ambiguous.
         names = (gpu.uuid,) if gpu.mig is None or gpu.label in names_of_others else (gpu.uuid, gpu.label)
         devices += [{"name": str(name), "containerEdits": edits} for name in names]
@@ -104,6 +105,11 @@ def build_spec(
         ]
     version = spec_version(kind, [device["name"] for device in devices])
     return {"cdiVersion": version, "kind": kind, "devices": devices, "containerEdits": common}
+
+
+def _node(gpu: Gpu, path: str) -> dict[str, Any]:
+    node = DeviceNode(host_path=path, container_path=path, numbers=gpu.cap_nodes.get(path, (0, 0)))
+    return {"path": path, **node.cdi_numbers}
 
 
 def spec_version(kind: str, names: Iterable[GpuUuid | str]) -> str:

@@ -3,8 +3,9 @@
 An error costs the pod 60 to 90 s, because the kubelet tries again only then: so the call waits for what will come soon,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
 repeated for it changes nothing. But after a boot, or when the driver was loaded again, the numbers of a recorded GPU may be
-another one's: specs are made again then, and a claim whose GPU is gone gets none. Ending works from the record alone: the
-claim may be gone from the API server. Each outcome is counted and recorded; the pod's Event is the kubelet's own.
+another one's: specs are made again then, and a claim whose GPU is gone gets none. A claim of a place for a MIG instance gets
+another instance there. Ending works from the record alone: the claim may be gone from the API server. Each outcome is
+counted and recorded; the pod's Event is the kubelet's own.
 
 State owned: `_prepared` by UID and whether each has its spec, the last refusal of claims that the kubelet has not
 unprepared yet, and its part of the allocation cache.
@@ -37,15 +38,17 @@ from gpushare_agent.agent.dra.decisions.edits import (
     prepare_claim,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
-from gpushare_agent.core.claims.devices import device_name
+from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, wait_for
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import WHOLE_GPU, Request, ResourceNames
@@ -86,8 +89,10 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     for one in claim.charged:
         if one.is_unlimited:  # the scheduler does not count it either
             continue
-        # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates.
-        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
+        label = accounts[GpuUuid(one.gpu)].label
+        # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates. An instance is a GPU to claims:
+        # whether it takes shares is their isolation's to say.
+        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True, takes_shares=True, instance="")
         request = WHOLE_GPU
         if not one.is_whole:
             request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)
@@ -95,11 +100,11 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
             others = [other for other in ledger.allocations.values() if account.uuid in other.gpus]
             users = ", ".join(sorted({_user(other) for other in others})[:5])
             return (
-                f"GPU {account.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
+                f"GPU {label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
                 f" still used by {users}; the claim gets its part when their containers have ended"
             )
         # The next result of this claim finds what this one takes.
-        accounts[account.uuid] = account.allocate(request)
+        accounts[account.uuid] = replace(account.allocate(request), instance=accounts[account.uuid].instance)
     return ""
 
 
@@ -131,6 +136,7 @@ class Claims(Struct, kw_only=True, eq=False):
     files: ClaimFiles
     isolation: Isolations
     runtime_classes: RuntimeClasses
+    mig: MigInstances
     prepare_wait_s: float = PREPARE_WAIT_S
     clock: Callable[[], float] = time.monotonic
     pods_timeout_s: float = 2.0
@@ -182,37 +188,55 @@ class Claims(Struct, kw_only=True, eq=False):
         # Charged without a check for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
             self._charge(claim)
-        await self.refresh()
+        self.mig.restore({uid: claim.places for uid, claim in self._prepared.items() if claim.places})
+        # The owner of the instances makes none before all are restored.
+        await self.refresh(may_make=False)
         known = set(self._prepared)
         for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
             log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
         log.info("claims_restored", claims=len(self._prepared))
+        self._reconciler.request()
 
     async def run(self) -> NoReturn:
         """Keeps the specs right while the GPUs change, until cancelled."""
         await self._reconciler.run(self.refresh, lambda: None, pause_s=POLL_S)
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, may_make: bool = True) -> None:
         """Makes the specs of claims again whose GPUs have other numbers now, and removes those of claims whose GPU is gone:
-        a container that restarts would get another one's device. Writes those that may be missing."""
+        a container that restarts would get another one's device. Writes those that may be missing. Where `may_make`,
+        instances that are gone are made again: a container that restarts needs one, and nobody calls for it."""
         # A driver that is not loaded yet has said nothing of any GPU; Prepare waits for it.
         if not self.node.inventory.is_read:
             return
-        gpus, policy = self.node.gpus().by_uuid(), self.policy()
-        for uid, claim in [*self._prepared.items()]:
-            made = prepare_again(claim, gpus, policy)
-            is_gone = isinstance(made, Refused)
-            if (is_gone or made is claim) and self._has_spec.get(uid) is (not is_gone):
-                continue
-            try:
-                async with self._lock(uid):
-                    if self._prepared.get(uid) is claim:
-                        await self._enter(claim, made)
-            except AgentError as e:  # its running containers need it no more, and Prepare writes it again
-                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=uid, error=str(e))
+        # All at once: one that waits for its instance holds up no other.
+        async with asyncio.TaskGroup() as group:
+            for uid, claim in self._prepared.items():
+                made = self._again(claim)
+                is_gone = isinstance(made, Refused)
+                is_to_make = is_gone and may_make and bool(claim.places)
+                if is_to_make or not (is_gone or made is claim) or self._has_spec.get(uid) is not (not is_gone):
+                    group.create_task(self._refresh(claim, may_make), name="claim's spec")
+
+    async def _refresh(self, claim: PreparedClaim, may_make: bool) -> None:
+        try:
+            async with self._lock(claim.ref.uid):
+                if self._prepared.get(claim.ref.uid) is claim:
+                    await self._enter(claim, await self._made_again(claim) if may_make else self._again(claim))
+        except AgentError as e:  # its running containers need it no more, and Prepare writes it again
+            log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
+
+    def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
+        return prepare_again(claim, self.node.gpus().by_uuid(), self.policy(), self.mig.gpus)
+
+    async def _made_again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
+        """With its instances made again where they are gone; under its lock, or one that has ended would hold them."""
+        if claim.places and (refused := await self.mig.hold(claim.ref.uid, claim.places)) is not None:
+            return refused
+        return self._again(claim)
 
     async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
-        """Writes what a prepared claim is now, under its lock. Raises Unavailable."""
+        """Writes what a prepared claim is now, under its lock. Raises Unavailable: a file cannot be written, or the host not
+        be prepared for another instance."""
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
             await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
@@ -224,8 +248,13 @@ class Claims(Struct, kw_only=True, eq=False):
         write = self.files.write_spec if made is claim else self.files.save
         await self._in_thread(partial(write, made), f"recording claim {name}")
         self._prepared[uid], self._has_spec[uid] = made, True
-        if made is not claim:
-            log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
+        if made is claim:
+            return
+        log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
+        if made.places != claim.places:
+            self._charge(made)
+            if (refused := await self._prepare_host(made)) is not None:
+                raise Unavailable(refused.detail)
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
         """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is
@@ -243,6 +272,8 @@ class Claims(Struct, kw_only=True, eq=False):
                 if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
                     record_refused(self.node, ref, made)
                 self._refusals[ref.uid] = made  # until it unprepares the claim, as it does with failed ones too
+                if made.reason in FINAL and not known:
+                    self.mig.release(ref.uid)
             return made
 
     async def unprepare(self, ref: ClaimRef) -> None:
@@ -251,6 +282,7 @@ class Claims(Struct, kw_only=True, eq=False):
             # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
             self._refusals.pop(ref.uid, None)
+            self.mig.release(ref.uid)
             if self._release(ref.uid):
                 log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
 
@@ -271,13 +303,12 @@ class Claims(Struct, kw_only=True, eq=False):
         if not self.node.inventory.is_read:
             return _not_ready("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
-            inventory = self.node.gpus()
-            made = prepare_again(known, inventory.by_uuid(), self.policy())
+            made = await self._made_again(known)
             await self._enter(known, made)
             if made is known:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
             # One of those may be the claim's.
-            return _not_ready(made.detail) if isinstance(made, Refused) and inventory.unreadable else made
+            return _not_ready(made.detail) if isinstance(made, Refused) and self.node.gpus().unreadable else made
         try:
             claim = await self._read(ref)
             pods = await self._pods_of(claim)
@@ -287,6 +318,10 @@ class Claims(Struct, kw_only=True, eq=False):
             return _invalid(str(e))
         except AgentError as e:
             return _not_ready(str(e))
+        # Before it is decided: the edits name the instance. It stays the claim's until the kubelet unprepares it.
+        places = sorted({one.device for one in claim.results if is_placement_name(one.device)})
+        if places and (refused := await self.mig.hold(ref.uid, places)) is not None:
+            return refused
         made = self._decide_and_charge(claim, pods, others)
         if isinstance(made, Refused):
             return made
@@ -307,10 +342,14 @@ class Claims(Struct, kw_only=True, eq=False):
         if refused is not None:
             self._release(ref.uid)
             return refused
-        log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod)
+        gpus = [_shown(gpu) for gpu in gpus_of(self.node, made)]
+        log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod, gpus=gpus)
         return made
 
     async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
+        # The names of a new instance: the check that its appearance has requested may not have run yet.
+        if made.places and self.isolation.cdi_watch is not None:
+            await self.isolation.cdi_watch.check()
         for keys in made.keys_by_isolation.values():
             if (refused := await self.isolation.prepare(keys)) is not None:
                 return refused
@@ -369,17 +408,23 @@ class Claims(Struct, kw_only=True, eq=False):
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory, pool = self.node.gpus(), self.node.settings.node_name
-        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus}
+        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus} | dict(self.mig.gpus)
         mine = self.node.gpu_split.claimable
         for result in claim.results:
             gpu = gpus.get(result.device)
             if gpu is None:
-                if inventory.unreadable:
+                if inventory.unreadable or is_placement_name(result.device):
                     return _not_ready(f"{result.device} is not in the inventory of node {pool}")
-                return gone(result.device.replace("gpu-", "GPU-", 1))
+                return gone(result.device.replace("gpu-", "GPU-", 1).replace("mig-", "MIG-", 1))
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
-                return _not_ready(f"{result.device} is not offered to claims on node {pool} now (setting dra.gpus)")
+                return _not_ready(
+                    f"{result.device} is not offered to claims on node {pool} now (settings dra.gpus, mig.on_demand)"
+                )
+        for name, other in others.items():
+            # The pod's other claim makes its instance in another call; a container's list has the GPUs of all its claims.
+            if any(is_placement_name(one.device) and one.device not in gpus for one in other.results):
+                return _not_ready(f"the MIG instance of claim {name}, which the pod has too, is not there yet")
         known = {name: one for name, one in others.items() if all(r.device in gpus for r in one.results)}
         made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
         if isinstance(made, Refused):
@@ -427,19 +472,28 @@ def _invalid(why: str) -> Refused:
     return Refused(RefusalReason.INVALID_REQUEST, f"{why}.")
 
 
+def gpus_of(node: Node, claim: PreparedClaim) -> list[Gpu]:
+    """Those of the claim that the inventory has, by index."""
+    by_uuid = node.gpus().by_uuid()
+    found = {one.gpu: by_uuid[GpuUuid(one.gpu)] for one in claim.results if one.gpu in by_uuid}
+    return sorted(found.values(), key=lambda gpu: gpu.index)
+
+
+def _shown(gpu: Gpu) -> str:
+    return gpu.label if gpu.mig is None else f"{gpu.label} ({gpu.mig.profile})"
+
+
 def record_prepared(node: Node, claim: PreparedClaim) -> None:
     node.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
-    by_uuid = node.gpus().by_uuid()
-    gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
-    labels = tuple(map(str, gpus))  # never a MIG instance
+    gpus = gpus_of(node, claim)
     record = DecisionRecord(
         resource=CLAIMS_RESOURCE,
         outcome=Outcome.ALLOCATED,
-        explanation=f"the scheduler chose GPU {', '.join(labels)} for claim {claim.ref.name}",
+        explanation=f"the scheduler chose GPU {', '.join(map(_shown, gpus))} for claim {claim.ref.name}",
         pod=claim.pod,
         policy="scheduler",
-        gpus=tuple(gpus),
-        labels=labels,
+        gpus=tuple(gpu.index for gpu in gpus),
+        labels=tuple(gpu.label for gpu in gpus),
         asked=Asked(
             cores=sum(one.cores for one in claim.results),
             memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,

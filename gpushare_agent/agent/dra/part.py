@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import structlog
+from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.admission.part import edit_policy
@@ -28,8 +29,9 @@ from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
 from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
-from gpushare_agent.core.kit.supervision import ReportOnce, Tasks, start_tasks
-from gpushare_agent.core.kube.claims import Device
+from gpushare_agent.core.claims.mig_devices import pool_slices
+from gpushare_agent.core.kit.supervision import Tasks, start_tasks
+from gpushare_agent.core.kube.claims import SliceContent
 from gpushare_agent.core.kube.client import KubeApi, slices_of_node
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.model.errors import StartupError
@@ -60,18 +62,18 @@ class DraPart:
             ),
             files=ClaimFiles(records, settings.cdi.spec_directories[-1]),
             isolation=isolation,
+            mig=mig,
         )
-        self.health, self.plugin = DeviceHealth(node), DraPlugin(self.claims, self.ready)
+        self.health, self.plugin = DeviceHealth(node, mig), DraPlugin(self.claims, self.ready)
         self.registration = DraRegistration(
             instance=secrets.token_hex(4),
             registry=registry,
             plugin_path=settings.kubelet.root_dir / "plugins" / DRIVER,
             services=[self.plugin, self.health],
         )
-        left_out = ReportOnce()
         self.publisher = SlicePublisher(
             node_name=pool,
-            desired=lambda: _devices(node, isolation, left_out) if self.ready.is_set() else None,
+            desired=lambda: _slices(node, mig) if self.ready.is_set() else None,
         )
         self.informer = Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
@@ -178,15 +180,11 @@ class DraPart:
         raise AssertionError("the tasks do not return")
 
 
-def _devices(node: Node, isolation: Isolations, left_out: ReportOnce) -> list[Device] | None:
-    """The devices of the slice, None until the driver was read once."""
+def _slices(node: Node, mig: MigInstances) -> list[SliceContent] | None:
+    """The slices as they should be, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
-    settings, gpus, claimable = node.settings, node.gpus(), node.gpu_split.claimable
-    # MIG instances are left out, which the log has once.
-    instances = [gpu.uuid for gpu in gpus.gpus if gpu.mig is not None and gpu.is_selected(settings.dra.gpus)]
-    if instances and left_out.is_new("left out"):
-        log.info("mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too")
+    settings, gpus, claimable = node.settings, node.gpus(), node.gpu_split.claimable - {*mig.made}
     keeps = ISOLATIONS[settings.isolation].keeps
     policy = DevicePolicy(
         block_mib=node.names.memory_block_mib,
@@ -198,6 +196,14 @@ def _devices(node: Node, isolation: Isolations, left_out: ReportOnce) -> list[De
         nvidia_names=settings.dra.nvidia_names,
         shares=settings.dra.consumable_shares,
     )
-    return slice_devices(
-        [gpu for gpu in gpus.gpus if gpu.uuid in claimable], gpus, node.cache.charges(), node.inventory.cordoned, policy
+    cordoned, excluded = node.inventory.cordoned, settings.excluded_gpus
+    mine = [gpu for gpu in gpus.gpus if gpu.uuid in claimable]
+    parents = tuple(gpu for gpu in gpus.mig_partitioned if not gpu.is_selected(excluded))
+    return pool_slices(
+        slice_devices(mine, gpus, node.cache.charges(), cordoned, policy),
+        replace(gpus, mig_partitioned=parents),
+        cordoned,
+        policy,
+        instances=mig.gpus,
+        blocked=mig.blocked,
     )

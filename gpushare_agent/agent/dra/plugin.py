@@ -25,6 +25,7 @@ import structlog
 
 from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, checked_ref
 from gpushare_agent.core.claims.devices import device_name
@@ -112,8 +113,9 @@ class DraPlugin(dra_v1.DraPluginBase):
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
     """Reports every GPU of the node at once, after each change, and each 10 s."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, mig: MigInstances) -> None:
         self._node = node
+        self._mig = mig
         self._has_changed: set[asyncio.Event] = set()
 
     def changed(self) -> None:
@@ -129,7 +131,10 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         try:
             while True:
                 gpus = self._node.gpus().gpus
-                yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(gpu) for gpu in gpus])
+                # An instance made here has the name of its place.
+                places = {gpu.uuid: name for name, gpu in self._mig.gpus.items()}
+                devices = [self._health(gpu, places.get(gpu.uuid) or device_name(gpu.uuid)) for gpu in gpus]
+                yield v1alpha1.NodeWatchResourcesResponse(devices=devices)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEALTH_PERIOD_S):
                         # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
@@ -140,12 +145,10 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         finally:
             self._has_changed.discard(event)
 
-    def _health(self, gpu: Gpu) -> v1alpha1.DeviceHealth:
+    def _health(self, gpu: Gpu, name: str) -> v1alpha1.DeviceHealth:
         status = v1alpha1.HealthStatus.HEALTHY if gpu.is_healthy else v1alpha1.HealthStatus.UNHEALTHY
         return v1alpha1.DeviceHealth(
-            device=v1alpha1.DeviceIdentifier(
-                pool_name=self._node.settings.node_name, device_name=device_name(gpu.uuid)
-            ),
+            device=v1alpha1.DeviceIdentifier(pool_name=self._node.settings.node_name, device_name=name),
             health=status,
             last_updated_time=int(time.time()),
             message=gpu.unhealthy_reason[:MAX_MESSAGE_CHARS],

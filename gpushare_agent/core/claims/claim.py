@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, is_device_name
+from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, is_device_name, is_instance_name
 from gpushare_agent.core.claims.gpu_config import TYPED, ShareConfig, Typed, read_gpu_config
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult, main_request
@@ -170,9 +170,7 @@ def _check_count(found: Sequence[object], what: str, most: int) -> None:
         raise Corrupt(f"{what} has {len(found)} entries, and resource.k8s.io allows at most {most}")
 
 
-def _result(
-    one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]], policy: ClaimPolicy
-) -> DevicePart:
+def _result(one: DeviceResult, configs: Sequence[_Config], policy: ClaimPolicy) -> DevicePart:
     request, device, share_id = one.request, one.device, one.share_id or ""
     if not _REQUEST.fullmatch(request):
         raise Corrupt(f"request {shown(request)} has no name of a request")
@@ -182,7 +180,7 @@ def _result(
         raise Corrupt(f"request {request}: shareID is no UUID")
     found = DevicePart(request=request, device=device, share_id=share_id, cores=0, memory_mib=0)
     if one.admin_access:  # consumedCapacity is there all the same, and no scheduler counts it
-        config = replace(_config_of(request, 0, configs), core_limit=0, mps=None)
+        config = replace(_config_of(found, configs), core_limit=0, mps=None)
         return replace(found, config=config, is_admin=True)
     consumed = one.consumed_capacity or {}
     # Without the capacity cores the device is taken whole, as by the default of the slice's request policy.
@@ -201,7 +199,7 @@ def _result(
     is_unlimited = policy.has_unlimited and not cores and not memory
     if cores > CORES_PER_GPU or (memory < MIB and not is_unlimited):
         raise Corrupt(f"request {request} has {cores} cores and {memory} bytes of one GPU, which is no share of it")
-    config = _config_of(request, cores, configs)
+    config = _config_of(replace(found, cores=cores), configs)
     if is_unlimited:
         if config.isolation not in ("", "none"):
             raise Corrupt(
@@ -212,12 +210,25 @@ def _result(
     return replace(found, cores=cores, memory_mib=memory // MIB, config=config)
 
 
-def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str], ShareConfig]]) -> ShareConfig:
+class _Config(NamedTuple):
+    """`requests` are those that it names, empty for all; `of_instances` is None where it is for GPUs and instances."""
+
+    requests: frozenset[str]
+    config: ShareConfig
+    of_instances: bool | None = None
+
+
+def _config_of(part: DevicePart, configs: Sequence[_Config]) -> ShareConfig:
     """The last that concerns the request, field by field: those of the class come before the claim's own."""
-    found = ShareConfig()
-    for requests, config in configs:
+    request, cores, found = part.request, part.cores, ShareConfig()
+    for requests, config, of_instances in configs:
         if requests and not {request, main_request(request)} & requests:
             continue
+        if of_instances is not None and of_instances != is_instance_name(part.device):
+            if not requests:  # it may be for another of the claim's devices
+                continue
+            ours, theirs = ("MigDeviceConfig", "a GPU") if of_instances else ("GpuConfig", "a MIG instance")
+            raise Corrupt(f"{ours} names the request {request}, which has {theirs}")
         found = ShareConfig(
             isolation=config.isolation or found.isolation,
             core_limit=config.core_limit or found.core_limit,
@@ -233,9 +244,7 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
     return found if cores < CORES_PER_GPU else replace(found, core_limit=0)
 
 
-def _configs(
-    entries: Sequence[DeviceConfig], mine: Set[str], policy: ClaimPolicy
-) -> Iterable[tuple[frozenset[str], ShareConfig]]:
+def _configs(entries: Sequence[DeviceConfig], mine: Set[str], policy: ClaimPolicy) -> Iterable[_Config]:
     # The class first, whatever the order in the status: the claim's own configuration overrides it.
     for source in ("FromClass", "FromClaim"):
         for one in entries:
@@ -243,10 +252,10 @@ def _configs(
             if one.source != source or one.opaque is None:
                 continue
             if one.opaque.driver == DRIVER:
-                yield requests, read_config(one.opaque.parameters)
+                yield _Config(requests, read_config(one.opaque.parameters))
             # NVIDIA's own driver may read it for another request's device: a claim can be of both.
             elif policy.nvidia_names and one.opaque.driver == NVIDIA_DRIVER and (not requests or requests & mine):
-                yield requests, read_gpu_config(one.opaque.parameters)
+                yield _Config(requests, *read_gpu_config(one.opaque.parameters))
 
 
 class _Parameters(Typed, rename="camel", forbid_unknown_fields=True):

@@ -52,6 +52,7 @@ ENGINES = {
     "ofaEngines": "ofa_engines",
 }
 """NVIDIA's names of the fields of MigAttributes."""
+_PLACEMENT_NAME = re.compile(r"gpu-.+-mig-[a-z0-9]{0,10}-[0-9]+-[0-9]+")
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label, as the API server has it."""
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
@@ -86,6 +87,15 @@ def placement_device_name(placement: MigPlacement, profile: str) -> str:
     profile's name and ID, and the first memory slice."""
     readable = re.sub("[^a-z0-9]", "", profile)[:10]
     return f"{device_name(placement.parent)}-mig-{readable}-{placement.profile}-{placement.start}"
+
+
+def is_placement_name(name: str) -> bool:
+    """The device is a place for an instance, not a GPU or an instance."""
+    return _PLACEMENT_NAME.fullmatch(name) is not None
+
+
+def is_instance_name(name: str) -> bool:
+    return name.startswith("mig-") or is_placement_name(name)
 
 
 def is_device_name(name: str) -> bool:

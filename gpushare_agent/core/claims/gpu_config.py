@@ -1,7 +1,7 @@
-"""The configuration of NVIDIA's DRA driver in a claim: GpuConfig, and which of its kinds are refused. Pure.
+"""The configuration of NVIDIA's DRA driver in a claim: GpuConfig, MigDeviceConfig, and which kinds are refused. Pure.
 
     apiVersion: resource.nvidia.com/v1beta1
-    kind: GpuConfig
+    kind: GpuConfig                                # or MigDeviceConfig, of MIG instances
     sharing:
       strategy: MPS                                # or TimeSlicing, with timeSlicingConfig.interval
       mpsConfig:
@@ -28,7 +28,6 @@ from gpushare_agent.core.model.names import MIB
 
 API_VERSION = "resource.nvidia.com/v1beta1"
 _KINDS = {
-    "MigDeviceConfig": "MIG instances are not offered by claims",
     "VfioDeviceConfig": "GPUs are not passed through to virtual machines",
     "ComputeDomainChannelConfig": "compute domains are NVIDIA's driver's",
     "ComputeDomainDaemonConfig": "compute domains are NVIDIA's driver's",
@@ -108,28 +107,33 @@ class Typed(Struct, rename="camel"):
 TYPED, _JSON = Decoder(Typed), Decoder(_Json)
 
 
-def read_gpu_config(raw: Raw) -> ShareConfig:
-    """As without a configuration where it has no strategy. Raises Corrupt with what cannot be done."""
+def read_gpu_config(raw: Raw) -> tuple[ShareConfig, bool]:
+    """The configuration, as without one where it has no strategy, and whether it is for MIG instances, else for GPUs. Raises
+    Corrupt with what cannot be done."""
     typed = decoded(TYPED, raw, "the opaque parameters")
-    if typed.api_version != API_VERSION or typed.kind != "GpuConfig":
+    if typed.api_version != API_VERSION or typed.kind not in ("GpuConfig", "MigDeviceConfig"):
         shown, kind = repr(typed.api_version)[:80], repr(typed.kind)[:80]
         why = _KINDS.get(typed.kind) if isinstance(typed.kind, str) else None
         raise Corrupt(
             f"the opaque parameters are {shown} {kind}, and of NVIDIA's this driver reads {API_VERSION} GpuConfig"
-            + (f": {why}" if why else "")
+            " and MigDeviceConfig" + (f": {why}" if why else "")
         )
     try:
-        sharing = decoded(_JSON, raw, "GpuConfig").sharing
+        sharing = decoded(_JSON, raw, str(typed.kind)).sharing
     except Corrupt as e:
         raise Corrupt(str(e)[:400]) from e
+    return _shared(sharing, str(typed.kind)), typed.kind == "MigDeviceConfig"
+
+
+def _shared(sharing: _Sharing | None, kind: str) -> ShareConfig:
     if sharing is None:
         return ShareConfig()
     if sharing.strategy == "TimeSlicing":
         if sharing.mps_config is not None:
-            raise Corrupt("GpuConfig has the strategy TimeSlicing and an mpsConfig. Remove one of the two")
+            raise Corrupt(f"{kind} has the strategy TimeSlicing and an mpsConfig. Remove one of the two")
         return ShareConfig(isolation="none")
     if sharing.time_slicing_config is not None:
-        raise Corrupt("GpuConfig has the strategy MPS and a timeSlicingConfig. Remove one of the two")
+        raise Corrupt(f"{kind} has the strategy MPS and a timeSlicingConfig. Remove one of the two")
     return ShareConfig(isolation="mps", mps=_limits(sharing.mps_config or _Mps()))
 
 

@@ -80,7 +80,8 @@ def pool_slices(
                     taints=[
                         *taints_of(instances.get(name, parents[layout.parent]), cordoned, policy),
                         *_conflict(layout.problem or blocked.get(place, "")),
-                    ],
+                    ]
+                    or (),
                 )
                 for place, profile in places.items()
                 if (gpu := gpus[place]).memory_mib >= policy.block_mib

@@ -256,9 +256,19 @@ class ContainerMount(Struct, frozen=True, kw_only=True):
 
 
 class DeviceNode(Struct, frozen=True, kw_only=True):
+    """`numbers` are major and minor of a character device that the host may not have: the nodes of a new MIG instance are
+    not there before somebody makes them. The major is 0 where they are not known."""
+
     host_path: str
     container_path: str
     permissions: str = "rwm"
+    numbers: tuple[int, int] = (0, 0)
+
+    @property
+    def cdi_numbers(self) -> dict[str, str | int]:
+        """So that a runtime needs no node on the host; empty where it has to look there."""
+        major, minor = self.numbers
+        return {"type": "c", "major": major, "minor": minor} if major else {}
 
 
 class ContainerEdits(Struct, frozen=True, kw_only=True):

@@ -157,11 +157,18 @@ class Gpu(Struct, frozen=True, kw_only=True):
     @property
     def nodes(self) -> tuple[str, ...]:
         """The device nodes that a container needs for it, without the control nodes."""
+        own = (f"/dev/nvidia{self.minor}",) if self.minor >= 0 else ()
+        return (*own, *self.cap_nodes)
+
+    @property
+    def cap_nodes(self) -> dict[str, tuple[int, int]]:
+        """Those of an instance alone, with major and minor number; the major is 0 where it is not known."""
+        if self.mig is None:
+            return {}
         # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
         # instance.
-        caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
-        own = (f"/dev/nvidia{self.minor}",) if self.minor >= 0 else ()
-        return (*own, *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
+        caps = [cap for cap in (self.mig.gi_cap, self.mig.ci_cap) if cap is not None]
+        return {f"/dev/nvidia-caps/nvidia-cap{cap}": (self.mig.caps_major, cap) for cap in caps}
 
     @property
     def is_healthy(self) -> bool:

@@ -49,6 +49,8 @@ class MigPlace(Struct, frozen=True, kw_only=True):
     """The driver's ID of the GPU instance profile; None where it does not say."""
     start: int | None = None
     """The first memory slice of the GPU instance."""
+    caps_major: int = 0
+    """The major number of its two nodes; 0 where the host does not say."""
 
 
 class MigPlacement(Struct, frozen=True, order=True):

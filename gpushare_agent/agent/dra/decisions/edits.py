@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import count
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.delivery.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.agent.isolation import ISOLATIONS, ClaimUse, GpuShare, IsolationRequest
 from gpushare_agent.core.claims.claim import CONFIG_KIND, AllocatedClaim, DevicePart
+from gpushare_agent.core.claims.devices import is_placement_name
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu
@@ -85,7 +86,8 @@ MAX_CONTAINER_NAME = 63
 class PreparedResult(DevicePart, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
     of the view. `isolation` and `edits` are the view's, and `numbers` are what the edits were made from: the UUID and the
-    minor of each GPU, in order of index. An unlimited result has no size in the account, but uses its GPU."""
+    minor of each GPU, in order of index, of an instance also those of its nodes. An unlimited result has no size in the
+    account, but uses its GPU."""
 
     key: ContainerKey
     gpu: str
@@ -118,6 +120,11 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
     users: tuple[PodUid, ...] = ()
 
     @property
+    def places(self) -> dict[str, GpuUuid]:
+        """The instances at its places, by the devices' names: each is made when the claim is prepared."""
+        return {one.device: GpuUuid(one.gpu) for one in self.results if is_placement_name(one.device)}
+
+    @property
     def charged(self) -> tuple[PreparedResult, ...]:
         """The results that are in the ledger: all but admin access."""
         return tuple(one for one in self.results if not one.is_admin)
@@ -142,7 +149,7 @@ def _cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
     return {
         "env": [f"{name}={value}" for name, value in edits.env],
         "deviceNodes": [
-            {"path": one.container_path, "hostPath": one.host_path, "permissions": one.permissions}
+            {"path": one.container_path, "hostPath": one.host_path, "permissions": one.permissions, **one.cdi_numbers}
             for one in edits.devices
         ],
         "mounts": [
@@ -257,9 +264,19 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, sho
     )
 
 
-def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: EditPolicy) -> PreparedClaim | Refused:
+def prepare_again(
+    claim: PreparedClaim,
+    gpus: Mapping[GpuUuid, Gpu],
+    policy: EditPolicy,
+    places: Mapping[str, Gpu] = MappingProxyType({}),
+) -> PreparedClaim | Refused:
     """The claim with the driver's numbers of now, which are others after a reboot: unchanged where each view's GPUs have the
-    numbers and the order that its edits were made from, whatever the settings are now."""
+    numbers and the order that its edits were made from, whatever the settings are now. `places` has the instances by the
+    names of their places: one that was made again is another one, with another UUID."""
+    recorded = claim
+    if any(one.device in places for one in claim.results):
+        moved = (replace(one, gpu=places[one.device].uuid) if one.device in places else one for one in claim.results)
+        claim = replace(claim, results=tuple(moved))
     for one in claim.results:
         # Whoever has its number now is another GPU.
         if (gpu := gpus.get(GpuUuid(one.gpu))) is None or (gpu.minor < 0 and not gpu.is_healthy):
@@ -288,7 +305,7 @@ def prepare_again(claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: Edi
                 return edits
             one = replace(one, edits=edits, numbers=_numbers(shown))
         made.append(one)
-    return claim if made == [*claim.results] else replace(claim, results=tuple(made))
+    return recorded if made == [*recorded.results] else replace(claim, results=tuple(made))
 
 
 def _numbers_of_edits(one: PreparedResult, gpus: Mapping[GpuUuid, Gpu]) -> tuple[tuple[str, int], ...]:
@@ -301,12 +318,17 @@ def _numbers_of_edits(one: PreparedResult, gpus: Mapping[GpuUuid, Gpu]) -> tuple
 
 
 def gone(name: str, gpu: Gpu | None = None) -> Refused:
-    """The refusal of a claim whose GPU the driver does not show."""
+    """The refusal of a claim whose GPU, or instance, the driver does not show."""
+    kind, then = "GPU", "bring that GPU back, or delete"
     why = "it was removed or replaced, or MIG divides it" if gpu is None else gpu.unhealthy_reason.rstrip(".")
+    if name.startswith("MIG-"):
+        # One that is made again, after a reboot too, has another UUID.
+        kind, then = "MIG instance", "delete"
+        why = "it was removed, and one that is made again is another one"
     return Refused(
         RefusalReason.UNKNOWN_DEVICE,
-        f"GPU {name}, which the claim has, is not shown by the driver of this node now: {why}. Nothing else is given for it:"
-        " bring that GPU back, or delete the pod, and the claim too if no template made it, and create them again.",
+        f"{kind} {name}, which the claim has, is not shown by the driver of this node now: {why}. Nothing else is given for"
+        f" it: {then} the pod, and the claim too if no template made it, and create them again.",
     )
 
 
@@ -315,7 +337,7 @@ def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbers(gpus: Iterable[Gpu]) -> tuple[tuple[str, int], ...]:
-    return tuple((gpu.uuid, gpu.minor) for gpu in gpus)
+    return tuple((gpu.uuid, number) for gpu in gpus for number in (gpu.minor, *chain(*gpu.cap_nodes.values())))
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
