@@ -410,13 +410,16 @@ async def test_a_reboot_takes_instances_and_leaves_the_mode(library_directory: P
     ("fault", "why"),
     [
         ("error 0 15\n", "GPU is lost"),
+        ("error 1 15\n", "GPU is lost"),
+        ("handle_error 1 15\n", "GPU is lost"),
         ("handle_error 0 15\n", "GPU is lost"),
         ("call_error nvmlDeviceGetGpuInstances 0 999\n", "nvmlDeviceGetGpuInstances"),
         ("call_error nvmlGpuInstanceGetInfo 0 999\n", "nvmlGpuInstanceGetInfo"),
     ],
 )
 async def test_what_cannot_be_read_is_not_gone(library_directory: Path, machine: Path, fault: str, why: str) -> None:
-    """The layout stays, with the reason, and the GPU is divided; then it is read again."""
+    """The layout stays, with the reason, and the GPU is divided, with instances or without; then it is read again."""
+    faulty = int(fault.split()[-2])
     async with running(library_directory, TWO + RIGHTS, machine) as probe:
         await create(probe, H100["1g.10gb"], 0)
         before = await probe.read()
@@ -425,9 +428,9 @@ async def test_what_cannot_be_read_is_not_gone(library_directory: Path, machine:
         probe.becomes(TWO + RIGHTS)
         after = await probe.read()
     assert during["divided"] == ["GPU-0", "GPU-1"]
-    assert why in during["layouts"][0]["problem"]
-    assert {**during["layouts"][0], "problem": ""} == before["layouts"][0]
-    assert during["layouts"][1] == before["layouts"][1]
+    assert why in during["layouts"][faulty]["problem"]
+    assert {**during["layouts"][faulty], "problem": ""} == before["layouts"][faulty]
+    assert during["layouts"][1 - faulty] == before["layouts"][1 - faulty]
     assert after == before
 
 
