@@ -70,6 +70,8 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
         self.node.inventory.take_over(previous.node.inventory)
         self.node.decisions.take_over(previous.node.decisions)
         self.readiness.take_over(previous.readiness)
+        if self.dra is not None and previous.dra is not None:
+            self.dra.mig.take_over(previous.dra.mig)
         self.observability.usage_history.take_over(previous.observability.usage_history)
 
 
@@ -108,14 +110,14 @@ def build(
         node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_again=request_reload
     )
     kubelet = AdmissionPart(node, cluster, isolation, previous.kubelet if previous is not None else None)
-    dra = _build_dra(node, isolation, cluster)
+    gpus = GpusPart(node, driver)
+    dra = _build_dra(node, isolation, cluster, gpus)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
     readiness = share_readiness.build(node, isolation, driver, dra, kubelet.garbage.checkpoint)
-    gpus = GpusPart(node, driver)
     needs_restart = gpus.watch.needs_restart
 
     def not_ready() -> list[str]:
@@ -135,7 +137,7 @@ def build(
     return agent
 
 
-def _build_dra(node: Node, isolation: Isolations, cluster: ClusterPart) -> DraPart | None:
+def _build_dra(node: Node, isolation: Isolations, cluster: ClusterPart, gpus: GpusPart) -> DraPart | None:
     """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
     either."""
     records = node.settings.claim_directory
@@ -143,8 +145,11 @@ def _build_dra(node: Node, isolation: Isolations, cluster: ClusterPart) -> DraPa
         return None
     # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.agent.dra.part import DraPart
+    from gpushare_agent.agent.mig.instances import MigInstances
+    from gpushare_agent.agent.mig.records import InstanceRecords
 
-    return DraPart(node, isolation, cluster.runtime_classes, records)
+    mig = MigInstances(node, gpus.driver, gpus.watch.poll, InstanceRecords(records.with_name("mig.json")))
+    return DraPart(node, isolation, cluster.runtime_classes, records, mig)
 
 
 class _Subscriptions:

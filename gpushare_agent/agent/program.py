@@ -372,7 +372,7 @@ async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
         start_tasks(group, tasks)
     if agent.dra is not None:
-        start_tasks(group, agent.dra.tasks())
+        start_tasks(group, {**agent.dra.tasks(), **agent.dra.serving_tasks()})
     group.create_task(agent.isolation.log_contradictions(), name="log contradictions")
 
 

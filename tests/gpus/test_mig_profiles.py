@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from gpushare_agent.agent.gpus.nvml.mig import _profile as name_by_memory
-from gpushare_agent.core.formats.mig_profiles import mig_profiles, numbered_profiles
+from gpushare_agent.agent.gpus.nvml.mig import profile_name
+from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles, numbered_profiles
 from gpushare_agent.core.model.mig import MigProfile
 from tests.gpus.test_nvml_mig import PROFILES
 
@@ -64,7 +64,7 @@ def test_profiles_have_nvidias_names(model: str) -> None:
     assert set(names.values()) <= {one.name for one in profiles}
     assert largest(profiles).size % slices == 0
     for one in profiles:
-        assert one.name.replace(name_by_memory(one.attributes, memory_mib), "", 1) in (
+        assert one.name.replace(profile_name(None, one.attributes, memory_mib), "", 1) in (
             "", "+me", "+gfx", "-me", "+me.all"
         ), one.name  # fmt: skip
 
@@ -122,3 +122,16 @@ def test_an_unknown_product_is_scaled(name: str, memory_mib: int) -> None:
 def test_a_product_with_less_memory_than_it_has_is_scaled() -> None:
     """A setting that contradicts its name gives no instance with more memory than the GPU."""
     assert largest(mig_profiles("NVIDIA H100 80GB HBM3", 24576)).name == "7g.24gb"
+
+
+@pytest.mark.parametrize("model", ["NVIDIA A30", "NVIDIA RTX PRO 6000 Blackwell Server Edition"])
+def test_room_is_where_the_whole_set_fits(model: str) -> None:
+    """From each set that fits, exactly the sets with one more are reached."""
+    profiles = mig_profiles(model, MEMORY[model])
+    sets = {frozenset((one.id, at) for one, at in placed): placed for placed in placed_sets(profiles)}
+    fitting = {key for key, placed in sets.items() if fits(placed, largest(profiles))}
+    for key in fitting:
+        for one in profiles:
+            for at in one.starts:
+                is_new = (one.id, at) not in key
+                assert has_room(profiles, sets[key], one, at) == (is_new and key | {(one.id, at)} in fitting)

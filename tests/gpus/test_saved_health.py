@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.agent.gpus.saved_health import BOOT_ID, HealthStateFile
+from gpushare_agent.agent.gpus.saved_health import HealthStateFile
+from gpushare_agent.agent.runtime.machine import BOOT_ID
 from gpushare_agent.core.kit.state_file import IS_COPY, MAX_BYTES
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import NOTHING_SAVED, SavedHealth

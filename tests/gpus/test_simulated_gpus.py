@@ -372,7 +372,7 @@ async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     driver = SimulatedDriver(
         gpus=2, gpu_memory_mib=(81920,), topology_text=None, gpu_name="GPU", seed="n1", faults_file=faults,
-        with_instances=True,
+        instances_on=("all",),
     )  # fmt: skip
 
     async def after(**mig: list[str]) -> dict[str, tuple[int, bool]]:
@@ -383,7 +383,7 @@ async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     first, second = (gpu.uuid for gpu in (await driver.read()).gpus)
     assert await after(_0=["1g.10gb", "3g.40gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, True)}
     held = next(gpu for gpu in (await driver.read()).gpus if gpu.mig and gpu.mig.number == 1)
-    assert (held.memory_mib, held.label) == (40960, "0:1")
+    assert (held.memory_mib, held.label) == (40192, "0:1")
     driver.in_use = lambda: [held.uuid]
     assert await after(_0=["1g.10gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, False)}
     driver.in_use = tuple

@@ -24,6 +24,7 @@ from gpushare_agent.agent.dra.wake_pods import PodWaker
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.kubelet.handover import ServingLock, StaleSockets
+from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
 from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
@@ -39,11 +40,14 @@ LEAVE_S = 5.0
 
 
 class DraPart:
-    def __init__(self, node: Node, isolation: Isolations, classes: RuntimeClasses, records: Path) -> None:
+    def __init__(
+        self, node: Node, isolation: Isolations, classes: RuntimeClasses, records: Path, mig: MigInstances
+    ) -> None:
         """Joined, not started. `records` is the directory of the prepared claims' records."""
         settings, pool = node.settings, node.settings.node_name
         registry = settings.kubelet.root_dir / "plugins_registry"
         self.settings = settings
+        self.mig = mig
         self.ready = asyncio.Event()
         self.claims = Claims(
             node=node,
@@ -74,6 +78,7 @@ class DraPart:
         )
         self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
         self.waker = PodWaker(claims=self.claims)
+        mig.on_change = self._mig_changed
         self.locks = {
             "kubelet.root_dir": ServingLock(registry),
             "state_directory": ServingLock(records),
@@ -95,6 +100,7 @@ class DraPart:
     async def start(self) -> None:
         """Once the allocation cache is there: the claims' part of it. Raises Unavailable, and StartupError as `acquire`."""
         self.acquire()
+        await self.mig.load()
         await self.claims.restore()
         self.ready.set()
 
@@ -111,17 +117,22 @@ class DraPart:
             "stale dra sockets": StaleSockets(registration.plugin_path, SOCKET_NAMES).run,
         }
 
+    def serving_tasks(self) -> Tasks:
+        """After `start`: what only one agent of the node does."""
+        return {"mig instances": self.mig.run}
+
     def end(self) -> None:
         """Ends the driver before the lock of the device plugins is free, for which the incoming instance waits."""
         for lock in self.locks.values():
             lock.release()
 
     async def leave(self) -> None:
-        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try."""
+        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try, and the next agent
+        does not see what a call to the driver makes after its first look."""
         await self.registration.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
+                while self.plugin.open_calls or self.mig.is_calling:  # noqa: ASYNC110 - some milliseconds
                     await asyncio.sleep(0.01)
 
     def not_served(self) -> list[str]:
@@ -143,8 +154,12 @@ class DraPart:
 
     def changed(self) -> None:
         """An allocation or a GPU."""
-        self.claims.changed()
+        self.mig.changed()
+        self._mig_changed()
         self.health.changed()
+
+    def _mig_changed(self) -> None:
+        self.claims.changed()
         self.publisher.changed()
 
     async def run(self, api: KubeApi) -> NoReturn:
@@ -156,6 +171,8 @@ class DraPart:
             "stale claims": partial(self.stale_claims.run, api),
             "pod waker": partial(self.waker.run, api),
         }
+        if self.settings.mig.on_demand:
+            tasks["own node"] = partial(self.mig.own_node.run, api)
         async with asyncio.TaskGroup() as group:
             start_tasks(group, tasks)
         raise AssertionError("the tasks do not return")

@@ -18,6 +18,7 @@ import structlog
 from msgspec import Meta, Struct, to_builtins
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.agent.runtime.machine import BOOT_ID, this_boot
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
@@ -29,7 +30,6 @@ from gpushare_agent.core.model.names import GpuUuid
 
 log = structlog.get_logger(__name__)
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VERSION: Final = 1
 MAX_GPUS = 1024
 MAX_TEXT_CHARS = 1024
@@ -81,7 +81,7 @@ class HealthStateFile:
             cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
         )
-        boot_id = self._this_boot()
+        boot_id = this_boot(self._boot_id)
         # Without a boot ID to compare nothing is dropped: a GPU that needs a reset must not come back by a missing file.
         if not saved.waits or not boot_id or (document.boot_id or boot_id) == boot_id:
             return saved
@@ -99,15 +99,8 @@ class HealthStateFile:
             # Sorted: an unchanged state is the same text.
             for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
         ]
-        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=self._this_boot(), gpus=gpus))
+        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=this_boot(self._boot_id), gpus=gpus))
         return document
-
-    def _this_boot(self) -> str:
-        """The ID of this boot; empty where it cannot be read: then no wait is dropped."""
-        try:
-            return self._boot_id.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
 
 
 def _cut(text: str | None) -> str | None:

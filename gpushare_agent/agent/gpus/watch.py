@@ -81,8 +81,8 @@ class GpuWatch(Struct, eq=False):
         """Starts the next poll without waiting for the period."""
         self._polls.request()
 
-    async def poll(self) -> None:
-        """One poll of all GPUs; a failure is applied to the inventory, not raised."""
+    async def poll(self) -> bool:
+        """One poll of all GPUs; a failure is applied to the inventory, not raised: False."""
         # Polls on request and in the loop: two at once would count twice for a probe.
         async with self._poll_lock:
             before = {gpu.uuid for gpu in self.node.inventory.current.known}
@@ -97,10 +97,13 @@ class GpuWatch(Struct, eq=False):
                         error=str(e),
                         retried_in_s=self.node.settings.health.check_period_s if before else NO_GPUS_PERIOD_S,
                     )
+                is_read = False
             else:
                 if self.node.inventory.read(found):
                     self._log_found(before)
+                is_read = True
             self._report_restart()
+            return is_read
 
     def needs_restart(self) -> list[str]:
         """Why the kubelet has to start this container again, nothing where it has not: a new container alone reaches a

@@ -3,5 +3,5 @@
 State owned: `MigInstances` (which claim has which place, what this agent made, with its record on the disk).
 Called by: agent, dra. Open first: instances.py.
 
-Others import: nothing.
+Others import: instances, records.
 """

@@ -1,6 +1,6 @@
 """What sysfs and /proc have of the machine: the product's name of its firmware, its free memory, of a GPU its PCI class and
-the head of its PCI configuration space, which of NVIDIA's kernel modules runs, and what that says of a GPU. Of sysfs each is
-read once, at most 256 bytes.
+the head of its PCI configuration space, which boot this is, which of NVIDIA's kernel modules runs, and what that says of a
+GPU. Of sysfs each is read once, at most 256 bytes.
 
 The first line of /proc/driver/nvidia/version is one of these (the driver's kernel module writes it; the words "Open Kernel
 Module" are in one alone):
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gpushare_agent.core.model.gpus import KernelModule
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES = 256
 
 
@@ -41,6 +42,11 @@ def pci_class(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int 
 def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> bytes | None:
     """The first 256 bytes, of which the kernel gives 64 without CAP_SYS_ADMIN; None where the host does not show it."""
     return _beginning(devices / kernel_bus_id(bus_id) / "config")
+
+
+def this_boot(path: Path = BOOT_ID) -> str:
+    """The kernel's ID of this boot; empty where it cannot be read."""
+    return (_beginning(path) or b"").decode("ascii", "ignore").strip()
 
 
 def _beginning(path: Path, most_bytes: int = _MAX_BYTES) -> bytes | None:

@@ -1,4 +1,4 @@
-"""The node's GPUs as devices of a ResourceSlice. Pure.
+"""The node's GPUs and MIG instances as devices of a ResourceSlice. Pure.
 
 Source: resource.k8s.io/v1; docs/explanation/dra.md has what users write. Names of attributes and capacities are those
 of NVIDIA's and HAMi's drivers where they have one. Quantities are in the form in which the API server returns them.
@@ -35,8 +35,23 @@ _NVIDIA_ATTRIBUTES = (
     "cudaDriverVersion",
     "cudaComputeCapability",
     "index",
+    "parentUUID",
+    "profile",
 )
 """Our attributes that have the same name and value there; `index` only in its examples."""
+_NOT_OF_INSTANCES = {
+    *("architecture", "cudaComputeCapability", "cudaDriverVersion", "driverVersion", "index", "minor", "numaNode"),
+    *("productName", f"{NVIDIA_DRIVER}/index"),
+}
+"""By NVIDIA's names an instance has these under one name or none: the API allows 32 attributes and capacities."""
+ENGINES = {
+    "copyEngines": "copy_engines",
+    "decoders": "decoders",
+    "encoders": "encoders",
+    "jpegEngines": "jpeg_engines",
+    "ofaEngines": "ofa_engines",
+}
+"""NVIDIA's names of the fields of MigAttributes."""
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label, as the API server has it."""
 _ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
@@ -60,9 +75,9 @@ class DevicePolicy(Struct, frozen=True, kw_only=True):
 
 def device_name(uuid: GpuUuid) -> str:
     """The GPU's name for good: an index means another GPU after the driver has counted them again."""
-    name = f"gpu-{uuid.removeprefix('GPU-')}"
-    # Not made small: two UUIDs that differ in that alone would have one name.
-    is_plain = uuid.startswith("GPU-") and is_device_name(name)
+    # The rest is not made small: two UUIDs that differ in that alone would have one name.
+    name = uuid.replace("GPU-", "gpu-", 1) if uuid.startswith("GPU-") else uuid.replace("MIG-", "mig-", 1)
+    is_plain = uuid.startswith(("GPU-", "MIG-")) and is_device_name(name)
     return name if is_plain else f"gpu-{hashlib.sha256(repr(uuid).encode()).hexdigest()[:32]}"
 
 
@@ -78,8 +93,9 @@ def is_device_name(name: str) -> bool:
 
 
 def capacity_mib(gpu: Gpu, block_mib: int) -> int:
-    """The memory that claims can have: whole blocks, because the default must be a multiple of the step."""
-    return gpu.memory_mib // block_mib * block_mib
+    """The memory that claims can have: whole blocks, because the default must be a multiple of the step. All of an
+    instance's, whose step is 1 MiB: a claim may ask for exactly what a profile has."""
+    return gpu.memory_mib // block_mib * block_mib if gpu.mig is None else gpu.memory_mib
 
 
 def slice_devices(
@@ -92,7 +108,6 @@ def slice_devices(
     """The devices in the order in which the scheduler is to try them. A GPU without a whole block of memory is left out: the
     driver reports nothing but its UUID."""
     groups = link_groups(inventory.topology)
-    offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
     # The scheduler takes the first device that fits: the order of the slice is the placement.
     sign = -1 if policy.order == "binpack" else 1
 
@@ -105,15 +120,16 @@ def slice_devices(
         Device(
             name=device_name(gpu.uuid),
             allow_multiple_allocations=True,
-            attributes=_attributes(gpu, inventory, groups, policy),
-            capacity=_capacity(gpu, policy),
-            taints=_taints(gpu, cordoned, policy),
+            attributes=attributes_of(gpu, inventory, groups, policy),
+            capacity=capacity_of(gpu, policy),
+            taints=taints_of(gpu, cordoned, policy),
         )
-        for gpu in sorted(offered, key=key)
+        for gpu in sorted(gpus, key=key)
+        if gpu.memory_mib >= policy.block_mib
     ]
 
 
-def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
+def capacity_of(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
     """A claim that names none takes the whole GPU. By NVIDIA's names it takes all of the memory and no cores, which is the
     whole GPU too: nobody else can have memory there. By unlimited and numbered shares it takes no memory either."""
 
@@ -121,26 +137,35 @@ def _capacity(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
         return DeviceCapacity(value, RequestPolicy(default, ValidRange(min=least, max=value, step=step)))
 
     memory, block, cores = quantity(capacity_mib(gpu, policy.block_mib)), quantity(policy.block_mib), str(CORES_PER_GPU)
-    if not policy.nvidia_names:
-        return {"cores": counted(cores, cores, "0"), "memory": counted(memory, memory, block, block)}
-    found = {
-        "cores": counted(cores, "0", "0"),
-        # For selectors; a claim that asks for it by this name is refused when it is prepared.
-        NVIDIA_MEMORY: counted(memory, "0", "0", block),
-        "memory": counted(memory, *((memory, block) if policy.shares == "memory" else ("0", "0")), block),
-    }
-    if policy.shares.isdigit():
-        found["shares"] = counted(policy.shares, "1", "1")
+    step = block if gpu.mig is None else quantity(1)
+    found = {"cores": counted(cores, cores, "0"), "memory": counted(memory, memory, block, step)}
+    if policy.nvidia_names:
+        found = {
+            "cores": counted(cores, "0", "0"),
+            # For selectors; a claim that asks for it by this name is refused when it is prepared.
+            NVIDIA_MEMORY: counted(memory, "0", "0", step),
+            "memory": counted(memory, *((memory, block) if policy.shares == "memory" else ("0", "0")), step),
+        }
+        if policy.shares.isdigit():
+            found["shares"] = counted(policy.shares, "1", "1")
+    if gpu.mig is not None and gpu.mig.attributes is not None:
+        # For selectors: a request of 0 alone is valid, or the first share would take them all. Also those that it has none
+        # of: an expression that names what is not there is an error that stops the scheduler.
+        for_selectors = RequestPolicy("0", valid_values=["0"])
+        prefix = f"{NVIDIA_DRIVER}/" if policy.nvidia_names else ""
+        for name, field in {"multiprocessors": "multiprocessors", **ENGINES}.items():
+            found[prefix + name] = DeviceCapacity(str(getattr(gpu.mig.attributes, field)), for_selectors)
     return dict(sorted(found.items()))
 
 
-def _attributes(
+def attributes_of(
     gpu: Gpu, inventory: GpuInventory, groups: Mapping[str, Mapping[int, str]], policy: DevicePolicy
 ) -> dict[str, Attribute]:
-    capability = gpu.compute_capability
+    capability, mig = gpu.compute_capability, gpu.mig
     texts = {
-        "type": "gpu",
+        "type": "gpu" if mig is None else "mig",
         "uuid": gpu.uuid,
+        **({"parentUUID": mig.parent, "profile": mig.profile} if mig is not None else {}),
         "productName": gpu.name,
         "architecture": _architecture(capability),
         # NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters.
@@ -150,7 +175,7 @@ def _attributes(
         "isolation": policy.isolation,
         "memoryLimitedBy": policy.memory_by,
         "computeLimitedBy": policy.compute_by,
-        **{name: group.get(gpu.index, "") for name, group in groups.items()},
+        **{name: group.get(gpu.index, "") for name, group in groups.items() if mig is None},
     }
     versions = {
         "driverVersion": _version(inventory.driver_version),
@@ -162,6 +187,7 @@ def _attributes(
         "minor": gpu.minor,
         "numaNode": gpu.numa_node,
         "resource.kubernetes.io/numaNode": gpu.numa_node,
+        **({"profileId": mig.profile_id, "start": mig.start} if mig is not None else {}),
     }
     found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
     found |= {name: Attribute(version=text) for name, text in versions.items() if text}
@@ -169,19 +195,21 @@ def _attributes(
     found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
     if policy.nvidia_names:
         found |= {f"{NVIDIA_DRIVER}/{name}": found[name] for name in _NVIDIA_ATTRIBUTES if name in found}
+    if policy.nvidia_names and mig is not None:
+        found = {name: value for name, value in found.items() if name not in _NOT_OF_INSTANCES}
     return dict(sorted(found.items()))
 
 
-def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
+def taints_of(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
     # Before the health: a cordoned GPU counts as unhealthy too, and a claim may tolerate one taint and not the other.
     if gpu.uuid in cordoned:
-        return [DeviceTaint(CORDONED_TAINT, _value(cordoned[gpu.uuid]), policy.taint_effect)]
+        return [DeviceTaint(CORDONED_TAINT, taint_value(cordoned[gpu.uuid]), policy.taint_effect)]
     if not gpu.is_healthy:
-        return [DeviceTaint(UNHEALTHY_TAINT, _value(gpu.unhealthy_reason), policy.taint_effect)]
+        return [DeviceTaint(UNHEALTHY_TAINT, taint_value(gpu.unhealthy_reason), policy.taint_effect)]
     return ()
 
 
-def _value(reason: str) -> str:
+def taint_value(reason: str) -> str:
     """A label's value: at most 63 characters of a few kinds, letters or digits at both ends."""
     return _NOT_IN_A_VALUE.sub("-", reason)[:63].strip("-._") or "unknown"
 

@@ -11,10 +11,11 @@ them. Where a GPU has four computing slices, engines run out first: one `+me` ta
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import le
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from gpushare_agent.core.model.mig import MigAttributes, MigProfile
 
@@ -99,6 +100,12 @@ _PRODUCTS = {
 _OF_UNKNOWN, _ITS_MIB = _PRODUCTS[r"\bA[18]00\b.*\b80GB"], 81_920
 
 
+def profile_names() -> tuple[str, ...]:
+    """Those of all products, by computing slices and memory."""
+    found = {_profile(of, line)[1].name for of in _PRODUCTS.values() for line in of.lines.strip().splitlines()}
+    return tuple(sorted(found, key=lambda name: (tuple(map(int, re.findall(r"\d+", name))), name)))
+
+
 def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
     """The profiles of a GPU with that product name, such as `NVIDIA H100 80GB HBM3`, by NVML_GPU_INSTANCE_PROFILE_….
 
@@ -118,6 +125,20 @@ def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
 def mig_profiles(product: str, memory_mib: int) -> tuple[MigProfile, ...]:
     """The same without those numbers. The largest has all memory slices and all engines of the GPU."""
     return tuple(numbered_profiles(product, memory_mib).values())
+
+
+def has_room(
+    profiles: Sequence[MigProfile], placed: Sequence[tuple[MigProfile, int]], profile: MigProfile, start: int
+) -> bool:
+    """Whether an instance can be made at `start` next to those that are `placed`: the slices are free, there can be one more
+    of its profile, and the engines suffice."""
+    if any(at < start + profile.size and start < at + other.size for other, at in placed):
+        return False
+    _, _, _, *whole = astuple(max(profiles, key=lambda one: one.size).attributes)
+    _, _, _, *used = (
+        sum(of) for of in zip(*(astuple(one.attributes) for one in (profile, *(one for one, _ in placed))), strict=True)
+    )
+    return sum(other.id == profile.id for other, _ in placed) < profile.most and all(map(le, used, whole))
 
 
 def _profile(of: _Product, line: str) -> tuple[int, MigProfile]:

@@ -1,4 +1,4 @@
-"""The two input files of simulated GPUs, JSON, read at every poll: a person, a test or the sandbox writes them.
+"""The files of simulated GPUs, JSON, read at every poll. A person, a test or the sandbox writes the two input files.
 
 A file that is absent, no regular file, too large or malformed is ignored, with one warning in the log. State owned: the
 warning that was logged last. Every key is optional (docs/reference/sandbox.md):
@@ -7,9 +7,15 @@ warning that was logged last. Every key is optional (docs/reference/sandbox.md):
   "<reason>", "xids": [{"id": 1, "gpu": 3, "xid": 79}], "resets": [{"id": 2, "gpu": 3}], "mig": {"<index>": ["1g.10gb"]}}`.
   IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have `"kind":
   "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
+  `mig` are the GPUs in MIG mode, with the instances that somebody has made there; `"mig_faults": {"<index>": {"refused":
+  "<reason>", "create_s": 2, "in_use": "gpu"}}` is what befalls those that the agent makes and destroys.
 - Usage, what processes use: `{"processes": [{"pid": 123, "gpu": 0, "sm": 0.25, "memory_bytes": 1073741824}]}`. Ratios are
   of the whole GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
   The values of the whole GPU are computed from it.
+
+The driver itself keeps the MIG instances in the file whose name is the faults file's and `.mig`, as a GPU keeps them while
+no agent runs: `{"boot_id": "…", "gpus": {"<index>": [{"gi": 1, "name": "1g.10gb", "profile": 19, "start": 6, "uuid":
+"MIG-…"}]}}`. After a reboot it counts no more.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import structlog
 from msgspec import Meta, Struct, field
@@ -108,6 +114,7 @@ MAX_INSTANCES = 7
 _Index = Annotated[int, Meta(ge=0, le=MAX_GPUS - 1)]
 _Id = Annotated[int, Meta(ge=1, le=_MAX_ID)]
 _Profiles = Annotated[tuple[str, ...], Meta(max_length=MAX_INSTANCES)]
+_Text = Annotated[str, Meta(max_length=1024)]
 
 
 class SimulatedEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,6 +137,34 @@ class SimulatedReset(Struct, frozen=True, kw_only=True):
     gpu: _Index
 
 
+class MigFault(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`refused`: why this process may make and destroy no instance. `create_s`: how long making one takes, s. `in_use`: what
+    another client uses of each instance, so that destroying it fails: `compute`, before anything is gone, or `gpu`, when
+    its compute instance is."""
+
+    refused: _Text = ""
+    create_s: Annotated[float, Meta(ge=0, le=600)] = 0.0
+    in_use: Literal["", "compute", "gpu"] = ""
+
+
+class SimulatedInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A GPU instance with at most one compute instance, which has the `uuid`; empty without one. `number` is its place in
+    the faults file's list, None where the agent made it. `profile` and `start` are None where the product has no such
+    profile, or no room for it."""
+
+    gi: Annotated[int, Meta(ge=0, le=4096)]
+    name: _Text
+    profile: int | None = None
+    start: int | None = None
+    uuid: _Text = ""
+    number: int | None = None
+
+
+class SimulatedMig(Struct, frozen=True, kw_only=True):
+    boot_id: _Text = ""
+    gpus: Annotated[dict[int, tuple[SimulatedInstance, ...]], Meta(max_length=MAX_GPUS)] = field(default_factory=dict)
+
+
 class Faults(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"events": "xids"}):
     """`lost` maps GPU index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
 
@@ -139,6 +174,7 @@ class Faults(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"eve
     resets: Annotated[tuple[SimulatedReset, ...], Meta(max_length=MAX_EVENTS)] = ()
     mig: Annotated[dict[int, _Profiles], Meta(max_length=MAX_GPUS)] = field(default_factory=dict)
     """Profiles of the instances of each GPU in MIG mode, by its index."""
+    mig_faults: Annotated[dict[int, MigFault], Meta(max_length=MAX_GPUS)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Not Meta's pattern: its error would show the expression and no example.
@@ -167,6 +203,14 @@ def parse_faults(text: str) -> Faults:
 def encode_faults(faults: Faults) -> str:
     """The text that parse_faults reads."""
     return encode(faults).decode()
+
+
+_MIG = Decoder(SimulatedMig)
+
+
+def parse_mig(text: str) -> SimulatedMig:
+    """Raises ValueError."""
+    return _decoded(text, _MIG)
 
 
 MAX_PROCESSES = 50_000

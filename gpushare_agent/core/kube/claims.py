@@ -89,9 +89,12 @@ class ValidRange(Struct):
     step: str
 
 
-class RequestPolicy(Struct, rename="camel"):
+class RequestPolicy(Struct, rename="camel", omit_defaults=True):
+    """One of range and values."""
+
     default: str
-    valid_range: ValidRange
+    valid_range: ValidRange | None = None
+    valid_values: Sequence[str] = ()
 
 
 class DeviceCapacity(Struct, rename="camel"):
@@ -113,11 +116,28 @@ class DeviceTaint(Struct):
     effect: str
 
 
+class Counter(Struct):
+    value: str
+
+
+class CounterSet(Struct):
+    name: str
+    counters: Mapping[str, Counter]
+
+
+class CounterConsumption(Struct, rename="camel"):
+    """What the first allocation of a device takes of a set; shares of it that follow take nothing more."""
+
+    counter_set: str
+    counters: Mapping[str, Counter]
+
+
 class Device(Struct, rename="camel", omit_defaults=True, kw_only=True):
     name: str
     allow_multiple_allocations: bool
     attributes: Mapping[str, Attribute]
     capacity: Mapping[str, DeviceCapacity]
+    consumes_counters: Sequence[CounterConsumption] = ()
     taints: Sequence[DeviceTaint] = ()
 
 
@@ -127,11 +147,17 @@ class Pool(Struct, rename="camel"):
     resource_slice_count: int
 
 
-class SliceSpec(Struct, rename="camel"):
+class SliceContent(Struct, rename="camel", omit_defaults=True, kw_only=True):
+    """Devices or counter sets: the API server admits no slice with both."""
+
+    devices: Sequence[Device] = ()
+    shared_counters: Sequence[CounterSet] = ()
+
+
+class SliceSpec(SliceContent, rename="camel", omit_defaults=True, kw_only=True):
     driver: str
     node_name: str
     pool: Pool
-    devices: Sequence[Device]
 
 
 class SliceMeta(Struct, rename="camel", omit_defaults=True, kw_only=True):

@@ -4,41 +4,43 @@ It answers as the NVML driver does, from settings and files instead of hardware.
 are made from the seed (the node's name) and the index. Usage and faults come from two files that are written while the
 agent runs: their formats are in core/formats/simulated_gpus.py.
 
-State owned: which events and resets of the faults file were reported, the memory limits of cgroups, and the MIG instances
-seen so far. These are made of the profiles that the faults file names; as with NVML, one that is gone stays while a
-container has it.
+State owned: which events and resets of the faults file were reported, and the memory limits of cgroups. MIG instances are
+those that the faults file names, and those that were made here (instances.py); as with NVML, one that is gone stays while
+a container has it.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.simulated.instances import SimulatedHardware, SimulatedInstances, layout_of, unhealthy
 from gpushare_agent.core.formats.simulated_gpus import (
-    PROFILE,
     Faults,
+    MigFault,
     SimulatedInput,
     Usage,
     gpu_samples,
     parse_faults,
     parse_usage,
 )
-from gpushare_agent.core.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.gpus import (
     Gpu,
     GpuInventory,
-    Health,
     Link,
     LinkKind,
     NvLink,
-    Topology,
 )
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
-from gpushare_agent.core.model.mig import MigAttributes, MigGpuInstance, MigPlace, MigPlacement
+from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import DriverSample, GpuBusy
 from gpushare_agent.core.placement.topology import MAX_GPUS, ParsedTopology, build_topology, parse_topology
@@ -56,6 +58,9 @@ _MAX_NVLINKS_OF_A_GPU = 36
 _MAX_EVENTS_AT_ONCE = 1024
 _MIG_REASON = "MIG mode is enabled, and nvidia.mig_strategy is none (simulated)"
 _RESET_REASON = "being reset (simulated)"
+_MIG_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
 
 
 class SimulatedDriver:
@@ -74,9 +79,12 @@ class SimulatedDriver:
         seed: str,
         faults_file: Path | None = None,
         usage_file: Path | None = None,
-        with_instances: bool = False,
+        instances_on: Collection[str] = (),
+        on_demand: Collection[str] = (),
     ) -> None:
-        """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
+        """`instances_on` selects the GPUs of which MIG instances are shown, `on_demand` those of which layouts are too.
+
+        Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
         # The text names the GPUs: a count next to it could contradict.
         parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
         memory = _spread_memory(gpu_memory_mib, len(parsed.links))
@@ -107,7 +115,10 @@ class SimulatedDriver:
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
         self._limits: dict[tuple[GpuUuid, Path], int] = {}
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
-        self._with_instances = with_instances
+        self._on_demand = {gpu.index for gpu in self._inventory.gpus if gpu.is_selected(on_demand)}
+        self._shown = self._on_demand | {gpu.index for gpu in self._inventory.gpus if gpu.is_selected(instances_on)}
+        self._hardware = SimulatedHardware(faults_file)
+        self._threads: dict[GpuUuid | None, DaemonThread] = {}
         self._instances = SimulatedInstances()
         self._last = self._inventory
         self._reported_event: int | None = None
@@ -120,12 +131,22 @@ class SimulatedDriver:
             Unavailable: the faults file makes the whole driver fail, or cannot be read in time.
         """
         faults = await self._read_faults("reading the simulated GPUs")
-        if not self._with_instances:
-            # As NVML's reader says of a GPU in MIG mode where instances are not offered.
-            out = dict.fromkeys(faults.mig, _MIG_REASON)
-            return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
-        self._last = self._instances.partition(self._inventory, faults.mig, self.in_use())
-        return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
+        shown = {index: profiles for index, profiles in faults.mig.items() if index in self._shown}
+        # As NVML's reader says of a GPU in MIG mode where instances are not offered.
+        out = {index: _MIG_REASON for index in faults.mig if index not in shown}
+        look = partial(self._hardware.instances, self._inventory.gpus, replace(faults, mig=shown))
+        found = await self._blocking(None, look, "reading the simulated MIG instances") if shown else {}
+        demanded = {index: own for index, own in found.items() if index in self._on_demand}
+        self._last = self._instances.partition(self._inventory, found, demanded, self.in_use())
+        lost = {**out, **self._new_resets(faults), **faults.lost}
+        layouts = tuple(
+            layout_of(
+                gpu, demanded[gpu.index], lost.get(gpu.index) or faults.mig_faults.get(gpu.index, MigFault()).refused
+            )
+            for gpu in self._inventory.gpus
+            if gpu.index in demanded
+        )
+        return _with_faults(replace(self._last, mig_layouts=layouts) if layouts else self._last, lost)
 
     async def events(self, wait_s: float = 0.0) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet, at once. Raises Unavailable, as read does."""
@@ -176,13 +197,22 @@ class SimulatedDriver:
             for one in desired
         ]
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """As NodeDriver has it."""
-        raise Rejected(f"MIG instances are not made here: {place}")
+        faults = await self._read_faults("making a MIG instance")
+        make = partial(self._hardware.create, self._inventory.gpus, faults, place, is_new=is_new)
+        return await self._blocking(place.parent, make, "making a simulated MIG instance")
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
         """As NodeDriver has it."""
-        raise Rejected(f"MIG instances are not removed here: {parent} {instance.gi}")
+        faults = await self._read_faults("removing a MIG instance")
+        remove = partial(self._hardware.destroy, self._inventory.gpus, faults, parent, instance)
+        await self._blocking(parent, remove, "removing a simulated MIG instance")
+
+    async def _blocking(self, gpu: GpuUuid | None, call: Callable[[], T], what: str) -> T:
+        """In the GPU's own thread: a slow call delays no other GPU."""
+        thread = self._threads.setdefault(gpu, DaemonThread("simulated MIG", advice="Look at its faults file."))
+        return await thread.call(call, what, _MIG_TIMEOUT_S)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -264,107 +294,9 @@ def _physical(gpu: Gpu) -> int:
     return gpu.index if gpu.mig is None else gpu.mig.parent_index
 
 
-def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
-    return replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason)
-
-
 def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
     gpus = tuple(
-        _unhealthy(gpu, lost[_physical(gpu)] or "lost, no reason given") if _physical(gpu) in lost else gpu
+        unhealthy(gpu, lost[_physical(gpu)] or "lost, no reason given") if _physical(gpu) in lost else gpu
         for gpu in inventory.gpus
     )
     return replace(inventory, gpus=gpus)
-
-
-_MULTIPROCESSORS_PER_SLICE = 14
-"""As an A100 has."""
-
-_MIG_UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-mig.gpushare-agent")
-_GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it (simulated)"
-_NO_INSTANCES = "MIG mode is enabled and the GPU has no instances (simulated)"
-
-
-class SimulatedInstances:
-    def __init__(self) -> None:
-        self._known: dict[GpuUuid, Gpu] = {}
-
-    def partition(
-        self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], in_use: Collection[GpuUuid]
-    ) -> GpuInventory:
-        """The inventory with the GPUs of `profiles`, by index, partitioned."""
-        # No MIG at all: the inventory stays the same object, and nothing is compared.
-        if not profiles and not self._known:
-            return inventory
-        before, self._known = self._known, {}
-        modes = tuple(replace(gpu, mig_mode=gpu.index in profiles) for gpu in inventory.gpus)
-        inventory = replace(inventory, gpus=modes)
-        for parent in inventory.gpus:
-            for number, profile in enumerate(profiles.get(parent.index, ())):
-                self._add(_instance(parent, number, profile), before, len(inventory.gpus))
-        for gpu in before.values():
-            # As with NVML: its IDs are in the kubelet's records while a container has them.
-            if gpu.uuid not in self._known and gpu.uuid in in_use:
-                mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
-                self._known[gpu.uuid] = _unhealthy(replace(gpu, mig=mig), _GONE)
-        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
-        empty = {index for index, of_gpu in profiles.items() if not of_gpu}
-        gpus = [
-            replace(_unhealthy(gpu, _NO_INSTANCES), is_withheld=True) if gpu.index in empty else gpu
-            for gpu in inventory.gpus
-            if gpu.uuid not in partitioned
-        ]
-        return replace(
-            inventory,
-            gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
-            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in partitioned),
-            topology=_topology(inventory, self._known.values()),
-        )
-
-    def _add(self, gpu: Gpu, before: Mapping[GpuUuid, Gpu], first: int) -> None:
-        taken = {known.index for known in (*before.values(), *self._known.values())}
-        free = next(index for index in range(first, first + len(taken) + 1) if index not in taken)
-        self._known[gpu.uuid] = replace(gpu, index=before[gpu.uuid].index if gpu.uuid in before else free)
-
-
-def _instance(parent: Gpu, number: int, profile: str) -> Gpu:
-    size = PROFILE.fullmatch(profile)
-    memory_mib = int(size["gb"]) * 1024 if size else 0
-    gi_slices = int(size["gi"]) if size else 0
-    ci_slices = int(size["ci"] or gi_slices) if size else 0
-    own = uuid.uuid5(_MIG_UUID_SPACE, f"{parent.uuid}/{number}/{profile}")
-    return replace(
-        parent,
-        uuid=GpuUuid(f"MIG-{own}"),
-        name=f"{parent.name} MIG {profile}",
-        memory_mib=memory_mib,
-        nvlinks=(),
-        mig=MigPlace(
-            profile=profile, number=number, parent=parent.uuid, parent_index=parent.index, gi=number + 1, ci=0,
-            gi_cap=9 * (number + 1) + 3, ci_cap=9 * (number + 1) + 4,
-            attributes=MigAttributes(
-                memory_mib=memory_mib, gi_slices=gi_slices, ci_slices=ci_slices,
-                multiprocessors=_MULTIPROCESSORS_PER_SLICE * ci_slices, copy_engines=gi_slices,
-            ),
-        ),
-    )  # fmt: skip
-
-
-def _topology(inventory: GpuInventory, instances: Collection[Gpu]) -> Topology:
-    of = {gpu.index: gpu.mig.parent_index for gpu in instances if gpu.mig is not None}
-    size = max((*(gpu.index for gpu in inventory.gpus), *of)) + 1
-    physical = [of.get(index, index if index < len(inventory.gpus) else None) for index in range(size)]
-    numa = [inventory.gpus[index].numa_node if index is not None else None for index in physical]
-
-    def link(a: int, b: int) -> Link:
-        first, second = physical[a], physical[b]
-        if a == b:
-            return Link(kind=LinkKind.SELF)
-        if first is None or second is None:
-            return Link(kind=LinkKind.SYS)
-        if first == second:
-            return Link(kind=LinkKind.PIX)
-        found = inventory.topology.link(first, second)
-        # MIG instances have no NVLinks.
-        return Link(kind=LinkKind.NODE) if found.kind is LinkKind.NVLINK and {a, b} & of.keys() else found
-
-    return build_topology([[link(a, b) for b in range(size)] for a in range(size)], numa)

@@ -24,6 +24,7 @@ from gpushare_agent.core.model.errors import RefusalReason
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SAMPLING_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+MIG_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 METHODS = ("Allocate", "GetPreferredAllocation", "PreStartContainer")
 IDENTIFIED_BY = ("listed", "fetched", "repeated", "pod-store")
 """admission/identification.py has the cases."""
@@ -115,6 +116,10 @@ class AgentMetrics:
         self.sampling_failed = count("sampling_failures", "Rounds of sampling that failed.")
         text = "Rounds of sampling that took longer than their period; the next were left out."
         self.sampling_overran = count("sampling_overruns", text)
+        text = (
+            "Duration of calls that make or destroy a MIG instance: create or destroy; done, failed, or left as it is."
+        )
+        self._mig_calls = observe("mig_call_duration_seconds", text, MIG_BUCKETS_S, "call", "outcome")
 
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counted:
         """`labels` by name, with the values of an only one that are known from the start."""
@@ -190,6 +195,17 @@ class AgentMetrics:
     def sampled(self, duration_s: float) -> None:
         """A round of sampling ended well."""
         self._sampling.observe(duration_s)
+
+    def mig_called(self, call: str, outcome: str, duration_s: float) -> None:
+        """`call` is create or destroy, `outcome` done, failed or left."""
+        self._mig_calls.labels(call, outcome).observe(duration_s)
+
+    def show_mig_instances(self, count: Callable[[], Mapping[str, float]]) -> None:
+        """`count`: the instances by their state. Call once, where instances are made on demand."""
+        text = (
+            "MIG instances on GPUs of mig.on_demand: creating, held, idle, destroying, and foreign, which others made."
+        )
+        self._show(_StateCollector("gpushare_mig_instances", text, count, "state"))
 
     def show_node(self, page: NodePage) -> None:
         """The GPUs and containers, made when they are read. Call once."""

@@ -1,0 +1,170 @@
+"""The places for MIG instances as devices that consume counters, and the division of a pool into slices. Pure.
+
+A GPU has a counter set: a counter for each memory slice, for each kind of engine, and for each profile of which the memory
+slices would admit more than the driver does. Two places can be had at once exactly where the counters allow it.
+
+A place stays published while it cannot be had, with a taint: the scheduler takes what a claim uses of the counters from its
+device in the slice, and would give the slices of a device that is missing away (kubernetes #140802).
+
+Source: resource.k8s.io/v1; its limits hold for each slice and device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from gpushare_agent.core.claims.devices import (
+    ENGINES,
+    DevicePolicy,
+    attributes_of,
+    capacity_of,
+    device_name,
+    placement_device_name,
+    taint_value,
+    taints_of,
+)
+from gpushare_agent.core.kube.claims import (
+    Counter,
+    CounterConsumption,
+    CounterSet,
+    Device,
+    DeviceTaint,
+    SliceContent,
+)
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.mig import MigLayout, MigPlace, MigPlacement, MigProfile
+from gpushare_agent.core.model.names import GpuUuid
+
+CONFLICT_TAINT = "gpushare-agent/mig-conflict"
+MAX_DEVICES = 64
+"""Of a slice in which a device has taints or consumes counters."""
+MAX_COUNTER_SETS = 8
+T = TypeVar("T")
+
+
+def pool_slices(
+    devices: Sequence[Device],
+    inventory: GpuInventory,
+    cordoned: Mapping[GpuUuid, str],
+    policy: DevicePolicy,
+    *,
+    instances: Mapping[str, Gpu],
+    blocked: Mapping[MigPlacement, str],
+) -> list[SliceContent]:
+    """The slices in the order in which the scheduler is to try them: `devices`, then the places of the inventory's layouts,
+    GPU by GPU. The devices of a GPU are in slices of their own, so that a change of it writes no others.
+
+    `instances` are those that lie at places, by the names of these; `blocked` says why a place cannot be had."""
+    parents = {gpu.uuid: gpu for gpu in inventory.mig_partitioned}
+    layouts = sorted(
+        (one for one in inventory.mig_layouts if one.profiles and one.parent in parents),
+        key=lambda one: parents[one.parent].index,
+    )
+    groups = [devices]
+    for layout in layouts:
+        places = _in_order(layout)
+        gpus = {place: _at(parents[layout.parent], profile, place) for place, profile in places.items()}
+        groups.append(
+            [
+                Device(
+                    name=(name := placement_device_name(place, profile.name)),
+                    allow_multiple_allocations=True,
+                    attributes=attributes_of(gpu, inventory, {}, policy),
+                    capacity=capacity_of(gpu, policy),
+                    consumes_counters=[
+                        CounterConsumption(device_name(layout.parent), _counters(_used(layout, profile, place.start)))
+                    ],
+                    taints=[
+                        *taints_of(instances.get(name, parents[layout.parent]), cordoned, policy),
+                        *_conflict(layout.problem or blocked.get(place, "")),
+                    ],
+                )
+                for place, profile in places.items()
+                if (gpu := gpus[place]).memory_mib >= policy.block_mib
+            ]
+        )
+    sets = [CounterSet(device_name(one.parent), _counters(_totals(one))) for one in layouts]
+    found = [SliceContent(devices=part) for devices in groups for part in _parts(devices, MAX_DEVICES)]
+    return found + [SliceContent(shared_counters=part) for part in _parts(sets, MAX_COUNTER_SETS)]
+
+
+def _in_order(layout: MigLayout) -> dict[MigPlacement, MigProfile]:
+    """From the end of the GPU, where small instances leave the large ones their places; at one place the small ones first,
+    and those with special engines last."""
+    profiles = {one.id: one for one in layout.profiles}
+
+    def key(place: MigPlacement) -> tuple[int, int, bool, int]:
+        profile = profiles[place.profile]
+        return -place.start, profile.size, not profile.name.endswith("gb"), place.profile
+
+    return {place: profiles[place.profile] for place in sorted(layout.placements, key=key)}
+
+
+def _at(parent: Gpu, profile: MigProfile, place: MigPlacement) -> Gpu:
+    """An instance at a place as far as it is known before it is made."""
+    mig = MigPlace(
+        profile=profile.name,
+        number=-1,
+        parent=parent.uuid,
+        parent_index=parent.index,
+        gi=-1,
+        ci=-1,
+        attributes=profile.attributes,
+        profile_id=profile.id,
+        start=place.start,
+    )
+    return replace(parent, uuid=GpuUuid(""), memory_mib=profile.attributes.memory_mib, mig=mig)
+
+
+def _conflict(reason: str) -> list[DeviceTaint]:
+    # NoSchedule whatever the setting is: who has the place keeps it.
+    return [DeviceTaint(CONFLICT_TAINT, taint_value(reason), "NoSchedule")] if reason else []
+
+
+def _totals(layout: MigLayout) -> dict[str, int]:
+    slices = max(layout.slices, *(start + one.size for one in layout.profiles for start in one.starts))
+    return {
+        **{f"memory-slice-{n}": 1 for n in range(slices)},
+        **_all_engines(layout),
+        **{f"profile-{one.id}": one.most for one in layout.profiles if _is_limited(one)},
+    }
+
+
+def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, int]:
+    return {
+        **{f"memory-slice-{n}": 1 for n in range(start, start + profile.size)},
+        **{field: getattr(profile.attributes, field) for field in _all_engines(layout)},
+        **({f"profile-{profile.id}": 1} if _is_limited(profile) else {}),
+    }
+
+
+def _all_engines(layout: MigLayout) -> dict[str, int]:
+    """The engines of the GPU, which its largest profile has; but none of a kind that instances share by what the driver
+    says: it admits more of a profile than there would be engines."""
+    counts = {field: [getattr(one.attributes, field) for one in layout.profiles] for field in ENGINES.values()}
+    return {
+        field: max(found)
+        for field, found in counts.items()
+        if all(one.most * count <= max(found) for one, count in zip(layout.profiles, found, strict=True))
+    }
+
+
+def _is_limited(profile: MigProfile) -> bool:
+    """There can be fewer than the memory slices admit."""
+    fitting, end = 0, 0
+    for start in sorted(profile.starts):
+        if start >= end:
+            fitting, end = fitting + 1, start + profile.size
+    return profile.most < fitting
+
+
+def _counters(counts: Mapping[str, int]) -> dict[str, Counter]:
+    """By names that are DNS labels."""
+    return {name.replace("_", "-"): Counter(str(count)) for name, count in counts.items() if count}
+
+
+def _parts(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    return [items[at : at + most] for at in range(0, len(items), most)]

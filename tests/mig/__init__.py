@@ -1,0 +1,1 @@
+"""Tests of MIG instances on demand."""

@@ -1,0 +1,227 @@
+"""Whatever happens to the instances, in whatever order: no two claims have places that overlap, nothing that is foreign or in
+use is destroyed, and in the end there is what claims hold, and nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from gpushare_agent.core.model.errors import Conflict
+from gpushare_agent.core.model.mig import MigPlacement
+from gpushare_agent.core.model.names import GpuUuid
+from tests.mig.support_mig import BY_ID, POINTS, PROFILES, SLOW, Killed, Owner, gpu_uuid, named
+
+PLACES = [MigPlacement(gpu_uuid(gpu), one.id, start) for gpu in range(2) for one in PROFILES for start in one.starts]
+
+
+class World:
+    """Claims over an owner, as a scheduler, a kubelet and strangers make and end them."""
+
+    def __init__(self) -> None:
+        self.owner = Owner(2, idle_s=60.0)
+        self.claims: dict[str, MigPlacement] = {}
+        self.prepared: dict[str, GpuUuid] = {}
+        self.number = 0
+
+    async def claim(self, where: MigPlacement) -> None:
+        self.number += 1
+        uid = f"claim-{self.number}"
+        self.claims[uid] = where
+        await self.prepare(uid)
+
+    async def prepare(self, uid: str) -> None:
+        """As the kubelet does, which asks again until it has it."""
+        owner, where = self.owner, self.claims[uid]
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(owner.hold(uid, where))
+            killed = group.create_task(owner.driver.killed.wait())
+            await asyncio.wait({call, killed}, return_when=asyncio.FIRST_COMPLETED)
+            call.cancel()
+            killed.cancel()
+        if owner.driver.killed.is_set():
+            await self.restart()
+        elif not call.cancelled() and call.result() == "":
+            one = owner.hardware.at(where)
+            assert one is not None and one.uuid == owner.mig.gpus[named(where)].uuid
+            self.prepared[uid] = GpuUuid(one.uuid)
+            one.users.add(uid)
+        self.check()
+
+    async def end(self, uid: str) -> None:
+        where = self.claims.pop(uid)
+        self.prepared.pop(uid, None)
+        if (one := self.owner.hardware.at(where)) is not None:
+            one.users.discard(uid)
+        self.owner.mig.release(uid)
+        await self.quiet()
+
+    async def restart(self) -> None:
+        held = {uid: {named(self.claims[uid]): uuid} for uid, uuid in self.prepared.items()}
+        await self.owner.restart(held)
+
+    async def quiet(self, seconds: float = 0.0) -> None:
+        await self.owner.later(seconds)
+        if self.owner.driver.killed.is_set():
+            await self.restart()
+        self.check()
+
+    def check(self) -> None:
+        hardware = self.owner.hardware
+        assert hardware.wrong == []
+        for uid, uuid in self.prepared.items():
+            one = hardware.at(self.claims[uid])
+            if one is not None and one.uuid == uuid:
+                assert one.maker == "agent"
+        spans = [(where, self.prepared[uid]) for uid, where in self.claims.items() if uid in self.prepared]
+        for where, uuid in spans:
+            for other, another in spans:
+                slices = set(range(where.start, where.start + BY_ID[where.profile].size))
+                others = set(range(other.start, other.start + BY_ID[other.profile].size))
+                is_same_life = uuid == another
+                if where.parent == other.parent and slices & others and not is_same_life:
+                    # Only where a stranger or a reboot took the instance of one of them.
+                    lives = {one.uuid for one in hardware.all()}
+                    assert not {uuid, another} <= lives
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("claim"), st.sampled_from(PLACES)),
+        st.tuples(st.just("claim"), st.sampled_from(PLACES)),
+        st.tuples(st.just("end"), st.integers(0, 9)),
+        st.tuples(st.just("prepare"), st.integers(0, 9)),
+        st.tuples(st.just("kill"), st.sampled_from(POINTS)),
+        st.tuples(st.just("fail"), st.sampled_from(POINTS[2:])),
+        st.tuples(st.just("conflict"), st.just("before create")),
+        st.tuples(st.just("time"), st.sampled_from((1, 61))),
+        st.tuples(st.just("by hand"), st.sampled_from(PLACES)),
+        st.tuples(st.just("removed"), st.integers(0, 9)),
+        st.tuples(st.just("monitor"), st.integers(0, 9)),
+        st.tuples(st.just("reboot"), st.just(0)),
+        st.tuples(st.just("drain"), st.booleans()),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(ACTIONS)
+@settings(max_examples=150, deadline=None)
+def test_in_whatever_order(actions: list[tuple[str, object]]) -> None:
+    with capture_logs():
+        asyncio.run(run(actions))
+
+
+async def run(actions: list[tuple[str, object]]) -> None:
+    world = World()
+    owner, hardware = world.owner, world.owner.hardware
+    await owner.start()
+    for action, value in actions:
+        claims, instances = sorted(world.claims), list(hardware.all())
+        match action, value:
+            case "claim", MigPlacement() as where:
+                await world.claim(where)
+            case "end", int(number) if claims:
+                await world.end(claims[number % len(claims)])
+            case "prepare", int(number) if claims:
+                await world.prepare(claims[number % len(claims)])
+            case "kill", str(point):
+                owner.raise_at(point, Killed())
+            case "fail", str(point):
+                owner.raise_at(point, SLOW)
+            case "conflict", str(point):
+                owner.raise_at(point, Conflict("INSUFFICIENT_RESOURCES"))
+            case "time", int(seconds):
+                await world.quiet(seconds)
+            # While a call for it may still be carried out nobody can say whose an instance there is.
+            case "by hand", MigPlacement() as where if where not in owner.mig._in_doubt:
+                hardware.by_hand(where)
+                await world.quiet()
+            case "removed", int(number) if instances:
+                hardware.removed_by_hand(instances[number % len(instances)])
+                await world.quiet()
+            case "monitor", int(number) if instances:
+                instances[number % len(instances)].users.symmetric_difference_update({"monitor"})
+            case "reboot", _:
+                hardware.reboot()
+                owner.records.content = []  # as of another boot
+                await world.restart()
+            case "drain", bool(is_draining):
+                owner.mig.own_node.is_draining = is_draining
+                await world.quiet()
+            case "restart", _:
+                await world.restart()
+    # All that hinders ends; then each claim has its instance, or is refused because of a stranger's.
+    owner.raise_at("nowhere")
+    for one in hardware.all():
+        one.users.discard("monitor")
+    for _ in range(3):
+        await world.quiet(120)
+    by_hand = [one for one in hardware.all() if one.maker == "hand"]
+    for uid in sorted(world.claims):
+        await world.end(uid)
+    for _ in range(3):
+        await world.quiet(120)
+    assert [one for one in hardware.all() if one.maker != "hand"] == []
+    if owner.mig._in_doubt:  # until the driver answers another call for the GPU, or the process ends
+        await world.restart()
+        await world.quiet()
+    assert [one for one in hardware.all() if one.maker == "hand"] == by_hand
+    assert (owner.records.content, owner.mig.made, owner.mig._failures, owner.mig._wanted) == ([], set(), {}, {})
+    counts = owner.counts()
+    assert counts.pop("foreign") == len(by_hand) and not any(counts.values())
+    calls = len(owner.driver.calls)
+    await world.quiet(10_000)
+    assert len(owner.driver.calls) == calls
+    await owner.stop()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_two_hundred_claims_under_twenty_kills(seed: int) -> None:
+    """Of mixed profiles, on the first place that is free, as the scheduler has it from the slice."""
+    random, world = Random(seed), World()
+    owner = world.owner
+    await owner.start()
+    kills = 0
+    with capture_logs():
+        for number in range(200):
+            if number % 10 == 5:
+                owner.raise_at(random.choice(POINTS))
+            profile = random.choice(PROFILES)
+            taken = [*world.claims.values()]
+            free = [one for one in PLACES if one.profile == profile.id and not _overlaps_any(one, taken)]
+            if free:
+                await world.claim(free[0])
+            for uid in sorted(world.claims):
+                if uid not in world.prepared:
+                    await world.prepare(uid)
+            kills += number % 10 == 5
+            while world.claims and random.random() < 0.6:
+                await world.end(random.choice(sorted(world.claims)))
+        assert kills == 20
+        for uid in sorted(world.claims):
+            await world.prepare(uid)
+            assert uid in world.prepared
+            await world.end(uid)
+        await world.quiet(120)
+        await world.quiet(120)
+    assert ([*owner.hardware.all()], owner.records.content) == ([], [])
+    await owner.stop()
+
+
+def _overlaps_any(where: MigPlacement, taken: list[MigPlacement]) -> bool:
+    def slices(one: MigPlacement) -> set[int]:
+        return set(range(one.start, one.start + BY_ID[one.profile].size))
+
+    def media(one: MigPlacement) -> bool:
+        return "+me" in BY_ID[one.profile].name
+
+    return any(
+        one.parent == where.parent and (slices(one) & slices(where) or (media(one) and media(where))) for one in taken
+    )
