@@ -247,6 +247,19 @@ async def test_what_is_another_instance_now_stays(library_directory: Path, machi
     assert (labels(undivided), undivided["layouts"]) == ({"GPU-0": " Healthy", "GPU-1": " Healthy"}, [])
 
 
+async def test_a_new_instance_is_none_that_was_there(library_directory: Path, machine: Path) -> None:
+    """Others may have made it, whole or half, in the moment before."""
+    hardware = Hardware(machine)
+    hardware.make(0, 1, H100["3g.40gb"], 0, ("MIG-else", 3))
+    hardware.make(0, 2, H100["3g.40gb"], 4)
+    before = hardware.instances
+    async with running(library_directory, TWO + RIGHTS, machine) as probe:
+        for start in (0, 4):
+            assert "another instance lies there" in (await probe.ask(f"create_new GPU-0 9 {start}"))["conflict"]
+        assert hardware.instances == before
+        assert (await probe.ask("create_new GPU-1 9 4"))["start"] == 4
+
+
 async def test_parts_of_an_instance_stay_as_they_are(library_directory: Path, machine: Path) -> None:
     """Several compute instances in one GPU instance are each a device; nothing of ours is made among them."""
     hardware = Hardware(machine)
