@@ -67,6 +67,7 @@ async def test_an_a100_is_divided_into_1g_2g_and_3g(library_directory: Path) -> 
     assert gpus["MIG-2222"]["mig"] == {
         "profile": "2g.10gb", "number": 1, "parent": "GPU-aaaa", "parent_index": 0, "gi": 3, "ci": 0,
         "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1, "is_gone": False, "profile_id": 101, "start": 0,
+        "caps_major": 0,
         "attributes": {
             "memory_mib": 9984, "gi_slices": 2, "ci_slices": 2, "multiprocessors": 28, "copy_engines": 2, "decoders": 1,
             "encoders": 1, "jpeg_engines": 2, "ofa_engines": 3,
@@ -74,6 +75,19 @@ async def test_an_a100_is_divided_into_1g_2g_and_3g(library_directory: Path) -> 
     }  # fmt: skip
     assert gpus["MIG-2222"]["minor"] == 0
     assert inventory["links"][2] == ["PIX", "PHB", "SELF", "PIX", "PIX"]
+
+
+async def test_the_nodes_of_instances_have_numbers(library_directory: Path) -> None:
+    """So that a container's runtime needs none of them on the host."""
+    async with running_probe(library_directory, A100 + ONE_G, mig_minors=MINORS) as probe:
+        for content, major in (
+            ("Character devices:\n195 nvidia\n511 nvidia-caps\n510 nvidia-caps-imex-channels\n", 511),
+            ("Character devices:\n", 0),
+        ):
+            (probe.directory / "proc").mkdir(exist_ok=True)
+            (probe.directory / "proc" / "devices").write_text(content)
+            gpus = {gpu["uuid"]: gpu for gpu in (await probe.read())["gpus"]}
+            assert gpus["MIG-1111"]["mig"].get("caps_major", 0) == major
 
 
 async def test_an_h100_has_media_extensions_and_compute_instances(library_directory: Path) -> None:

@@ -185,6 +185,16 @@ def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
     return {(int(gpu), int(gi), int(ci) if ci else None): int(minor) for gpu, gi, ci, minor in found}
 
 
+def read_caps_major(path: Path) -> int:
+    """The major number of all nodes in /dev/nvidia-caps, of a line such as `511 nvidia-caps` of /proc/devices; 0 without."""
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            found = re.search(r"^ *([1-9][0-9]{0,3}) nvidia-caps$", file.read(_MAX_MINORS_BYTES), flags=re.M)
+    except OSError:
+        return 0
+    return int(found[1]) if found is not None else 0
+
+
 def _attributes(handle: Any) -> MigAttributes:
     found = call("nvmlDeviceGetAttributes", handle)
     return MigAttributes(

@@ -32,6 +32,7 @@ from gpushare_agent.agent.gpus.nvml.mig import (
     find_instances,
     mig_mode,
     read_cap_minors,
+    read_caps_major,
     read_place,
 )
 from gpushare_agent.agent.gpus.nvml.mig_instances import MigLayouts
@@ -263,6 +264,7 @@ class NvmlReader(Struct, eq=False):
     on_demand: Sequence[str] = ()
     unified_memory_mib: int = 0
     _in_use: Collection[GpuUuid] = ()
+    _caps_major: int = 0
     _topology: NvmlTopology = field(default_factory=NvmlTopology)
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
     _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
@@ -397,6 +399,7 @@ class NvmlReader(Struct, eq=False):
         """Adds the MIG instances to `seen`; the GPUs that they are of, and those on demand. Another one without instances is
         Unhealthy."""
         caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
+        self._caps_major = read_caps_major(self.proc / "devices") if caps else 0
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         partitioned |= {gpu.uuid for gpu in self._known.values() if self._is_on_demand(gpu)}
         for gpu in found:
@@ -439,6 +442,7 @@ class NvmlReader(Struct, eq=False):
             memory_mib = _memory_mib(found.handle) or (place.attributes.memory_mib if place.attributes else 0)
         except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
+        place = replace(place, caps_major=self._caps_major)
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
             return replace(gpu, unhealthy_reason=f"its GPU {parent.index}: {parent.unhealthy_reason}")
