@@ -133,13 +133,13 @@ class Hardware:
     def at(self, where: MigPlacement) -> Real | None:
         return next((one for one in self.gpus[where.parent] if one.place == where), None)
 
-    def create(self, where: MigPlacement, maker: str = "agent") -> Iterator[str]:
+    def create(self, where: MigPlacement, maker: str = "agent", *, is_new: bool = False) -> Iterator[str]:
         """The steps of a creation, each with what is done once it was taken. Raises Conflict."""
         if where.parent in self.without_mig:
             raise NotFound("the GPU is not in MIG mode")
         instances, wanted = self.gpus[where.parent], Real(gi=0, place=where, maker=maker)
         one = self.at(where)
-        if one is not None and one.uuid:
+        if one is not None and (one.uuid or is_new):
             raise Conflict("INSUFFICIENT_RESOURCES")
         if one is None:
             compute = [BY_ID[each.place.profile].attributes.ci_slices for each in (*instances, wanted)]
@@ -177,7 +177,7 @@ class Hardware:
         if self.at(where) is not None:
             return False
         try:
-            list(self.create(where, "hand"))
+            list(self.create(where, maker="hand"))
         except Conflict:
             return False
         return True
@@ -214,9 +214,9 @@ class Driver:
         self._open: dict[GpuUuid, int] = {}
         self.killed = asyncio.Event()
 
-    async def create_instance(self, where: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, where: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         self.calls.append(("create", where))
-        await self._take("create", where.parent, lambda: self.hardware.create(where))
+        await self._take("create", where.parent, lambda: self.hardware.create(where, is_new=is_new))
         return MigGpuInstance(gi=0, profile=where.profile, start=where.start, size=1)
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
@@ -272,7 +272,7 @@ class Owner:
     def __init__(self, gpus: int = 1, *, idle_s: float = 600.0, **settings: Any) -> None:
         self.hardware = Hardware(gpus)
         self.driver, self.records = Driver(self.hardware), Records()
-        self.records.killed = lambda: self.driver.killed.set()
+        self.records.killed = self.driver.killed.set
         self.now, self.is_answering = 1000.0, True
         self.seen: Any = SimpleNamespace(
             current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={}

@@ -34,9 +34,9 @@ class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
 
     in_use: Callable[[], Collection[GpuUuid]]
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """Makes the GPU instance at this place, and in it one compute instance that has all of it; where the GPU instance
-        is there, the compute instance alone. Cancelled, the call goes on in its thread.
+        is there, the compute instance alone, but not if it `is_new`. Cancelled, the call goes on in its thread.
 
         Raises Conflict: the place is taken; Rejected: this process has not the right, with the remedy; NotFound: there is no
         such GPU or place; Unavailable: the driver does not answer, and may have made it all the same."""

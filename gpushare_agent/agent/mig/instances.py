@@ -55,7 +55,7 @@ _DONE = {MigState.CREATING: "made", MigState.DESTROYING: "destroyed"}
 class MakesInstances(Protocol):
     """As NodeDriver has them."""
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance: ...
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance: ...
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None: ...
 
@@ -358,7 +358,7 @@ class MigInstances:
             self._in_doubt.add(place)
             async with bounded(CALL_S, f"the driver did not answer within {CALL_S:g} s"):
                 if step.instance is None:
-                    await self._driver.create_instance(place)
+                    await self._driver.create_instance(place, is_new=made.gi is None)
                 else:
                     await self._driver.destroy_instance(place.parent, step.instance)
             self._answered(place.parent)

@@ -124,9 +124,9 @@ class NvmlDriver:
         keep = partial(self._limits.keep, desired, may_set=may_set)
         return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """As NodeDriver has it."""
-        create = partial(create_instance, self._session, place)
+        create = partial(create_instance, self._session, place, is_new=is_new)
         return await self._of(place.parent).call(create, f"making a MIG instance of {place.parent}", self._timeout_s)
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:

@@ -117,7 +117,7 @@ class MigLayouts(Struct, eq=False):
             raise
 
 
-def create_instance(session: NvmlSession, place: MigPlacement) -> MigGpuInstance:
+def create_instance(session: NvmlSession, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
     """As NodeDriver has it."""
     what = f"making a MIG instance at memory slice {place.start} of GPU {place.parent}"
     with session.used(what), _renamed(what, _TAKEN):
@@ -128,6 +128,8 @@ def create_instance(session: NvmlSession, place: MigPlacement) -> MigGpuInstance
         # A process that was killed between the two calls has left the GPU instance.
         there = ((one, call("nvmlGpuInstanceGetInfo", one)) for one in _gpu_instances(handle, place.profile))
         gi = next((one for one, info in there if info.placement.start == place.start), None)
+        if gi is not None and is_new:
+            raise Conflict(f"{what}: {_TAKEN}")
         if gi is None:
             wanted = pynvml.c_nvmlGpuInstancePlacement_t(place.start, size)
             gi = call("nvmlDeviceCreateGpuInstanceWithPlacement", handle, place.profile, byref(wanted))

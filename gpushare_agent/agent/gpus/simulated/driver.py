@@ -197,11 +197,10 @@ class SimulatedDriver:
             for one in desired
         ]
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """As NodeDriver has it."""
-        make = partial(
-            self._hardware.create, self._inventory.gpus, await self._read_faults("making a MIG instance"), place
-        )
+        faults = await self._read_faults("making a MIG instance")
+        make = partial(self._hardware.create, self._inventory.gpus, faults, place, is_new=is_new)
         return await self._blocking(place.parent, make, "making a simulated MIG instance")
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:

@@ -63,7 +63,9 @@ class SimulatedHardware:
         with self._lock:
             return self._instances(gpus, faults)
 
-    def create(self, gpus: Sequence[Gpu], faults: Faults, place: MigPlacement) -> MigGpuInstance:
+    def create(
+        self, gpus: Sequence[Gpu], faults: Faults, place: MigPlacement, *, is_new: bool = False
+    ) -> MigGpuInstance:
         """As NodeDriver has it."""
         gpu, fault = _in_mig_mode(gpus, faults, place.parent)
         time.sleep(fault.create_s)
@@ -77,7 +79,7 @@ class SimulatedHardware:
             half = next(
                 (one for one in own if (one.profile, one.start, one.uuid) == (profile.id, place.start, "")), None
             )
-            if half is None and not has_room(profiles, _placed(profiles, own), profile, place.start):
+            if (half is None or is_new) and not has_room(profiles, _placed(profiles, own), profile, place.start):
                 raise Conflict(f"no room for {profile.name} at {place.start} of GPU {gpu.index} (simulated)")
             gi = _free_id(own) if half is None else half.gi
             made = SimulatedInstance(

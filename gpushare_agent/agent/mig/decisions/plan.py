@@ -45,9 +45,9 @@ class Wishes(Struct, frozen=True, kw_only=True):
 
     `expired`: nobody needs an instance there any longer. `in_doubt`: the driver was called for it and has not answered, so
     that the call may still be carried out. `refused`: it answered that it did not make it, so that what is whole there is
-    another's. `waiting`: the last call failed and is not to be tried yet, with the reason.
-    `short`: the driver lacked something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may
-    be made, and why nothing may be made or destroyed, empty where it may."""
+    another's. `waiting`: the last call failed and is not to be tried yet, with the reason. `short`: the driver lacked
+    something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may be made, and why nothing may
+    be made or destroyed, empty where it may."""
 
     held: Collection[MigPlacement] = ()
     wanted: Sequence[MigPlacement] = ()
