@@ -29,6 +29,7 @@ from tests.dra.support_claims import (
     using,
 )
 from tests.extender.support_extender import eventually
+from tests.isolation.support_cdi import schema
 from tests.support_core import mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
 
@@ -69,6 +70,7 @@ def spec(driver: Driver, number: int = 1) -> list[dict[str, Any]]:
     """The device nodes that the runtime gives, with their numbers."""
     path = driver.cdi / f"gpushare-agent-claim-{uid_of(number)}.json"
     document = json.loads(path.read_text())
+    schema().validate(document)
     assert all("/" not in one["name"] for one in document["devices"])
     nodes: list[dict[str, Any]] = document["devices"][0]["containerEdits"]["deviceNodes"]
     return [one for one in nodes if "uvm" not in one["path"] and "ctl" not in one["path"]]
