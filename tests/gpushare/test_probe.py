@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.library import MARK
 from gpushare_agent.agent.isolation.gpushare.probe import LibraryProbe
@@ -22,7 +23,7 @@ from gpushare_agent.core.model.usage import BusyProcess, GpuBusy
 from native.build_gpushare import build_gpushare
 from tests.agent.support_agent import open_child, poll_until
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import CONTEXT_MIB, Machine, needs_own_programs
+from tests.gpushare.support_gpushare import CONTEXT_MIB, Machine, needs_own_programs, uuid_of
 from tests.gpushare.test_many_processes import bytes_of_driver
 from tests.native.build import build_program, cuda_include
 from tests.sandbox.support_sandbox import MEMORY, NodeUnderTest, open_test_node
@@ -67,6 +68,13 @@ async def test_the_library_passes(machine_with: MachineWith, library: Path, unif
     assert state is ProbeState.PASSED, text
     assert "refused memory after 1728 MiB and its context in 2048 MiB" in text
     assert is_clean(machine)
+
+
+async def test_it_passes_on_a_gpu_next_to_one_that_mig_divides(machine_with: MachineWith, library: Path) -> None:
+    """It names that GPU; else CUDA would show it an instance."""
+    machine = machine_with(instances="10240", gpus=2)
+    state, text = await probe_of(machine, library).prove(replace(GPU, index=1, uuid=GpuUuid(uuid_of("1"))))
+    assert state is ProbeState.PASSED, text
 
 
 class Driver:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from tests.support_core import container, isolation_config, mig_instance, pod
 
 
@@ -42,6 +44,17 @@ def test_a_share_of_an_instance_is_given(name: str) -> None:
     """By libgpushare as one of a GPU; or nothing is kept, in an instance or elsewhere."""
     found = ISOLATIONS[name].edits(request(is_whole=False))
     assert isinstance(found, ContainerEdits) and bool(found.mounts) == (name == "gpushare")
+
+
+def test_a_part_of_the_compute_of_an_instance_has_no_shares() -> None:
+    """Several such parts have the same memory, of which shares in each would be given."""
+    part = mig_instance(2, 0, 1, profile="1c.3g.40gb")
+    names = ResourceNames(shares_in_mig=True)
+    assert [names.units(gpu, ResourceKind.VCORE) for gpu in (part, mig_instance(2, 0, 1))] == [0, 100]
+    share = replace(request(is_whole=False).shares[0], gpu=part)
+    refused = ISOLATIONS["gpushare"].edits(replace(request(is_whole=False), shares=(share,)))
+    assert isinstance(refused, Refused) and "other compute instances have the same memory" in refused.detail
+    assert not isinstance(ISOLATIONS["none"].edits(replace(request(is_whole=False), shares=(share,))), Refused)
 
 
 @pytest.mark.parametrize("name", ["driver", "gpushare", "mps", "none"])

@@ -176,7 +176,8 @@ def gpus_annotation(
         if gpu.uuid in in_parts:
             fact["parts"] = True
         if gpu.mig:
-            fact["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}
+            takes_shares = shares_in_mig and gpu.mig.has_own_memory
+            fact["mig"] = {"label": gpu.label, "profile": gpu.mig.profile, "shares": takes_shares}
         return fact
 
     document: dict[str, object] = {"schema": GPUS_SCHEMA, "memory_block_mib": memory_block_mib}

@@ -14,6 +14,7 @@ from gpushare_agent.agent.isolation.kept import NOTHING_KEPT, Kept, kept_togethe
 from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu, KernelModule
+from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import ENV_LIBRARY_PATH, LIBRARY_DIRECTORY, PodUid, touches
 from gpushare_agent.core.model.pods import ContainerSpec
 
@@ -176,16 +177,18 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
                 ". Leave runtimeClassName out, or ask for whole GPUs",
             )
         # A whole instance is the hardware's own limit.
-        instance = next(
-            (share.gpu for share in request.shares if share.gpu.mig is not None and not share.is_whole), None
-        )
-        if instance is None or not self.why_not_in_mig:
-            return self.edit(request)
-        return invalid(
-            f"container {request.container.name} cannot have a share of MIG instance {instance.label} under isolation"
-            f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU"
-            " that is not MIG-partitioned."
-        )
+        for gpu in (share.gpu for share in request.shares if not share.is_whole):
+            if gpu.mig is not None and (why := self._why_not_in(gpu.mig)):
+                return invalid(
+                    f"container {request.container.name} cannot have a share of MIG instance {gpu.label} under isolation"
+                    f" {self.name}: {why}. Nothing was allocated; request a whole instance, or a share of a GPU that is not"
+                    " MIG-partitioned."
+                )
+        return self.edit(request)
+
+    def _why_not_in(self, mig: MigPlace) -> str:
+        has_others = self.limits and not mig.has_own_memory
+        return self.why_not_in_mig or ("other compute instances have the same memory" if has_others else "")
 
 
 def invalid(detail: str) -> Refused:

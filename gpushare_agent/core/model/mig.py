@@ -54,6 +54,11 @@ class MigPlace(Struct, frozen=True, kw_only=True):
     caps_major: int = 0
     """The major number of its two nodes; 0 where the host does not say."""
 
+    @property
+    def has_own_memory(self) -> bool:
+        """False for a part of a GPU instance's compute, as `1c.3g.40gb`: all parts have the same memory."""
+        return not self.profile.partition(".")[0].endswith("c")
+
 
 class MigPlacement(Struct, frozen=True, order=True):
     """A place where an instance may lie. `profile` is the driver's ID of the GPU instance profile, `start` its first memory

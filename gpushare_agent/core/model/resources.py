@@ -332,13 +332,16 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
                 return kind
         return None
 
+    def takes_shares(self, gpu: Gpu) -> bool:
+        """False for a MIG instance whose share the isolation cannot limit, or whose memory others have, too."""
+        return gpu.mig is None or (self.shares_in_mig and gpu.mig.has_own_memory)
+
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
         """Whole units of a GPU; where the resource has several names, units of the one that the GPU serves."""
         if kind.is_part:
             served = kind.layout(self).served(gpu) if kind in self.kinds else None
             return served.replicas.of if served is not None else 0
-        # The isolation cannot limit a process inside an instance: a share of it would be no share.
-        if gpu.mig is not None and not self.shares_in_mig:
+        if not self.takes_shares(gpu):
             return 0
         return CORES_PER_GPU if kind.measure is Measure.CORES else gpu.memory_mib // self.unit_mib(kind)
 

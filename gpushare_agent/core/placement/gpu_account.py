@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.core.model.errors import RefusalReason
-from gpushare_agent.core.model.gpus import Gpu, GpuReport, MigReport
+from gpushare_agent.core.model.gpus import Gpu, GpuReport
 from gpushare_agent.core.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.core.model.resources import WHOLE_GPU, Request, ResourceNames
 
@@ -539,7 +539,6 @@ def account_of(
 ) -> GpuAccount:
     """The account of a GPU with `used` charged in all, `reusable` included; `more` are the account's other fields.
     Whether an instance takes shares is this node's setting, or what its own node reports."""
-    mig = gpu.mig
     return GpuAccount(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -547,9 +546,11 @@ def account_of(
         block_mib=names.memory_block_mib,
         unit_mib=names.gpu_mem_unit_mib,
         is_healthy=gpu.is_healthy,
-        instance=gpu.label if mig is not None else "",
+        instance=gpu.label if gpu.mig is not None else "",
         name=gpu.name,
-        takes_shares=mig is None or (mig.takes_shares if isinstance(mig, MigReport) else names.shares_in_mig),
+        takes_shares=(gpu.mig is None or gpu.mig.takes_shares)
+        if isinstance(gpu, GpuReport)
+        else names.takes_shares(gpu),
         serves_parts=gpu.serves_parts if isinstance(gpu, GpuReport) else names.serves_parts(gpu),
         used=used,
         reusable=reusable,

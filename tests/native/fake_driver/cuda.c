@@ -60,8 +60,9 @@ static int minor_named(const char *word, const unsigned *seen, unsigned seen_cou
 /* CUDA_VISIBLE_DEVICES: up to the first word that names no GPU. */
 static void enumerate(void)
 {
-    unsigned seen[MAX_GPUS], seen_count = visible_instances(seen), most = seen_count ? 1 : MAX_GPUS;
     const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    int names_gpu = wanted && strncmp(wanted, "GPU-", 4) == 0;
+    unsigned seen[MAX_GPUS], seen_count = names_gpu ? 0 : visible_instances(seen), most = seen_count ? 1 : MAX_GPUS;
     seen_count = seen_count ? seen_count : visible_gpus(seen);
     char text[2048], *rest = NULL;
     if (!wanted) {

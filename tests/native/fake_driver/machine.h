@@ -42,7 +42,7 @@
  *                                 instance has time and memory of its own, and NVML shows no utilisation of it, nor of GPU 0
  *   devices                       minor numbers that this process sees, by commas, or `all`; without it those of which /dev
  *                                 has a nvidia<minor>, and where there is none, all. 0:1 is instance 1 of GPU 0 alone. As long as
- *                                 a process sees an instance, CUDA shows it that one device
+ *                                 a process sees an instance, CUDA shows it that one device, unless it names a GPU by UUID
  *   log             0             1: every call of the driver on standard error
  *   dies_in                       the name of a call in which the process is killed, as the kernel's OOM killer may
  *   lacks                         the name of a function that cuGetProcAddress does not find
