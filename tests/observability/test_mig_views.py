@@ -14,9 +14,12 @@ from gpushare_agent.agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.agent.observability.display import graph_text
 from gpushare_agent.agent.observability.metrics.node import gpu_series
 from gpushare_agent.agent.observability.node_snapshot import mig_gpus
+from gpushare_agent.core.claims.mig_devices import room
+from gpushare_agent.core.formats.mig_profiles import mig_profiles
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Refused
-from gpushare_agent.core.model.names import CORES_PER_GPU
+from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout
+from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.core.model.resources import Request, ResourceKind
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.node_report.documents import DecisionDocument, NodeDocument
@@ -154,3 +157,32 @@ def test_the_cluster_is_told_of_a_gpu_of_instances_on_demand() -> None:
     document = inspection_document([report_document("n1", report, [])])
     assert document["totals"]["gpus"] == 0
     assert f"n1 GPU 1 ({divided.name}, Cordoned): MIG on demand" in lines_of(document)
+
+
+@pytest.mark.parametrize(
+    ("product", "memory_mib", "slices", "taken", "left"),
+    [
+        (
+            "NVIDIA A30",
+            24576,
+            4,
+            "1g.6gb+me",
+            {"4g.24gb": 0, "2g.12gb": 1, "2g.12gb+me": 0, "1g.6gb": 3, "1g.6gb+me": 0},
+        ),
+        ("NVIDIA A30", 24576, 4, "", {"4g.24gb": 1, "2g.12gb": 2, "2g.12gb+me": 1, "1g.6gb": 4, "1g.6gb+me": 1}),
+    ],
+)
+def test_room_is_what_the_counters_of_the_slices_leave(
+    product: str, memory_mib: int, slices: int, taken: str, left: dict[str, int]
+) -> None:
+    """Engines too: one of `+me` leaves slices for another that cannot be made."""
+    profiles = mig_profiles(product, memory_mib)
+    layout = MigLayout(parent=GpuUuid("GPU-0"), slices=slices, profiles=profiles)
+    has = tuple(MigGpuInstance(gi=1, profile=one.id, start=0, size=one.size) for one in profiles if one.name == taken)
+    assert dict(room(layout, has, frozenset())) == left
+
+
+def test_an_instance_of_an_unknown_profile_takes_its_slices() -> None:
+    [layout] = on_demand_node().inventory.mig_layouts
+    unknown = MigGpuInstance(gi=9, profile=999, start=0, size=4)
+    assert room(layout, (unknown,), frozenset()) == {"7g.80gb": 0, "3g.40gb": 1, "2g.20gb": 1, "1g.10gb": 3}

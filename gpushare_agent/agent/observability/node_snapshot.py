@@ -16,6 +16,7 @@ from types import MappingProxyType
 from msgspec import Struct, convert, to_builtins
 
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
+from gpushare_agent.core.claims.mig_devices import room
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
 from gpushare_agent.core.model.mig import MigLayout, MigPlacement
@@ -244,7 +245,9 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
     uuids = {one.gi: shown.get(one.gi, one.compute[0].uuid) if one.compute else "" for one in layout.instances}
     states = {gi: _mig_state(GpuUuid(uuid), snapshot) for gi, uuid in uuids.items()}
     # One that is idle makes way for another.
-    fits = layout.room((one for one in layout.instances if states[one.gi] != "idle"), snapshot.mig_blocked)
+    taken = tuple(one for one in layout.instances if states[one.gi] != "idle")
+    blocked = {place: why for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}
+    fits = room(layout, taken, frozenset(blocked))
     instances: list[documents.MigInstance] = []
     places: dict[str, list[str]] = {}
     for one in sorted(layout.instances, key=lambda one: one.start):
@@ -254,17 +257,16 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
             {"profile": profile, "start": one.start, "size": one.size, "uuid": uuids[one.gi], "state": state}
         )
         places.setdefault(state, []).append(f"{profile} at {one.start}")
-    blocked = {why for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}
-    room = ", or ".join(f"{count} of {name}" for name, count in fits.items() if count) or "no further instance"
+    has_room = ", or ".join(f"{count} of {name}" for name, count in fits.items() if count) or "no further instance"
     return {
         **_state(gpu, snapshot),
         "slices": layout.slices,
         "instances": instances,
         "fits": fits,
         "texts": [
-            layout.problem or f"MIG on demand, with room for {room}",
+            layout.problem or f"MIG on demand, with room for {has_room}",
             *(f"{text}: {', '.join(places[state])}" for state, text in _STATE_TEXTS.items() if state in places),
-            *(f"blocked: {why}" for why in sorted(blocked - {layout.problem})),
+            *(f"blocked: {why}" for why in sorted({*blocked.values()} - {layout.problem})),
         ],
     }
 

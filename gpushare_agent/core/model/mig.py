@@ -10,8 +10,6 @@ Source: NVML API reference, "Multi Instance GPU Management"; NVIDIA's MIG user g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
 from msgspec import Struct
 
 from gpushare_agent.core.model.names import GpuUuid
@@ -114,20 +112,6 @@ class MigLayout(Struct, frozen=True, kw_only=True):
     def profile(self, number: int) -> MigProfile | None:
         """The profile with the driver's ID."""
         return next((one for one in self.profiles if one.id == number), None)
-
-    def room(self, taken: Iterable[MigGpuInstance], blocked: Collection[MigPlacement] = ()) -> dict[str, int]:
-        """How many more instances of each profile alone could be made next to those `taken`, none at a place that is
-        `blocked`; the largest profile first."""
-        taken = tuple(taken)
-        found = {}
-        for profile in sorted(self.profiles, key=lambda one: (-one.attributes.gi_slices, -one.size, one.name)):
-            count, end = 0, 0
-            for start in sorted(profile.starts):
-                is_free = all(start >= one.start + one.size or one.start >= start + profile.size for one in taken)
-                if start >= end and is_free and MigPlacement(self.parent, profile.id, start) not in blocked:
-                    count, end = count + 1, start + profile.size
-            found[profile.name] = max(0, min(count, profile.most - sum(one.profile == profile.id for one in taken)))
-        return found
 
     @property
     def placements(self) -> tuple[MigPlacement, ...]:
