@@ -21,6 +21,8 @@ def device(profile: str, start: int, *, taint: tuple[str, str] | None = None) ->
     counters = {f"memory-slice-{slot}": {"value": "1"} for slot in range(start, start + SIZES[profile][0])}
     return {
         "name": f"gpu-1-mig-{profile.replace('.', '')}-{start}",
+        "allowMultipleAllocations": True,
+        "capacity": {"cores": {"value": "100", "requestPolicy": {"default": "100"}}},
         "attributes": {"type": {"string": "mig"}, "profile": {"string": profile}, "parentUUID": {"string": GPU}},
         "consumesCounters": [{"counterSet": "gpu-1", "counters": counters}],
         **({"taints": [{"key": taint[0], "value": taint[1], "effect": "NoSchedule"}]} if taint else {}),
@@ -215,8 +217,9 @@ async def test_hostile_slices_and_claims_end_nothing(short_dir: Path, capsys: py
     """An amount that is no number, a device that is none, and no objects at all."""
     broken = device("3g.40gb", 0)
     broken["consumesCounters"][0]["counters"]["memory-slice-0"]["value"] = "many"
-    pools = [*slices([broken, {"name": 3}]), {"metadata": {"name": "x"}, "spec": 7}, {"spec": None}]
-    lines = await told(short_dir, capsys, pools=pools, claims=[{"metadata": {"name": "c"}, "spec": [], "status": 1}])
-    assert "The scheduler: nothing so far" in lines[0]
-    lines = await told(short_dir, capsys, pools=pools[:1] + pools[2:])
-    assert any("no node has ResourceSlices" in line for line in lines) or any("3g.40gb" in line for line in lines)
+    odd: list[Object] = [{"metadata": {"name": "x"}, "spec": 7}, {"spec": None}]
+    claims = [{"metadata": {"name": "c"}, "spec": [], "status": 1}]
+    lines = await told(short_dir, capsys, pools=[*slices([broken]), *odd], claims=claims)
+    assert "The scheduler: nothing so far" in lines[0] and "memory-slice-0" in lines[0]
+    lines = await told(short_dir, capsys, pools=[*slices([{"name": 3}]), *odd], claims=claims)
+    assert any("no MIG instance 3g.40gb, and no place for one" in line for line in lines)

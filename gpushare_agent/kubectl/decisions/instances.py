@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.claims.devices import CORDONED_TAINT, NVIDIA_DRIVER
-from gpushare_agent.core.kit.json_schema import NULL, Entries, Lenient
-from gpushare_agent.core.kube.claims import Attribute, ClaimStatus, Pool
-from gpushare_agent.core.kube.objects import KubeObject, Quantity, whole_number
-from gpushare_agent.core.model.taints import Taint
+from gpushare_agent.core.kit.json_schema import NULL, Lenient
+from gpushare_agent.core.kube.claims import ClaimStatus, Device, SliceSpec
+from gpushare_agent.core.kube.claims import Counter as Amount
+from gpushare_agent.core.kube.objects import KubeObject, whole_number
 
 _PROFILE = re.compile(r"\.profile\s*==\s*'([\w.+]{1,32})'")
 _INSTANCE = re.compile(r"\.type\s*==\s*'mig'")
@@ -27,50 +27,8 @@ _RESOURCE = re.compile(r'"extendedResourceName"\s*:\s*"([\w./-]{1,320})"')
 _MOST_NAMED = 5
 
 
-class _Counters(Struct, rename="camel"):
-    """What a device consumes of a set, or what there is of one."""
-
-    counter_set: str = ""
-    name: str = ""
-    counters: Mapping[str, Mapping[str, Quantity]] = {}
-
-
-def _sum(all_counters: Sequence[_Counters]) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
-    for of_set in all_counters:
-        name = of_set.counter_set or of_set.name
-        found.update({(name, one): whole_number(has.get("value"), one) for one, has in of_set.counters.items()})
-    return found
-
-
-class Place(Struct, rename="camel"):
-    """A device: an instance, a place for one, or anything else."""
-
-    name: str
-    attributes: Mapping[str, Attribute] = {}
-    raw_taints: Raw = field(name="taints", default=NULL)
-    taints = Entries(Taint, of="raw_taints")
-    consumes_counters: Sequence[_Counters] = ()
-
-    def text(self, name: str) -> str:
-        found = self.attributes.get(name) or self.attributes.get(f"{NVIDIA_DRIVER}/{name}")
-        return (found.text if found is not None else None) or ""
-
-    @property
-    def needs(self) -> Counter[tuple[str, str]]:
-        return _sum(self.consumes_counters)
-
-
-class _SliceSpec(Struct, rename="camel"):
-    driver: str
-    pool: Pool
-    raw_devices: Raw = field(name="devices", default=NULL)
-    devices = Entries(Place, of="raw_devices")
-    shared_counters: Sequence[_Counters] = ()
-
-
 class SliceJson(KubeObject):
-    spec: _SliceSpec | None = None
+    spec: SliceSpec | None = None
 
 
 class ClaimJson(KubeObject):
@@ -89,19 +47,35 @@ class ClaimCluster(Struct, frozen=True):
     classes: Sequence[ClaimJson]
 
 
+def _sum(counters: Iterable[tuple[str, Mapping[str, Amount]]]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for name, of_set in counters:
+        found.update({(name, one): whole_number(amount.value, one) for one, amount in of_set.items()})
+    return found
+
+
+def _needs(place: Device) -> Counter[tuple[str, str]]:
+    return _sum((one.counter_set, one.counters) for one in place.consumes_counters)
+
+
+def _attribute(place: Device, name: str) -> str:
+    found = place.attributes.get(name) or place.attributes.get(f"{NVIDIA_DRIVER}/{name}")
+    return (found.text if found is not None else None) or ""
+
+
 class _Node(Struct):
     """The pool of a node: its places, what is left of the counters, and who has each device."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[Device] = field(default_factory=list)
     left: Counter[tuple[str, str]] = field(default_factory=Counter)
     users: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
-    def taken_by(self, place: Place) -> set[str]:
+    def taken_by(self, place: Device) -> set[str]:
         """Who has to end for the place to be free; empty where it is."""
         if place.name in self.users:
             return self.users[place.name]
-        lacking = {counter for counter, amount in place.needs.items() if self.left[counter] < amount}
-        others = [one.name for one in self.places if one.name in self.users and lacking & one.needs.keys()]
+        lacking = {counter for counter, amount in _needs(place).items() if self.left[counter] < amount}
+        others = [one.name for one in self.places if one.name in self.users and lacking & _needs(one).keys()]
         return {user for name in others for user in self.users[name]}
 
 
@@ -139,10 +113,10 @@ def waits_for(profile: str, cluster: ClaimCluster) -> WaitsFor:
     for name, node in sorted(nodes.items()):
         known, hindering = set(), set[str]()
         for place in node.places:
-            if not (found := place.text("profile")):
+            if not (found := _attribute(place, "profile")):
                 continue
             known.add(found)
-            gpu, users = f"GPU {place.text('parentUUID')} of {name}", node.taken_by(place)
+            gpu, users = f"GPU {_attribute(place, 'parentUUID')} of {name}", node.taken_by(place)
             why = users | {f"{taint.key} ({taint.value})" for taint in place.taints}
             if profile not in ("", found):
                 if not why:
@@ -181,7 +155,7 @@ def _nodes(cluster: ClaimCluster) -> Mapping[str, _Node]:
     for spec in specs:
         if spec.pool.generation == newest[spec.pool.name]:
             nodes[spec.pool.name].places += spec.devices
-            nodes[spec.pool.name].left.update(_sum(spec.shared_counters))
+            nodes[spec.pool.name].left.update(_sum((one.name, one.counters) for one in spec.shared_counters))
     for claim in cluster.claims:
         allocation, users, where = claim.status.allocation, claim.status.reserved_for, claim.meta.namespace
         user = f"pod {where}/{users[0].name}" if users else f"claim {where}/{claim.meta.name}"
@@ -191,5 +165,5 @@ def _nodes(cluster: ClaimCluster) -> Mapping[str, _Node]:
     for node in nodes.values():
         for place in node.places:
             if place.name in node.users:
-                node.left.subtract(place.needs)
+                node.left.subtract(_needs(place))
     return nodes
