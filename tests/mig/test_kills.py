@@ -1,4 +1,4 @@
-"""Claims and the owner of their instances in a process of their own, on the fake libnvidia-ml.so.1, which kills it in calls."""
+"""Claims and the owner of their instances in a process of their own, on the fake libnvidia-ml.so.1, which kills it."""
 
 from __future__ import annotations
 

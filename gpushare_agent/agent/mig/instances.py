@@ -193,7 +193,8 @@ class MigInstances:
         that serves the node: of two one alone may call the driver and write the file."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            group.create_task(forever("mig polls", partial(self._polls.run, self._refresh, self._refresh_due_s)))
+            polls = partial(self._polls.run, self._refresh, lambda: RETRY_S if self._stale else None)
+            group.create_task(forever("mig polls", polls))
             self.changed()
             await self._steps.run(self._step, self._due_s)
         raise AssertionError("unreachable: the loop does not return")
@@ -340,12 +341,7 @@ class MigInstances:
     async def _carry_out(self, step: Step) -> None:
         made, place = step.made, step.made.place
         before, was_in_doubt = self._made.get(place), place in self._in_doubt
-        call, began_at, outcome, is_called = (
-            "create" if step.instance is None else "destroy",
-            self._clock(),
-            "failed",
-            False,
-        )
+        began_at, outcome, is_called = self._clock(), "failed", False
         self._made[place] = made
         try:
             # Before the driver is called: what is made must be known as made here, whatever happens next.
@@ -375,6 +371,7 @@ class MigInstances:
             if not is_called:
                 self._made.pop(place, None)  # it may have been given up
                 self._made |= {place: before} if before is not None else {}
+            call = "create" if step.instance is None else "destroy"
             self._node.metrics.mig_called(call, outcome, self._clock() - began_at)
             self._busy.discard(place.parent)
             self._stale.add(place.parent)
@@ -401,9 +398,6 @@ class MigInstances:
         if stale and await self._poll():
             self._stale -= stale
         self.changed()
-
-    def _refresh_due_s(self) -> float | None:
-        return RETRY_S if self._stale else None
 
     def _due_s(self) -> float | None:
         """Until something is due that nothing else announces."""
