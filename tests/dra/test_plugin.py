@@ -178,6 +178,24 @@ async def test_a_claim_that_is_booked_sends_no_report_of_health(short_dir: Path)
     await messages.aclose()  # type: ignore[attr-defined]
 
 
+async def test_an_instance_has_the_name_of_its_place(short_dir: Path) -> None:
+    """The kubelet knows it by the device that the scheduler chose, from when it is the claim's."""
+    driver = Driver(short_dir)
+    health = DeviceHealth(driver.node, driver.mig)
+    messages = health.node_watch_resources(v1alpha1.NodeWatchResourcesRequest())
+    await anext(messages)
+    assert await driver.mig.hold(uid_of(1), ["gpu-8f-mig-1g10gb-19-6"]) is None
+    place = dict(driver.mig.gpus)
+    driver.mig.gpus.clear()
+    health.changed()
+    first = await anext(messages)
+    driver.mig.gpus.update(place)
+    health.changed()
+    second = await anext(messages)
+    assert [one.devices[2].device.device_name for one in (first, second)] == ["mig-1", "gpu-8f-mig-1g10gb-19-6"]
+    await messages.aclose()  # type: ignore[attr-defined]
+
+
 async def test_a_socket_that_is_removed_comes_back(short_dir: Path) -> None:
     """A kubelet that starts cleans its directories."""
     served = Served(short_dir, Driver(short_dir))

@@ -230,6 +230,20 @@ def test_the_control_nodes_hold_those_of_the_other_strategies() -> None:
     assert set(SPEC_CONTROL_NODES) >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
 
 
+def test_the_nodes_of_an_instance_need_not_be_on_the_host() -> None:
+    """Those of a new one are not before somebody makes them: the spec says what they are where it is known."""
+    gpu = mig_instance(2, 0, 1)
+    assert gpu.mig is not None
+    for major, numbers in ((511, [{"type": "c", "major": 511, "minor": cap} for cap in (21, 22)]), (0, [{}, {}])):
+        spec = build_spec([replace(gpu, mig=replace(gpu.mig, caps_major=major))], KIND, SpecNodes(control=()))
+        schema().validate(json.loads(encode_spec(spec)))
+        own, *caps = spec["devices"][0]["containerEdits"]["deviceNodes"]
+        assert own == {"path": "/dev/nvidia0"}
+        assert caps == [
+            {"path": f"/dev/nvidia-caps/nvidia-cap{cap}"} | one for cap, one in zip((21, 22), numbers, strict=True)
+        ]
+
+
 def test_a_mig_instance_has_nvidias_two_names() -> None:
     """UUID and `0:1`, with the GPU's node and both capability nodes; the second not where another spec has it."""
     spec = build_spec([mig_instance(2, 0, 1)], KIND, SpecNodes(control=()))

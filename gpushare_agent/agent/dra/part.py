@@ -158,10 +158,10 @@ class DraPart:
         """An allocation or a GPU."""
         self.mig.changed()
         self._mig_changed()
-        self.health.changed()
 
     def _mig_changed(self) -> None:
         self.claims.changed()
+        self.health.changed()
         self.publisher.changed()
 
     async def run(self, api: KubeApi) -> NoReturn:

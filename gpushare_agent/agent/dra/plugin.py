@@ -130,22 +130,25 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         self._has_changed.add(event)
         try:
             while True:
-                gpus = self._node.gpus().gpus
-                # An instance made here has the name of its place.
-                places = {gpu.uuid: name for name, gpu in self._mig.gpus.items()}
-                devices = [self._health(gpu, places.get(gpu.uuid) or device_name(gpu.uuid)) for gpu in gpus]
+                found = self._named()
+                devices = [self._health(name, gpu) for name, gpu in found]
                 yield v1alpha1.NodeWatchResourcesResponse(devices=devices)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEALTH_PERIOD_S):
                         # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
                         # it.
-                        while self._node.gpus().gpus == gpus:
+                        while self._named() == found:
                             await event.wait()
                             event.clear()
         finally:
             self._has_changed.discard(event)
 
-    def _health(self, gpu: Gpu, name: str) -> v1alpha1.DeviceHealth:
+    def _named(self) -> list[tuple[str, Gpu]]:
+        """By their devices' names: an instance that was made here has its place's."""
+        places = {gpu.uuid: name for name, gpu in self._mig.gpus.items()}
+        return [(places.get(gpu.uuid) or device_name(gpu.uuid), gpu) for gpu in self._node.gpus().gpus]
+
+    def _health(self, name: str, gpu: Gpu) -> v1alpha1.DeviceHealth:
         status = v1alpha1.HealthStatus.HEALTHY if gpu.is_healthy else v1alpha1.HealthStatus.UNHEALTHY
         return v1alpha1.DeviceHealth(
             device=v1alpha1.DeviceIdentifier(pool_name=self._node.settings.node_name, device_name=name),

@@ -65,8 +65,7 @@ def pool_slices(
     )
     groups = [devices]
     for layout in layouts:
-        places = _in_order(layout)
-        gpus = {place: _at(parents[layout.parent], profile, place) for place, profile in places.items()}
+        parent = parents[layout.parent]
         groups.append(
             [
                 Device(
@@ -75,33 +74,29 @@ def pool_slices(
                     attributes=attributes_of(gpu, inventory, {}, policy),
                     capacity=capacity_of(gpu, policy),
                     consumes_counters=[
-                        CounterConsumption(device_name(layout.parent), _counters(_used(layout, profile, place.start)))
+                        CounterConsumption(device_name(parent.uuid), _used(layout, profile, place.start))
                     ],
                     taints=[
-                        *taints_of(instances.get(name, parents[layout.parent]), cordoned, policy),
+                        *taints_of(instances.get(name, parent), cordoned, policy),
                         *_conflict(layout.problem or blocked.get(place, "")),
                     ]
                     or (),
                 )
-                for place, profile in places.items()
-                if (gpu := gpus[place]).memory_mib >= policy.block_mib
+                for place, profile in _in_order(layout)
+                if (gpu := _at(parent, profile, place)).memory_mib >= policy.block_mib
             ]
         )
-    sets = [CounterSet(device_name(one.parent), _counters(_totals(one))) for one in layouts]
+    sets = [CounterSet(device_name(one.parent), _totals(one)) for one in layouts]
     found = [SliceContent(devices=part) for devices in groups for part in _parts(devices, MAX_DEVICES)]
     return found + [SliceContent(shared_counters=part) for part in _parts(sets, MAX_COUNTER_SETS)]
 
 
-def _in_order(layout: MigLayout) -> dict[MigPlacement, MigProfile]:
+def _in_order(layout: MigLayout) -> list[tuple[MigPlacement, MigProfile]]:
     """From the end of the GPU, where small instances leave the large ones their places; at one place the small ones first,
     and those with special engines last."""
     profiles = {one.id: one for one in layout.profiles}
-
-    def key(place: MigPlacement) -> tuple[int, int, bool, int]:
-        profile = profiles[place.profile]
-        return -place.start, profile.size, not profile.name.endswith("gb"), place.profile
-
-    return {place: profiles[place.profile] for place in sorted(layout.placements, key=key)}
+    found = [(place, profiles[place.profile]) for place in layout.placements]
+    return sorted(found, key=lambda one: (-one[0].start, one[1].size, not one[1].name.endswith("gb"), one[1].id))
 
 
 def _at(parent: Gpu, profile: MigProfile, place: MigPlacement) -> Gpu:
@@ -125,21 +120,22 @@ def _conflict(reason: str) -> list[DeviceTaint]:
     return [DeviceTaint(CONFLICT_TAINT, taint_value(reason), "NoSchedule")] if reason else []
 
 
-def _totals(layout: MigLayout) -> dict[str, int]:
+def _totals(layout: MigLayout) -> dict[str, Counter]:
     slices = max(layout.slices, *(start + one.size for one in layout.profiles for start in one.starts))
-    return {
-        **{f"memory-slice-{n}": 1 for n in range(slices)},
-        **_all_engines(layout),
-        **{f"profile-{one.id}": one.most for one in layout.profiles if _is_limited(one)},
-    }
+    limited = {f"profile-{one.id}": one.most for one in layout.profiles if _is_limited(one)}
+    return _counters(range(slices), _all_engines(layout) | limited)
 
 
-def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, int]:
-    return {
-        **{f"memory-slice-{n}": 1 for n in range(start, start + profile.size)},
-        **{field: getattr(profile.attributes, field) for field in _all_engines(layout)},
-        **({f"profile-{profile.id}": 1} if _is_limited(profile) else {}),
-    }
+def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Counter]:
+    engines = {field: getattr(profile.attributes, field) for field in _all_engines(layout)}
+    limited = {f"profile-{profile.id}": 1} if _is_limited(profile) else {}
+    return _counters(range(start, start + profile.size), engines | limited)
+
+
+def _counters(slices: range, counts: Mapping[str, int]) -> dict[str, Counter]:
+    """By names that are DNS labels."""
+    named = {f"memory-slice-{number}": 1 for number in slices} | counts
+    return {name.replace("_", "-"): Counter(str(count)) for name, count in named.items() if count}
 
 
 def _all_engines(layout: MigLayout) -> dict[str, int]:
@@ -160,11 +156,6 @@ def _is_limited(profile: MigProfile) -> bool:
         if start >= end:
             fitting, end = fitting + 1, start + profile.size
     return profile.most < fitting
-
-
-def _counters(counts: Mapping[str, int]) -> dict[str, Counter]:
-    """By names that are DNS labels."""
-    return {name.replace("_", "-"): Counter(str(count)) for name, count in counts.items() if count}
 
 
 def _parts(items: Sequence[T], most: int) -> list[Sequence[T]]:
