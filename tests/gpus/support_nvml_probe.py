@@ -5,9 +5,9 @@ inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUI
 happened, each of them the error instead; `begin_wait` begins to wait an hour for the first event and answers nothing, while
 other commands are answered, and `end_wait` answers what it brought; `check_limits PATH MAY_SET` and
 `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit; `create UUID PROFILE START` and
-`destroy UUID JSON` make and remove a MIG instance, `begin_create` begins to and `end_wait` answers its result; `held UUID…`
-names the GPUs that containers have; `threads` answers the number of NVML threads alive, `kept` how much the reader
-remembers, `logged` the log's events so far, `close` nothing.
+`destroy UUID JSON` make and remove a MIG instance, `create_new` makes one that must not be there, `begin_create` begins to
+and `end_wait` answers its result; `held UUID…` names the GPUs that containers have; `threads` answers the number of NVML
+threads alive, `kept` how much the reader remembers, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, waiting: list[asyncio.Task
         return None
     if command.startswith(("check_limits ", "keep_limit ")):
         return await limits(driver, command.split())
-    if command.startswith(("create ", "destroy ", "begin_create ")):
+    if command.startswith(("create ", "create_new ", "destroy ", "begin_create ")):
         return await instance(driver, waiting, command)
     name, *words = command.split()
     calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}
@@ -120,7 +120,8 @@ async def instance(driver: NvmlDriver, waiting: list[asyncio.Task[object]], comm
         call = driver.destroy_instance(GpuUuid(parent), msgspec_json.decode(words[0], type=MigGpuInstance))
     else:
         profile, start = words[0].split()
-        call = driver.create_instance(MigPlacement(GpuUuid(parent), int(profile), int(start)))
+        place = MigPlacement(GpuUuid(parent), int(profile), int(start))
+        call = driver.create_instance(place, is_new=name == "create_new")
     if name == "begin_create":
         waiting.append(asyncio.create_task(answered(call)))  # noqa: TID251 - outlives this run of the loop
         await asyncio.sleep(0)

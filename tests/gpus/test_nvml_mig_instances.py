@@ -247,6 +247,19 @@ async def test_what_is_another_instance_now_stays(library_directory: Path, machi
     assert (labels(undivided), undivided["layouts"]) == ({"GPU-0": " Healthy", "GPU-1": " Healthy"}, [])
 
 
+async def test_a_new_instance_is_none_that_was_there(library_directory: Path, machine: Path) -> None:
+    """Others may have made it, whole or half, in the moment before."""
+    hardware = Hardware(machine)
+    hardware.make(0, 1, H100["3g.40gb"], 0, ("MIG-else", 3))
+    hardware.make(0, 2, H100["3g.40gb"], 4)
+    before = hardware.instances
+    async with running(library_directory, TWO + RIGHTS, machine) as probe:
+        for start in (0, 4):
+            assert "another instance lies there" in (await probe.ask(f"create_new GPU-0 9 {start}"))["conflict"]
+        assert hardware.instances == before
+        assert (await probe.ask("create_new GPU-1 9 4"))["start"] == 4
+
+
 async def test_parts_of_an_instance_stay_as_they_are(library_directory: Path, machine: Path) -> None:
     """Several compute instances in one GPU instance are each a device; nothing of ours is made among them."""
     hardware = Hardware(machine)
@@ -410,13 +423,16 @@ async def test_a_reboot_takes_instances_and_leaves_the_mode(library_directory: P
     ("fault", "why"),
     [
         ("error 0 15\n", "GPU is lost"),
+        ("error 1 15\n", "GPU is lost"),
+        ("handle_error 1 15\n", "GPU is lost"),
         ("handle_error 0 15\n", "GPU is lost"),
         ("call_error nvmlDeviceGetGpuInstances 0 999\n", "nvmlDeviceGetGpuInstances"),
         ("call_error nvmlGpuInstanceGetInfo 0 999\n", "nvmlGpuInstanceGetInfo"),
     ],
 )
 async def test_what_cannot_be_read_is_not_gone(library_directory: Path, machine: Path, fault: str, why: str) -> None:
-    """The layout stays, with the reason, and the GPU is divided; then it is read again."""
+    """The layout stays, with the reason, and the GPU is divided, with instances or without; then it is read again."""
+    faulty = int(fault.split()[-2])
     async with running(library_directory, TWO + RIGHTS, machine) as probe:
         await create(probe, H100["1g.10gb"], 0)
         before = await probe.read()
@@ -425,9 +441,9 @@ async def test_what_cannot_be_read_is_not_gone(library_directory: Path, machine:
         probe.becomes(TWO + RIGHTS)
         after = await probe.read()
     assert during["divided"] == ["GPU-0", "GPU-1"]
-    assert why in during["layouts"][0]["problem"]
-    assert {**during["layouts"][0], "problem": ""} == before["layouts"][0]
-    assert during["layouts"][1] == before["layouts"][1]
+    assert why in during["layouts"][faulty]["problem"]
+    assert {**during["layouts"][faulty], "problem": ""} == before["layouts"][faulty]
+    assert during["layouts"][1 - faulty] == before["layouts"][1 - faulty]
     assert after == before
 
 

@@ -241,7 +241,28 @@ async def test_without_the_right_it_is_said_and_nothing_called(owner: Owner) -> 
     assert await owner.hold("a", SMALL) == ""
     owner.mig.release("a")
     assert await owner.hold("c", SMALL) == ""
+    await owner.later()
     assert owner.driver.calls == [("create", SMALL)]
+
+
+async def test_a_list_that_cannot_be_read_does_not_say_what_is_gone(owner: Owner) -> None:
+    await owner.hold("a", SMALL)
+    there = owner.hardware.gpus[gpu_uuid(0)][:]
+    owner.hardware.problem = "NVML: UNKNOWN"
+    owner.hardware.reboot()
+    await owner.later()
+    owner.hardware.gpus[gpu_uuid(0)], owner.hardware.problem = there, ""
+    await owner.later()
+    assert owner.mig.made == {"MIG-0001"}
+
+
+async def test_one_that_is_made_by_hand_since_the_last_look_is_left(owner: Owner) -> None:
+    """At the place for which the driver is called."""
+    owner.hardware.by_hand(SMALL)
+    assert "was not made by the agent" in await owner.hold("a", SMALL)
+    owner.mig.release("a")
+    await owner.later(1000)
+    assert (owner.mig.made, owner.on()) == (set(), [("1g.5gb", 6)])
 
 
 async def test_nothing_is_made_on_a_gpu_that_is_out_of_service(owner: Owner) -> None:

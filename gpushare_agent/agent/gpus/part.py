@@ -102,7 +102,7 @@ class GpusPart:
         if found is None:
             return
         self.node.inventory.read(found)
-        _log_gpus(self.node.inventory.current.gpus, found.unreadable)
+        _log_gpus(self.node.inventory.current.known, found.unreadable)
 
     def tasks(self) -> Tasks:
         return {"gpu watch": self.watch.run, "health state": self.writer.run}

@@ -80,7 +80,8 @@ class MigLayouts(Struct, eq=False):
             if gpu.uuid not in self._placed:
                 self._placed[gpu.uuid] = _placed(gpu, handle, profiles)
             placed = self._placed[gpu.uuid]
-            listed = [self._instance(gpu.uuid, gi, devices) for one in placed for gi in _gpu_instances(handle, one.id)]
+            found = [(one.id, gi) for one in placed for gi in _gpu_instances(handle, one.id)]
+            listed = [self._instance(gpu.uuid, profile, gi, devices) for profile, gi in found]
         except CallError as error:
             # A list that cannot be read does not say that instances are gone.
             why = _NO_RIGHT.format(error=error) if error.name == "NO_PERMISSION" else f"NVML: {error}"
@@ -103,14 +104,12 @@ class MigLayouts(Struct, eq=False):
     def _before(self, uuid: GpuUuid) -> MigLayout:
         return self._last.get(uuid) or MigLayout(parent=uuid)
 
-    def _instance(self, uuid: GpuUuid, gi: Any, devices: Devices) -> MigGpuInstance | None:
+    def _instance(self, uuid: GpuUuid, profile: int, gi: Any, devices: Devices) -> MigGpuInstance | None:
         """None where it was removed meanwhile. Raises CallError, DriverLostError."""
         try:
-            info = call("nvmlGpuInstanceGetInfo", gi)
-            key = (uuid, info.profileId)
-            if key not in self._compute_profiles:
+            if (key := (uuid, profile)) not in self._compute_profiles:
                 self._compute_profiles[key] = _compute_profiles(gi)
-            return _read_instance(gi, info, self._compute_profiles[key], uuid, lambda: devices)
+            return _read_instance(gi, self._compute_profiles[key], uuid, lambda: devices)
         except CallError as error:
             if error.name in _GONE:
                 return None
@@ -120,8 +119,7 @@ class MigLayouts(Struct, eq=False):
 def create_instance(session: NvmlSession, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
     """As NodeDriver has it."""
     what = f"making a MIG instance at memory slice {place.start} of GPU {place.parent}"
-    with session.used(what), _renamed(what, _TAKEN):
-        handle = _handle(session, place.parent)
+    with _gpu(session, place.parent, what, _TAKEN) as handle:
         size = dict(_places(handle, place.profile)).get(place.start)
         if size is None:
             raise NotFound(f"{what}: the MIG profile with ID {place.profile} has no such place")
@@ -138,8 +136,7 @@ def create_instance(session: NvmlSession, place: MigPlacement, *, is_new: bool =
         whole = max(profiles, key=lambda one: profiles[one])
         if not _compute_instances(gi, profiles):
             call("nvmlGpuInstanceCreateComputeInstance", gi, whole)
-        info = call("nvmlGpuInstanceGetInfo", gi)
-        made = _read_instance(gi, info, profiles, place.parent, partial(_devices, handle))
+        made = _read_instance(gi, profiles, place.parent, partial(_devices, handle))
         if [one.slices for one in made.compute] != [profiles[whole]]:
             raise Conflict(f"{what}: others have divided the GPU instance {made.gi} there")
         return made
@@ -148,57 +145,47 @@ def create_instance(session: NvmlSession, place: MigPlacement, *, is_new: bool =
 def destroy_instance(session: NvmlSession, parent: GpuUuid, instance: MigGpuInstance) -> None:
     """As NodeDriver has it."""
     what = f"removing the GPU instance {instance.gi} of GPU {parent}"
-    with session.used(what), _renamed(what, _USED):
-        handle = _handle(session, parent)
+    with _gpu(session, parent, what, _USED) as handle:
         try:
             gi = call("nvmlDeviceGetGpuInstanceById", handle, instance.gi)
-            info = call("nvmlGpuInstanceGetInfo", gi)
+            profiles = _compute_profiles(gi)
+            now = _read_instance(gi, profiles, parent, partial(_devices, handle))
         except CallError as error:
             # NOT_SUPPORTED: MIG mode was switched off, and no instance outlives that.
             if error.name in (*_GONE, "NOT_SUPPORTED"):
                 return
             raise
-        if (info.profileId, info.placement.start) != (instance.profile, instance.start):
+        if (now.profile, now.start) != (instance.profile, instance.start):
             return  # the ID is another instance's now
-        profiles = _compute_profiles(gi)
-        now = _read_instance(gi, info, profiles, parent, partial(_devices, handle))
         if others := {one.uuid for one in now.compute} - {one.uuid for one in instance.compute}:
             raise Conflict(f"{what}: others have made {', '.join(sorted(others))} in it")
-        for compute in _compute_instances(gi, profiles):
-            _destroy("nvmlComputeInstanceDestroy", compute)
-        _destroy("nvmlGpuInstanceDestroy", gi)
-
-
-def _destroy(name: str, handle: Any) -> None:
-    try:
-        call(name, handle)
-    except CallError as error:
-        if error.name not in _GONE:
-            raise
+        parts = [("nvmlComputeInstanceDestroy", one) for one in _compute_instances(gi, profiles)]
+        for name, part in (*parts, ("nvmlGpuInstanceDestroy", gi)):
+            try:
+                call(name, part)
+            except CallError as error:
+                if error.name not in _GONE:
+                    raise
 
 
 @contextmanager
-def _renamed(what: str, conflict: str) -> Iterator[None]:
-    """CallErrors of NVML as those of NodeDriver."""
-    try:
-        yield
-    except CallError as error:
-        kinds: dict[str, tuple[type[AgentError], str]] = {
-            "NO_PERMISSION": (Rejected, _NO_RIGHT.format(error=error)),
-            "INSUFFICIENT_RESOURCES": (Conflict, f"{error}: {conflict}"),
-            "IN_USE": (Conflict, f"{error}: {conflict}"),
-            "NOT_SUPPORTED": (NotFound, f"{error}: MIG mode is off"),
-            **dict.fromkeys(_GONE, (Conflict, f"{error}: it was removed meanwhile")),
-        }
-        kind, text = kinds.get(error.name, (Unavailable, str(error)))
-        raise kind(f"{what}: {text}") from error
-
-
-def _handle(session: NvmlSession, uuid: GpuUuid) -> Any:
-    """Raises NotFound, DriverLostError."""
-    if (handle := session.handles().get(uuid)) is None:
-        raise NotFound(f"the driver lists no GPU {uuid}")
-    return handle
+def _gpu(session: NvmlSession, uuid: GpuUuid, what: str, conflict: str) -> Iterator[Any]:
+    """The handle of a GPU; errors of its calls inside are those of NodeDriver."""
+    with session.used(what):
+        if (handle := session.handles().get(uuid)) is None:
+            raise NotFound(f"{what}: the driver does not list the GPU")
+        try:
+            yield handle
+        except CallError as error:
+            kinds: dict[str, tuple[type[AgentError], str]] = {
+                "NO_PERMISSION": (Rejected, _NO_RIGHT.format(error=error)),
+                "INSUFFICIENT_RESOURCES": (Conflict, f"{error}: {conflict}"),
+                "IN_USE": (Conflict, f"{error}: {conflict}"),
+                "NOT_SUPPORTED": (NotFound, f"{error}: MIG mode is off"),
+                **dict.fromkeys(_GONE, (Conflict, f"{error}: it was removed meanwhile")),
+            }
+            kind, text = kinds.get(error.name, (Unavailable, str(error)))
+            raise kind(f"{what}: {text}") from error
 
 
 def _listed(name: str, handle: Any, number: int, kind: Any) -> list[Any]:
@@ -268,10 +255,10 @@ def _compute_instances(gi: Any, profiles: Mapping[int, int]) -> list[Any]:
 
 
 def _read_instance(
-    gi: Any, info: Any, profiles: Mapping[int, int], parent: GpuUuid, devices: Callable[[], Devices]
+    gi: Any, profiles: Mapping[int, int], parent: GpuUuid, devices: Callable[[], Devices]
 ) -> MigGpuInstance:
     """`devices` is asked where the driver does not tell a UUID. Raises CallError, DriverLostError."""
-    compute = []
+    info, compute = call("nvmlGpuInstanceGetInfo", gi), []
     for handle in _compute_instances(gi, profiles):
         one = call("nvmlComputeInstanceGetInfo", handle)
         uuid = ask("nvmlDeviceGetUUID", one.device) or ""

@@ -414,15 +414,13 @@ class NvmlReader(Struct, eq=False):
             instances = find_instances(gpu.handle)
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(instance, parent, gpu.handle, caps, seen)
-            is_on_demand = self._is_on_demand(parent)
-            if is_on_demand:
+            if self._is_on_demand(parent):
                 places = [(one.uuid, seen[one.uuid].mig) for one in instances]
                 devices = {(mig.gi, mig.ci): uuid for uuid, mig in places if mig is not None}
                 self.layouts.read(parent, gpu.handle, devices)
-            if (
-                is_on_demand
-                or instances
-                or any(known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None)
+                partitioned.add(gpu.uuid)
+            elif instances or any(
+                known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
             ):
                 partitioned.add(gpu.uuid)
             # Unhealthy for another reason: that one is shown.

@@ -146,14 +146,11 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
         is_whole = own is not None and own.state is MigState.DESTROYING and instance is not None and instance.compute
         if is_whole or (own is not None and own.is_ready):
             continue
-        if why := wishes.no_calls or layout.problem or wishes.no_making or wishes.waiting.get(place, ""):
-            found[place] = why
-            continue
         ours, others = _in_the_way(layout, by_place, place)
-        reasons = [_foreign(layout, one) for one in others]
-        reasons += [wishes.waiting[one.place] for one in ours if one.place in wishes.waiting]
-        if reasons:
-            found[place] = reasons[0]
+        reasons = [wishes.no_calls, layout.problem, wishes.no_making, *(_foreign(layout, one) for one in others)]
+        reasons += [wishes.waiting.get(one, "") for one in (place, *(one.place for one in ours))]
+        if why := next(filter(None, reasons), ""):
+            found[place] = why
     return found
 
 
