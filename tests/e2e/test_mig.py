@@ -45,7 +45,7 @@ class Divided:
         name, memory_mib = product
         variables = {
             "GPUSHARE_DRA__GPUS": str(DIVIDED),
-            "GPUSHARE_ISOLATIONS_ALLOWED": "mps,none",
+            "GPUSHARE_ISOLATIONS_ALLOWED": "none",
             "GPUSHARE_SIMULATED__GPU_NAME": name,
             "GPUSHARE_SIMULATED__GPU_MEMORY_MIB": str(memory_mib),
             "GPUSHARE_SIMULATED__FAULTS": FAULTS,
@@ -158,21 +158,22 @@ def test_a_pod_of_each_profile(divided: Divided, namespace: str, way: str) -> No
 def test_instances_that_somebody_made_are_given_and_stay(divided: Divided, namespace: str) -> None:
     """By the same limits. The rest of the GPU is made on demand around them, and they outlive their pods."""
     cluster = divided.of()
+    divided.divide({})  # a GPU that leaves MIG mode has no instance of an earlier test
+    cluster.wait_for("no GPU is in MIG mode", lambda: not divided.devices("mig"))
     divided.divide({"0": ["3g.20gb"], "1": []})
-    made = cluster.wait_for("the instance is shown", lambda: instances(divided, 0))
-    cluster.start(
-        namespace, asking(cluster, "small", "1g.5gb"), *(asking(cluster, f"half-{n}", "3g.20gb") for n in range(4))
-    )
-    given = {uuid for n in range(4) for uuid in divided.visible(namespace, f"half-{n}", "main")}
-    assert len(given) == 4 and made < given
+    made = cluster.wait_for("the instance is offered", lambda: instances(divided))
+    pods = [asking(cluster, "small", "1g.5gb"), *(asking(cluster, f"half-{n}", "3g.20gb") for n in range(3))]
+    cluster.start(namespace, *pods)
+    given = {uuid for n in range(3) for uuid in divided.visible(namespace, f"half-{n}", "main")}
+    assert len(made) == 1 and len(given) == 3 and made < given
     cluster.delete_pods(namespace)
-    assert made <= instances(divided, 0)
+    assert instances(divided) == made
 
 
-def instances(divided: Divided, index: int) -> set[str]:
-    """UUIDs of those of a GPU."""
-    gpus = divided.installation.view()["gpus"]
-    return {gpu["uuid"] for gpu in gpus if gpu.get("mig") and gpu["mig"]["parent_index"] == index}
+def instances(divided: Divided) -> set[str]:
+    """UUIDs of those that this agent did not make: their devices have their names."""
+    names = (device["name"] for device in divided.devices("mig"))
+    return {f"MIG-{name.removeprefix('mig-')}" for name in names if name.startswith("mig-")}
 
 
 def test_small_instances_leave_the_place_of_a_large_one(divided: Divided, namespace: str) -> None:
@@ -209,18 +210,49 @@ def explained(namespace: str, pod: str) -> str:
     return done.stdout + done.stderr
 
 
+def test_kills_leave_instances_with_their_pods_and_no_other(divided: Divided, namespace: str) -> None:
+    """Of the agent, and a restart of the kubelet, which deletes the slices. Afterwards every GPU can be had whole."""
+    cluster, installation = divided.of(), divided.installation
+    cluster.start(namespace, asking(cluster, "small", "1g.5gb", 2), asking(cluster, "half", "3g.20gb"))
+    given = {name: divided.visible(namespace, name, "main") for name in ("small", "half")}
+    before = len(divided.devices("mig"))
+    installation.signal()
+    cluster.hook("restart-kubelet")
+    installation.wait_ready()
+    cluster.wait_for("the places are published again", lambda: len(divided.devices("mig")) == before)
+    cluster.start(namespace, asking(cluster, "large", "4g.20gb"))
+    assert {name: divided.visible(namespace, name, "main") for name in given} == given
+    assert divided.profiles(namespace) == {
+        "small/main": ["1g.5gb"] * 2,
+        "half/main": ["3g.20gb"],
+        "large/main": ["4g.20gb"],
+    }
+    cluster.delete_pods(namespace)
+    whole = [f"whole-{n}" for n in range(DIVIDED)]
+    cluster.start(namespace, *(asking(cluster, name, "7g.40gb") for name in whole))
+    assert divided.profiles(namespace) == {f"{name}/main": ["7g.40gb"] for name in whole}
+
+
 def test_how_long_a_claim_takes(divided: Divided, namespace: str) -> None:
-    """From the creation of a pod until it runs: a whole GPU, an instance that is made for it, and one that was. It is only
-    written down (-rP shows it): machines differ, and simulated instances are made at once."""
+    """From the creation of a pod until it runs: a whole GPU, an instance that is made for it, where idle ones have to go
+    first, and one that is used again. It is only written down (-rP shows it): machines differ, and simulated instances are
+    made at once."""
     cluster = divided.of()
-    whole = {"name": "gpu", "exactly": {"deviceClassName": "gpu.gpushare-agent"}}
-    claim = template("whole", "") | {"spec": {"spec": {"devices": {"requests": [whole | {"name": "mig"}]}}}}
-    cluster.apply(claim, template("half", "3g.20gb"), namespace=namespace)
-    for what, of in (("whole", "whole"), ("made", "half"), ("used again", "half")):
-        begun = time.monotonic()
-        cluster.start(namespace, claiming(cluster, "timed", of))
-        sys.stdout.write(f"{what}: {time.monotonic() - begun:.2f} s\n")
-        cluster.delete_pods(namespace)
+    whole = {"name": "mig", "exactly": {"deviceClassName": "gpu.gpushare-agent"}}
+    profiles = ("7g.40gb", "4g.20gb", "3g.20gb", "2g.10gb", "1g.5gb")
+    cluster.apply(
+        template("whole", "") | {"spec": {"spec": {"devices": {"requests": [whole]}}}},
+        *(template(name_of(one), one) for one in profiles),
+        namespace=namespace,
+    )
+    seen: dict[str, list[str]] = {"whole": [], "made": [], "used again": []}
+    for name in map(name_of, profiles):
+        for what, claim in (("whole", "whole"), ("made", name), ("used again", name)):
+            begun = time.monotonic()
+            cluster.start(namespace, claiming(cluster, "timed", claim))
+            seen[what].append(f"{time.monotonic() - begun:.2f}")
+            cluster.delete_pods(namespace)
+    sys.stdout.writelines(f"{what}: {', '.join(found)} s\n" for what, found in seen.items())
 
 
 SPECS = {

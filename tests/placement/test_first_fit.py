@@ -124,6 +124,9 @@ def test_a_shared_partition_consumes_its_counters_once(cores: int | None) -> Non
     """Two shares of it, in one claim or after each other; then it is full, and its neighbours stay free or not as before."""
     devices = partitions(H100, is_shared=True)
     assert names(allocate([wants("7g.80gb", "7g.80gb", cores=40)], devices, {})) == ["gpu-0-0-0"] * 2
+    # Three of seven decoders, once: four are left.
+    claim = [wants("3g.40gb", "3g.40gb", cores=50), wants("4g.40gb", cores=100)]
+    assert names(allocate(claim, devices, {})) == ["gpu-0-9-4", "gpu-0-9-4", "gpu-0-5-0"]
     used = {("d", "node", "gpu-0-0-0"): {"d/cores": 60}}
     assert names(allocate([wants("7g.80gb", cores=40)], devices, used)) == ["gpu-0-0-0"]
     assert allocate([wants("7g.80gb", cores=cores)], devices, used) is None

@@ -157,7 +157,7 @@ def open_driver(settings: Settings) -> NodeDriver:
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,
-            instances_on=("all",) if settings.nvidia.mig_strategy != "none" else settings.dra.gpus,
+            with_instances=with_instances,
             on_demand=settings.mig.on_demand,
         )
     except Corrupt as e:

@@ -2,7 +2,7 @@
 
 `SimulatedHardware` answers as NVML does: an instance is where its slices, its count and its engines have room; the ID of a
 GPU instance is used again; a UUID is new with each life of an instance. Instances of the faults file lie at the first place
-with room, and stay there. State owned: these, and the file next to the faults file (core/formats/simulated_gpus.py).
+with room, and stay there. State owned: the file next to the faults file (core/formats/simulated_gpus.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class SimulatedHardware:
 
     def __init__(self, faults_file: Path | None) -> None:
         self._path = None if faults_file is None else faults_file.with_name(f"{faults_file.name}.mig")
-        self._listed: OfGpus = {}
         self._lock = threading.Lock()
 
     def instances(self, gpus: Iterable[Gpu], faults: Faults) -> OfGpus:
@@ -110,14 +109,11 @@ class SimulatedHardware:
 
     def _instances(self, gpus: Iterable[Gpu], faults: Faults) -> OfGpus:
         saved = self._read() if faults.mig else {}
-        self._listed = {
-            gpu.index: tuple(
-                _of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ()), self._listed.get(gpu.index, ()))
-            )
+        return {
+            gpu.index: tuple(_of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ())))
             for gpu in gpus
             if gpu.index in faults.mig
         }
-        return self._listed
 
     def _read(self) -> OfGpus:
         """Nothing of an earlier boot, or of a file that is none: as a GPU after a reboot."""
@@ -152,13 +148,11 @@ def _in_mig_mode(gpus: Iterable[Gpu], faults: Faults, parent: GpuUuid) -> tuple[
     return gpu, fault
 
 
-def _of_gpu(
-    gpu: Gpu, names: Sequence[str], saved: Iterable[SimulatedInstance], known: Iterable[SimulatedInstance]
-) -> Iterator[SimulatedInstance]:
+def _of_gpu(gpu: Gpu, names: Sequence[str], saved: Sequence[SimulatedInstance]) -> Iterator[SimulatedInstance]:
     """Those of the list in its order, then those that were made: these are where the file says, also if it was changed."""
     profiles = mig_profiles(gpu.name, gpu.memory_mib)
     made = [one for one in saved if one.number is None]
-    listed = {one.number: one for one in (*saved, *known) if one.number is not None}
+    listed = {one.number: one for one in saved if one.number is not None}
     # One that is in the list as before keeps its place, whatever was made or removed next to it.
     kept = {number: one for number, one in listed.items() if names[number : number + 1] == (one.name,)}
     for number, name in enumerate(names):
