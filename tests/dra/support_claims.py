@@ -234,7 +234,7 @@ class Driver:
     def new_claims(self) -> Claims:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""
         self.node = node_of(
-            self.gpus,
+            replace(self.gpus, gpus=(*self.gpus.gpus, *self.mig.gpus.values())),
             settings=Settings(node_name=NODE),
             kind=ClaimedNode,
             metrics=self,

@@ -221,6 +221,25 @@ async def test_two_claims_of_one_container_wait_for_each_others_instance(tmp_pat
         assert sorted(seen) == ["MIG-1", "MIG-2"]
 
 
+async def test_after_a_reboot_a_container_sees_the_new_instances_of_all_its_claims(tmp_path: Path) -> None:
+    """In whatever order the claims are prepared again, and over another start of the agent in between."""
+    claims = [raw_claim(at(start), number=number, owner="p") for start, number in ((6, 1), (5, 2))]
+    driver = driver_of(tmp_path, *claims, wait_s=DEADLINE_S)
+    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    async with asyncio.TaskGroup() as group:
+        for number in (1, 2):
+            group.create_task(driver.claims.prepare(ref_of(number)))
+    driver.mig.lose()
+    await driver.restart()
+    driver.claims.prepare_wait_s = 0.0
+    assert f"the MIG instance at {place(6)} is gone, and not made again yet" in (await refused(driver, 2)).detail
+    await driver.restart()
+    for number in (1, 2, 1):
+        made = await prepared(driver, number)
+        seen = dict(made.results[0].edits.env)["NVIDIA_VISIBLE_DEVICES"].split(",")
+        assert sorted(seen) == ["MIG-3", "MIG-4"]
+
+
 async def test_names_by_cdi_are_there_before_the_answer(tmp_path: Path) -> None:
     """The runtime knows no device of an instance before the agent's own spec names it."""
 

@@ -5,9 +5,9 @@ each point of a call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
@@ -29,6 +29,8 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.settings import Settings
 from tests.support_node import node_of
+
+T = TypeVar("T")
 
 SLICES = 8
 
@@ -288,6 +290,7 @@ class Owner:
         self.counts: Callable[[], dict[str, float]] = dict
         self.outcomes: list[tuple[str, str]] = []
         self._task: asyncio.Task[Any] | None = None
+        self._begun: list[asyncio.Task[Any]] = []
         self.mig = self._new()
 
     def _new(self) -> MigInstances:
@@ -310,15 +313,23 @@ class Owner:
             self.seen.current = self.hardware.inventory()
         return self.is_answering
 
+    def begin(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """In a task that ends with the owner at the latest: the process may be killed while a call waits."""
+        task = asyncio.create_task(what)  # noqa: TID251 - a group would wait for it
+        self._begun.append(task)
+        return task
+
     async def start(self) -> None:
         await self.poll()
         await self.mig.load()
-        self._task = asyncio.create_task(self.mig.run())
+        self._task = self.begin(self.mig.run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        begun, self._begun = self._begun, []
+        for task in begun:
+            task.cancel()
+        if begun:
+            await asyncio.wait(begun)
 
     async def restart(self, held: dict[str, dict[str, GpuUuid]] | None = None) -> None:
         """Of the process; `held` is what the claims' records have."""
@@ -329,7 +340,7 @@ class Owner:
         await self.poll()
         await self.mig.load()
         self.mig.restore(held or {})
-        self._task = asyncio.create_task(self.mig.run())
+        self._task = self.begin(self.mig.run())
         await self.quiet()
 
     async def later(self, seconds: float = 0.0) -> None:

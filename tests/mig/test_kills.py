@@ -1,4 +1,4 @@
-"""The owner of the instances in a process of its own, on the fake libnvidia-ml.so.1, which kills it in the middle of calls."""
+"""Claims and the owner of their instances in a process of their own, on the fake libnvidia-ml.so.1, which kills it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.gpus.test_nvml_mig import MINORS
 from tests.support_deadline import DEADLINE_S
 from tests.support_process import running_process
 
+BLOCK_MIB = 256
 PRODUCT, MIB, GPUS = "NVIDIA H100 80GB HBM3", 81559, 2
 PROFILES = mig_profiles(PRODUCT, MIB)
 MACHINE = f"count {GPUS}\nrights config monitor\n" + "".join(
@@ -132,16 +133,18 @@ class Cluster:
 
     async def end(self, process: Process, uid: str) -> None:
         # The kubelet asks again until it is answered.
-        if await process.ask(release=uid):
+        if await process.ask(unprepare=number_of(uid)):
             del self.claims[uid]
         else:
             self.ending.add(uid)
 
     async def prepare(self, process: Process, uid: str) -> None:
-        name = name_of(self.claims[uid])
-        answer = await process.ask(hold=uid, places=[name])
-        if isinstance(answer, dict):
-            self.prepared[uid] = answer[name]
+        _, profile, _ = self.claims[uid]
+        memory = f"{profile.attributes.memory_mib // BLOCK_MIB * BLOCK_MIB}Mi"
+        answer = await process.ask(prepare=number_of(uid), device=name_of(self.claims[uid]), memory=memory)
+        if answer is not None:
+            assert answer.startswith("MIG-"), answer
+            self.prepared[uid] = answer
 
     def check(self) -> None:
         """Each prepared claim has the instance that it was given, at its place, and nothing overlaps."""
@@ -156,6 +159,10 @@ class Cluster:
                 size = next(one.size for one in PROFILES if one.id == number)
                 slices += range(start, start + size) if at == gpu else ()
             assert len(slices) == len(set(slices))
+
+
+def number_of(uid: str) -> int:
+    return int(uid.removeprefix("claim-"))
 
 
 def name_of(place: Place) -> str:
@@ -189,3 +196,4 @@ async def test_two_hundred_claims_under_twenty_kills(library: Path, tmp_path: Pa
     assert (kills, cluster.made >= 200) == (20, True)
     assert hardware.instances == [(0, FOREIGN.id, 0, ["MIG-foreign"])]
     assert json.loads((tmp_path / "mig.json").read_text())["instances"] == []
+    assert os.listdir(tmp_path / "claims") == os.listdir(tmp_path / "cdi") == []

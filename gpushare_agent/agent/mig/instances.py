@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from msgspec import Struct
@@ -38,8 +38,11 @@ from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, bounded, forever, wait_for
 from gpushare_agent.core.model.errors import AgentError, Conflict, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlacement
+from gpushare_agent.core.model.mig import MigLayout, MigPlacement, MigProfile
 from gpushare_agent.core.model.names import GpuUuid
+
+if TYPE_CHECKING:
+    from gpushare_agent.agent.gpus.part import NodeDriver
 
 log = structlog.get_logger(__name__)
 
@@ -50,14 +53,6 @@ CALL_S = 60.0
 RETRY_S = 5.0
 RETRY = Backoff(base_s=1.0, cap_s=60.0)
 _DONE = {MigState.CREATING: "made", MigState.DESTROYING: "destroyed"}
-
-
-class MakesInstances(Protocol):
-    """As NodeDriver has them."""
-
-    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance: ...
-
-    async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None: ...
 
 
 class _Failure(Struct, frozen=True):
@@ -77,7 +72,7 @@ class MigInstances:
     def __init__(
         self,
         node: Node,
-        driver: MakesInstances,
+        driver: NodeDriver,
         poll: Callable[[], Awaitable[bool]],
         records: InstanceRecords,
         *,
@@ -96,6 +91,7 @@ class MigInstances:
         self._busy: set[GpuUuid] = set()
         self._stale: set[GpuUuid] = set()
         self._places: dict[str, MigPlacement] = {}
+        self._profiles: dict[GpuUuid, tuple[MigProfile, ...]] = {}
         self._has_changed = asyncio.Event()
         self._file_lock = asyncio.Lock()
         self._steps, self._polls, self._reported = Reconciler(), Reconciler(), ReportOnce()
@@ -197,7 +193,8 @@ class MigInstances:
         that serves the node: of two one alone may call the driver and write the file."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            group.create_task(forever("mig polls", partial(self._polls.run, self._refresh, self._refresh_due_s)))
+            polls = partial(self._polls.run, self._refresh, lambda: RETRY_S if self._stale else None)
+            group.create_task(forever("mig polls", polls))
             self.changed()
             await self._steps.run(self._step, self._due_s)
         raise AssertionError("unreachable: the loop does not return")
@@ -266,6 +263,9 @@ class MigInstances:
     def _learn(self) -> None:
         """The places by their names, also those of a GPU that is lost, or not in MIG mode any more."""
         for layout in self._node.gpus().mig_layouts:
+            if self._profiles.get(layout.parent) == layout.profiles:
+                continue
+            self._profiles[layout.parent] = layout.profiles
             for profile in layout.profiles:
                 for start in profile.starts:
                     place = MigPlacement(layout.parent, profile.id, start)
@@ -341,12 +341,7 @@ class MigInstances:
     async def _carry_out(self, step: Step) -> None:
         made, place = step.made, step.made.place
         before, was_in_doubt = self._made.get(place), place in self._in_doubt
-        call, began_at, outcome, is_called = (
-            "create" if step.instance is None else "destroy",
-            self._clock(),
-            "failed",
-            False,
-        )
+        began_at, outcome, is_called = self._clock(), "failed", False
         self._made[place] = made
         try:
             # Before the driver is called: what is made must be known as made here, whatever happens next.
@@ -374,8 +369,9 @@ class MigInstances:
             self._failed(made, str(e), is_short=step.instance is None and isinstance(e, Conflict))
         finally:
             if not is_called:
-                del self._made[place]
+                self._made.pop(place, None)  # it may have been given up
                 self._made |= {place: before} if before is not None else {}
+            call = "create" if step.instance is None else "destroy"
             self._node.metrics.mig_called(call, outcome, self._clock() - began_at)
             self._busy.discard(place.parent)
             self._stale.add(place.parent)
@@ -402,9 +398,6 @@ class MigInstances:
         if stale and await self._poll():
             self._stale -= stale
         self.changed()
-
-    def _refresh_due_s(self) -> float | None:
-        return RETRY_S if self._stale else None
 
     def _due_s(self) -> float | None:
         """Until something is due that nothing else announces."""

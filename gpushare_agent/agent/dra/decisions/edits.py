@@ -86,8 +86,8 @@ MAX_CONTAINER_NAME = 63
 class PreparedResult(DevicePart, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `view` names the result under whose key the isolation keeps the files
     of the view. `isolation` and `edits` are the view's, and `numbers` are what the edits were made from: the UUID and the
-    minor of each GPU, in order of index, of an instance also those of its nodes. An unlimited result has no size in the
-    account, but uses its GPU."""
+    minor of each GPU, in order of index; of an instance also the numbers of its nodes, and the name of its place, 0. An
+    unlimited result has no size in the account, but uses its GPU."""
 
     key: ContainerKey
     gpu: str
@@ -237,7 +237,8 @@ def prepare_claim(
         edits = _view_edits(view, mine, shown, isolation, policy, policy.handlers_of(pods))
         if isinstance(edits, Refused):
             return edits
-        found |= {one.key: _prepared(one, view.container, isolation, edits, shown) for one in mine}
+        numbers = _numbers(shown, gpus)
+        found |= {one.key: _prepared(one, view.container, isolation, edits, numbers) for one in mine}
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -248,7 +249,9 @@ def prepare_claim(
     )
 
 
-def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, shown: Iterable[Gpu]) -> PreparedResult:
+def _prepared(
+    part: _Part, view: str, isolation: str, edits: ContainerEdits, numbers: tuple[tuple[str, int], ...]
+) -> PreparedResult:
     # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
     result = replace(part.result, cores=CORES_PER_GPU) if part.is_whole else part.result
     return PreparedResult(
@@ -260,7 +263,7 @@ def _prepared(part: _Part, view: str, isolation: str, edits: ContainerEdits, sho
         view=view,
         isolation=isolation,
         edits=edits,
-        numbers=_numbers(shown),
+        numbers=numbers,
     )
 
 
@@ -274,8 +277,12 @@ def prepare_again(
     numbers and the order that its edits were made from, whatever the settings are now. `places` has the instances by the
     names of their places: one that was made again is another one, with another UUID."""
     recorded = claim
-    if any(one.device in places for one in claim.results):
-        moved = (replace(one, gpu=places[one.device].uuid) if one.device in places else one for one in claim.results)
+    if names := {name for one in claim.results for name in (one.device, *dict(one.numbers)) if is_placement_name(name)}:
+        # Its own, or of another claim of the container, whose list has the instances of all.
+        if missing := sorted(names - places.keys()):
+            why = f"the MIG instance at {missing[0]} is gone, and not made again yet. The kubelet tries again."
+            return Refused(RefusalReason.NOT_READY, why)
+        moved = (replace(one, gpu=places[one.device].uuid) if one.device in names else one for one in claim.results)
         claim = replace(claim, results=tuple(moved))
     for one in claim.results:
         # Whoever has its number now is another GPU.
@@ -296,14 +303,15 @@ def prepare_again(
         ]
         # GPUs of another claim too; that one is refused where its GPU is gone.
         numbers = one.numbers or _numbers_of_edits(one, gpus)
-        known = [gpus[GpuUuid(uuid)] for uuid, _ in numbers if uuid in gpus]
+        known = [gpus[GpuUuid(name)] for name, _ in numbers if name in gpus]
+        known += [places[name] for name, _ in numbers if name in places]
         shown = _in_order([*known, *(part.gpu for part in view)])
-        if numbers != _numbers(shown):
+        if numbers != _numbers(shown, places):
             view.sort(key=lambda part: part.gpu.number)
             edits = _view_edits(ContainerKey(one.key.pod_uid, one.view), view, shown, one.isolation, policy)
             if isinstance(edits, Refused):
                 return edits
-            one = replace(one, edits=edits, numbers=_numbers(shown))
+            one = replace(one, edits=edits, numbers=_numbers(shown, places))
         made.append(one)
     return recorded if made == [*recorded.results] else replace(claim, results=tuple(made))
 
@@ -336,8 +344,13 @@ def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
     return tuple(sorted(set(gpus), key=lambda gpu: gpu.number))
 
 
-def _numbers(gpus: Iterable[Gpu]) -> tuple[tuple[str, int], ...]:
-    return tuple((gpu.uuid, number) for gpu in gpus for number in (gpu.minor, *chain(*gpu.cap_nodes.values())))
+def _numbers(gpus: Iterable[Gpu], places: Mapping[str, Gpu]) -> tuple[tuple[str, int], ...]:
+    at = {gpu.uuid: ((name, 0),) for name, gpu in places.items() if is_placement_name(name)}
+    return tuple(
+        one
+        for gpu in gpus
+        for one in (*((gpu.uuid, n) for n in (gpu.minor, *chain(*gpu.cap_nodes.values()))), *at.get(gpu.uuid, ()))
+    )
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
