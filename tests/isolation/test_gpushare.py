@@ -796,6 +796,29 @@ async def test_rounds_are_requested_only_while_a_process_is_unknown_and_now_and_
     assert [await second(), await second(), await second()] == [1, 1, 1]
 
 
+async def test_of_a_mig_instance_the_memory_is_told_and_no_busy_time(world: World) -> None:
+    """Of which NVML has no utilisation: the container learns who else computes, and no further round is asked for."""
+    processes = tuple(replace(one, busy_ns=0) for one in READING.processes[:2])
+    requests, driver = [0], ReadDriver(replace(READING, processes=processes, busy_until_ns=0))
+
+    def ask() -> None:
+        requests[0] += 1
+
+    world.files.prepare(KEY)
+    service = observing(world, driver=driver, request_usage=ask)
+    world.launch(1)
+    await service.look()
+    service.usage_sampled(usage())
+    await service.read()
+    before = requests[0]
+    for _ in range(5):
+        await service.read()
+        await service.look()
+    assert published(world) == Observed(at_ns=READING.at_ns, used_bytes=700 * MIB) and requests[0] == before
+    published_at_ms, companions, _ = struct.unpack_from("I2H", world.config(), 512 + 120)
+    assert published_at_ms > 0 and companions == 0
+
+
 async def test_a_container_without_a_known_process_is_told_no_memory(world: World) -> None:
     world.files.prepare(KEY)
     service = observing(world)
