@@ -175,7 +175,10 @@ async def read_claims(api: KubeLists) -> ClaimCluster:
 async def _read_all(api: KubeLists, name: str, kind: type[T]) -> list[T]:
     """Without those that are not as Kubernetes defines them."""
     decoder, watched = Decoder(kind), Watched(what=f"the {name}", path=f"/apis/resource.k8s.io/v1/{name}")
-    return (await api.list_all(watched, lambda raw: decoded_or(decoder, raw, lambda: None)))[0]
+    try:
+        return (await api.list_all(watched, lambda raw: decoded_or(decoder, raw, lambda: None)))[0]
+    except NotFound:
+        return []  # before Kubernetes 1.34
 
 
 async def read_quota_of(api: KubeLists, settings: Settings) -> tuple[Quota, str]:

@@ -200,6 +200,13 @@ async def test_a_plain_limit_that_nobody_serves_says_who_would(
     assert "1 node: MIG mode is enabled and the GPU has no instances" in line
 
 
+async def test_a_cluster_without_claims_has_device_plugins(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ("resourceslices", "resourceclaims", "deviceclasses")
+    missing = {f"/apis/resource.k8s.io/v1/{kind}": (404, {"kind": "Status", "message": "not found"}) for kind in kinds}
+    lines = await told(short_dir, capsys, wants={"limits": {RESOURCE: "1"}}, nodes=[node("n", [16])], **missing)
+    assert any(f"no node offers {RESOURCE}" in line for line in lines)
+
+
 async def test_without_the_right_to_list_the_schedulers_words_remain(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
