@@ -65,7 +65,7 @@ class Divided:
         return [
             device
             for one in self.cluster.read("/apis/resource.k8s.io/v1/resourceslices")["items"]
-            if one["spec"]["driver"] == "gpushare-agent"
+            if (one["spec"]["driver"], one["spec"].get("nodeName")) == ("gpushare-agent", self.cluster.node)
             for device in one["spec"].get("devices", ())
             if device["attributes"]["type"]["string"] == kind
         ]
