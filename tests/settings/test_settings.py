@@ -337,5 +337,5 @@ def test_the_nodes_places_follow_from_one_root_but_for_those_that_are_named() ->
 
 
 def test_claims_need_a_place_for_their_records() -> None:
-    with pytest.raises(SettingsError, match=r"dra\.gpus needs state_directory"):
+    with pytest.raises(SettingsError, match=r"dra\.gpus and mig\.on_demand need state_directory"):
         load_settings(["--dra.gpus=all", "--state-directory="], {})

@@ -85,8 +85,9 @@ def comma_list(value: object) -> object:
 def _texts(value: object) -> object:
     # YAML reads the indexes of `excluded_gpus: [0, 1]` as numbers.
     parts = comma_list(value)
-    is_list = isinstance(parts, list | tuple)
-    return tuple(one if type(one) is not int else str(one) for one in parts) if is_list else parts
+    if not isinstance(parts, list | tuple):
+        return parts
+    return tuple(str(one) if type(one) is int else one for one in parts)
 
 
 def pairs_of(value: object) -> object:
