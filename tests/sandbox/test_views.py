@@ -55,7 +55,8 @@ def lines_of(*gpus: dict[str, Any], width: int = 120) -> list[str]:
 def test_the_gpus_stand_as_in_top(width: int) -> None:
     """Allocated next to used, by NVIDIA's name of a MIG instance, which is no GPU more; above both together."""
     title, both, header, first, second = lines_of(GPU, GPU | {"mig": {"label": "0:1"}}, width=width)
-    assert title.startswith("node a  ready  1 GPU, 1 MIG instance") and both.startswith(
+    assert title.startswith("node a  ready  1 GPU, 1 MIG instance")
+    assert both.startswith(
         "allocated 60/200 GPU cores (30 %), "
     )
     assert ("ALLOC GiB" in header) is (width == 120) and "GPU CORES" in header
