@@ -271,5 +271,6 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
         return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}".rstrip()
     return (
         f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
-        f"decision was before the agent started or too long ago. Its Events: kubectl describe pod -n {found.meta.namespace} {pod}."
+        "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "
+        f"{found.meta.namespace} {pod}."
     )
