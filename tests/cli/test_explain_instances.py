@@ -233,6 +233,8 @@ async def test_a_claim_of_another_kind_is_not_explained(short_dir: Path, capsys:
         ({"count": 40}, "there is room for 1 of 40 instances; for the next", ["ask for 1: there is room on n"]),
         ({"capacity": {"requests": {"cores": "200"}}},
          "every place for an instance 3g.40gb is too small, taken or blocked: it has cores 100, and 200 is asked", []),
+        ({"capacity": {"requests": {"vram": "1Gi"}}},
+         "every place for an instance 3g.40gb is too small, taken or blocked: it has no capacity vram", []),
     ],
 )  # fmt: skip
 async def test_the_count_and_the_share_of_a_claim_count(

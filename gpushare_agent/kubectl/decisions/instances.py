@@ -27,7 +27,8 @@ _INSTANCE = re.compile(r"\.type\s*==\s*'mig'")
 _CLASS = re.compile(r'"deviceClassName"\s*:\s*"([a-z0-9.-]{1,253})"')
 _RESOURCE = re.compile(r'"extendedResourceName"\s*:\s*"([\w./-]{1,320})"')
 _COUNT = re.compile(r'"count"\s*:\s*(\d{1,9})')
-_CAPACITY = re.compile(r'"(cores|memory)"\s*:\s*"?([\w.]{1,20})')
+_CAPACITY = re.compile(r'"capacity"\s*:\s*\{\s*"requests"\s*:\s*\{([^{}]*)\}')
+_AMOUNT = re.compile(r'"([\w./-]{1,100})"\s*:\s*"?([\w.]{1,20})')
 _ONE_GPU = re.compile(r'"matchAttribute"\s*:\s*"[\w.-]+/parentUUID"')
 _GIB = re.compile(r"(\d{1,4})gb")
 _MOST_NAMED = 5
@@ -74,7 +75,9 @@ class Wanted(Struct, frozen=True):
     def too_small(self, place: Device) -> str:
         """What the place has less of than is asked; empty where it has enough."""
         for name, asked in self.capacity:
-            has = place.capacity[name].value if name in place.capacity else "0"
+            if name not in place.capacity:
+                return f"it has no capacity {name}"
+            has = place.capacity[name].value
             if (amount(asked) or 0) > (amount(has) or 0):
                 return f"it has {name} {has}, and {asked} is asked"
         return ""
@@ -178,7 +181,8 @@ def _wanted(request: str, texts: Sequence[str], count: int, *, on_one_gpu: bool)
     profiles = next(filter(None, map(_PROFILE.findall, texts)), [])
     if not profiles and not any(_INSTANCE.search(one) for one in texts):
         return None
-    return Wanted(frozenset(profiles), count, _CAPACITY.findall(request), on_one_gpu)
+    capacity = [one for asked in _CAPACITY.findall(request) for one in _AMOUNT.findall(asked)]
+    return Wanted(frozenset(profiles), count, capacity, on_one_gpu)
 
 
 def _text(raw: Raw) -> str:
