@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -405,14 +406,14 @@ class MigInstances:
         idle_s = 0.0 if self.own_node.is_draining else self._node.settings.mig.idle_s
         times = [one.until for one in self._failures.values()]
         times += [since + idle_s for since in self._idle_since.values()]
-        if sorted(self._made.values(), key=_name) != self._written:
+        if sorted(self._made.values(), key=attrgetter("place")) != self._written:
             times.append(now + RETRY_S)
         return min((at - now for at in times if at > now), default=None)
 
     async def _save(self) -> None:
         """Raises Unavailable."""
         async with self._file_lock:
-            made = sorted(self._made.values(), key=_name)
+            made = sorted(self._made.values(), key=attrgetter("place"))
             if made != self._written:
                 await self._records.save(made)
                 self._written = made

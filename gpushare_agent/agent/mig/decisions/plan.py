@@ -139,7 +139,10 @@ def next_step(layout: MigLayout, made: Collection[MadeInstance], wishes: Wishes)
 def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> dict[MigPlacement, str]:
     """The places that no claim can get now, with the reason. A place where an instance of ours is ready is none of them."""
     at, by_place = _by_place(layout), {one.place: one for one in made}
-    found = {}
+    found: dict[MigPlacement, str] = {}
+    of_gpu = wishes.no_calls or layout.problem or wishes.no_making
+    if not (of_gpu or wishes.waiting or foreign(layout, by_place.values())):
+        return found  # as it is nearly always
     for place in layout.placements:
         own, instance = by_place.get(place), at.get(place)
         # One that is to be destroyed, and is whole yet, can be used again.
@@ -147,7 +150,7 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
         if is_whole or (own is not None and own.is_ready):
             continue
         ours, others = _in_the_way(layout, by_place, place)
-        reasons = [wishes.no_calls, layout.problem, wishes.no_making, *(_foreign(layout, one) for one in others)]
+        reasons = [of_gpu, *(_foreign(layout, one) for one in others)]
         reasons += [wishes.waiting.get(one, "") for one in (place, *(one.place for one in ours))]
         if why := next(filter(None, reasons), ""):
             found[place] = why
