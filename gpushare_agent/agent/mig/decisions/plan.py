@@ -157,15 +157,16 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
     return found
 
 
-def overlap(layouts: Mapping[GpuUuid, MigLayout], one: MigPlacement, other: MigPlacement) -> bool:
-    """Whether both need a memory slice of the same GPU. Of a profile that is not known it is assumed."""
+def exclude(layouts: Mapping[GpuUuid, MigLayout], one: MigPlacement, other: MigPlacement) -> bool:
+    """Whether there cannot be instances at both: they need a memory slice of the same GPU, or are of a profile that it can
+    have one of. Of a profile that is not known it is assumed."""
     layout = layouts.get(one.parent)
-    if one.parent != other.parent:
+    if one.parent != other.parent or one == other:
         return False
-    sizes = [profile.size for it in (one, other) if layout and (profile := layout.profile(it.profile)) is not None]
-    if len(sizes) < 2:
+    found = [profile for it in (one, other) if layout and (profile := layout.profile(it.profile)) is not None]
+    if len(found) < 2 or (one.profile == other.profile and found[0].most == 1):
         return True
-    return one.start < other.start + sizes[1] and other.start < one.start + sizes[0]
+    return one.start < other.start + found[1].size and other.start < one.start + found[0].size
 
 
 def foreign(layout: MigLayout, made: Iterable[MadeInstance]) -> list[MigGpuInstance]:
