@@ -133,7 +133,7 @@ def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Count
     return _counters(range(start, start + profile.size), engines | limited)
 
 
-def _counters(slices: range, counts: Mapping[str, int]) -> dict[str, Counter]:
+def _counters(slices: range, counts: dict[str, int]) -> dict[str, Counter]:
     """By names that are DNS labels."""
     named = {f"memory-slice-{number}": 1 for number in slices} | counts
     return {name.replace("_", "-"): Counter(str(count)) for name, count in named.items() if count}
