@@ -163,7 +163,7 @@ COMMANDS: tuple[Command, ...] = (
         run=lazy("agent.commands.driver_devices:run"),
         examples=("driver-devices --dev /host/dev",),
         arguments=(arg("--dev DEV", "the host's /dev as this process sees it", type=Path, default=Path("/dev")),),
-        settings=("kubelet.device_plugin_path", "log"),
+        settings=("kubelet.device_plugin_path", "mig.on_demand", "log"),
     ),
     Command(
         name="cdi",

@@ -32,6 +32,7 @@ __all__ = ["add_arguments", "run", "split_inner_command"]
 
 _SETTINGS_OPTIONS = {"gpus": "gpus", "topology": "topology", "gpu_memory_mib": "gpu-memory-mib"}
 """Options that are settings of the agents, with their flags."""
+_MIG_GPU, _MIG_GPU_MIB = "NVIDIA H100 80GB HBM3", 81_559
 _MOST_NODES = 32
 _MOST_GPUS = 64
 _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
@@ -53,6 +54,7 @@ _OPTIONS = (
     arg("--extender", "run the scheduler extender too, and let the embedded scheduler ask it"),
     arg("--dra", "offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or those of --dra.gpus; the "
         "samples are claims then"),
+    arg("--mig", "with --dra, on H100s of which half are in MIG mode: instances are made when a claim wants them"),
     arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
         "standard input", action="append", type=Path, default=[]),
     arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",
@@ -132,17 +134,19 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
     try:
         if args.command is not None:
             return await _run_command(args, extra_agent_flags, inner_command)
+        # Instances on demand are claims' alone.
+        args.dra = args.dra or args.mig
         if args.dra and (args.extender or args.kubelet_version != "1.36"):
             raise ManifestError("--dra needs kubelet 1.36, and the scheduler that asks an extender knows no claims")
         # A person with pods of their own wants to see only these.
         samples = args.samples or ("none" if args.apply else "all")
-        manifests = [*read_manifests(args.apply), *sample_manifests(samples, by_claims=args.dra)]
+        manifests = [*read_manifests(args.apply), *sample_manifests(samples, by_claims=args.dra, has_mig=args.mig)]
         from gpushare_agent.sandbox import run as sandbox_run  # not for the commands: it takes most of a second
 
         plan = sandbox_run.Plan(
             state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
             manifests=tuple(manifests), is_once=args.once, form=args.output, node_flags=node_flags(args),
-            has_extender=args.extender,
+            has_extender=args.extender, has_mig=args.mig,
         )  # fmt: skip
         return await sandbox_run.run(plan)
     except ManifestError as error:
@@ -161,6 +165,9 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
         flags.append(f"--web.port={args.port or free_port()}")
     if args.dra:
         flags.append("--dra.gpus=all")
+    if args.mig:
+        flags += [f"--simulated.gpu-name={_MIG_GPU}", "--mig.on_demand=all"]
+        flags += [f"--gpu-memory-mib={_MIG_GPU_MIB}"] if not (args.gpu_memory_mib or args.node_gpus) else []
     return [*flags, *_implied_gpus(args, extra), *extra]
 
 

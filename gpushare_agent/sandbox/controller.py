@@ -32,6 +32,7 @@ from gpushare_agent.sandbox.report import (
     report,
 )
 from gpushare_agent.sandbox.runtime.containers import Container
+from gpushare_agent.sandbox.scheduler.claim_objects import read_devices
 from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES
 
 READY_TIMEOUT_S = 30.0
@@ -53,12 +54,12 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
 
     def is_registered(self) -> bool:
         """The Node object has the resources with devices, as the scheduler sees it (one of NVIDIA's is enough); or the node
-        has its slice, and has deleted the slices from before its start."""
+        has all of its slices, and has deleted those from before its start."""
         api = self.node.api
         if self.by_claims:
-            # A slice from before the kubelet's start is about to be deleted: it does not count.
-            slices = [raw["spec"].get("nodeName") for raw in api.store.all("resourceslices")]
-            return self.name in slices and self.node.kubelet.has_wiped_slices
+            # A slice from before the kubelet's start is about to be deleted: it does not count. Nor do the first ones of a
+            # pool, whose devices nobody gets yet.
+            return self.node.kubelet.has_wiped_slices and bool(read_devices(api.store.all("resourceslices"), self.name))
         raw = api.object_of("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
         missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]

@@ -47,6 +47,12 @@ class GpuFaults:
         self._policy = policy or HealthPolicy()
         self._last_id = 0
 
+    def enter_mig_mode(self, gpus: int) -> None:
+        """The first of the GPUs are in MIG mode from now on, without an instance, unless the file has some that are. Raises
+        Rejected, Unavailable."""
+        faults = self._read()
+        self._write(replace(faults, mig=faults.mig or dict.fromkeys(range(gpus), ())))
+
     def lose(self, index: int, reason: str = "") -> None:
         """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
         # Read again each time: a person may have edited the file meanwhile.

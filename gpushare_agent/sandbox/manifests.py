@@ -56,11 +56,13 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     return found
 
 
-def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device classes come with
-    any set."""
+def sample_manifests(which: str, *, by_claims: bool = False, has_mig: bool = False) -> list[Manifest]:
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, also of MIG instances, the device
+    classes come with any set."""
     if by_claims:
         found = _shipped("claim_samples")
+        if has_mig:
+            found = [one for one in found if one.raw["kind"] == "DeviceClass"] + _shipped("mig_samples")
         return [one for one in found if one.raw["kind"] == "DeviceClass"] if which == "none" else found
     found = _shipped("samples") if which != "none" else []
     return [m for m in found if which == "all" or expectation(m.raw) is None]

@@ -131,6 +131,10 @@ def is_terminal(raw: RawObject) -> bool:
     return (raw.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
+_EXTENDED = "<extended-resources>"
+"""The scheduler's name of the claim that it makes for extended resources; nobody else can give it."""
+
+
 def claim_names(pod: RawObject) -> dict[str, str]:
     """The ResourceClaim's name by the claim's name in the pod; without those that are not made yet."""
     made = {one["name"]: one.get("resourceClaimName") for one in pod["status"].get("resourceClaimStatuses") or ()}
@@ -138,7 +142,17 @@ def claim_names(pod: RawObject) -> dict[str, str]:
         one["name"]: one.get("resourceClaimName") or made.get(one["name"])
         for one in pod["spec"].get("resourceClaims") or ()
     }
+    names[_EXTENDED] = (pod["status"].get("extendedResourceClaimStatus") or {}).get("resourceClaimName")
     return {name: claim for name, claim in names.items() if claim}
+
+
+def container_claims(pod: RawObject, container: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The claims that a container uses, each by its name in the pod, with the request; empty for all requests."""
+    named = (container.get("resources") or {}).get("claims") or ()
+    mappings = (pod["status"].get("extendedResourceClaimStatus") or {}).get("requestMappings") or ()
+    return [(one["name"], one.get("request") or "") for one in named] + [
+        (_EXTENDED, one["requestName"]) for one in mappings if one["containerName"] == container["name"]
+    ]
 
 
 def owner_reference(raw: RawObject) -> RawObject:

@@ -25,7 +25,7 @@ from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox.kubelet.container_config import container_of, parsed_answer
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, containers_of, is_mirror
+from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, container_claims, containers_of, is_mirror
 from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 
 # --- claims ---
@@ -46,7 +46,9 @@ def claimed_shares(shown: ReportedNode, namespace: str, name: str) -> list[Claim
     found: list[ClaimRow] = []
     indexes = {device_name(gpu.uuid): gpu.index for gpu in shown.gpus}
     for one in results_of(shown.node.api.store.find("resourceclaims", (namespace, name)) or {}):
-        if one.pool == shown.node.name and (index := indexes.get(one.device)) is not None:
+        # A place for a MIG instance has its GPU's name before its own.
+        index = indexes.get(one.device.partition("-mig-")[0])
+        if one.pool == shown.node.name and index is not None:
             amounts = one.consumed_capacity or {}
             cores, memory = (whole_number(amounts.get(part, 0), part) for part in ("cores", "memory"))
             share = ClaimRow(claim=name, request=one.request, gpu=index, cores=cores, memory_mib=memory // MIB)
@@ -56,14 +58,13 @@ def claimed_shares(shown: ReportedNode, namespace: str, name: str) -> list[Claim
 
 def shares_of_container(shown: ReportedNode, pod: RawObject, container: str) -> list[ClaimRow]:
     """The shares that a container names; none of a pod that has no node."""
-    if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
-        return []
     names = claim_names(pod)
+    if not names or not pod["spec"].get("nodeName"):
+        return []
     found: list[ClaimRow] = []
-    for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
-        requested = entry.get("request")
-        for one in claimed_shares(shown, pod["metadata"]["namespace"], names.get(entry["name"], "")):
-            if requested in (None, "", main_request(one["request"])) and one not in found:
+    for name, requested in container_claims(pod, container_of(pod, container)):
+        for one in claimed_shares(shown, pod["metadata"]["namespace"], names.get(name, "")):
+            if requested in ("", main_request(one["request"])) and one not in found:
                 found.append(one)
     return found
 
@@ -215,7 +216,7 @@ def _container_reason(statuses: Sequence[RawObject]) -> tuple[str, str]:
 def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
     metadata = pod["metadata"]
     reason, message = reason_and_message(pod)
-    if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
+    if not message and pod["status"]["phase"] == "Pending" and claim_names(pod):
         message = waiting_message(shown.node, pod, PREPARE_FAILED)
         reason = PREPARE_FAILED if message else reason
     return {

@@ -76,6 +76,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     form: Form
     node_flags: tuple[tuple[str, ...], ...] = ((),)
     has_extender: bool = False
+    has_mig: bool = False
 
 
 async def run(plan: Plan) -> int:
@@ -110,6 +111,7 @@ async def run(plan: Plan) -> int:
                     notify,
                     is_first=node is cluster.nodes[0],
                     is_only=len(names) == 1,
+                    has_mig=plan.has_mig,
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
@@ -243,9 +245,10 @@ async def build_node(
     *,
     is_first: bool = True,
     is_only: bool = True,
+    has_mig: bool = False,
 ) -> RunningNode:
     """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
-    the name."""
+    the name. `has_mig`: half of the GPUs are in MIG mode."""
     own = [f"--node-name={node.name}"]
     if load_settings(flags, os.environ).settings.web.port == 0:
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
@@ -256,14 +259,19 @@ async def build_node(
     # All nodes have the same settings for it.
     if note and is_first:
         notify(note)
-    inventory, addresses = await driver.read(), addresses_of(settings)
+    count, addresses = len((await driver.read()).known), addresses_of(settings)
+    faults = GpuFaults(settings.simulated.faults, count, health_policy(settings))
+    if has_mig:
+        faults.enter_mig_mode((count + 1) // 2)
+    inventory = await driver.read()
     node.api.add_agent(node.name, AgentServer(url=addresses["web"], log=node.paths.agent_log))
     name = "the agent" if is_only else f"the agent of {node.name}"
     made = RunningNode(
-        node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
+        node=node, gpus=tuple(sorted(inventory.known, key=lambda gpu: gpu.index)),
+        names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
         by_claims=settings.has_claims, settings=settings, read_agent=partial(_read_agent, addresses["web"]),
         agent=AgentProcess(arguments, node.paths.agent_log, notify, name=name),
-        faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
+        faults=faults,
     )  # fmt: skip
     # None where the settings name another usage file, or none.
     usage = node.paths.usage

@@ -12,6 +12,7 @@ import pytest
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
 from tests.agent.support_agent import open_child, poll_until
+from tests.gpus.support_mig import profile_lines
 from tests.gpus.support_nvml import TWO_PAIRS, becomes
 from tests.sandbox.support_sandbox import CORE, CORES, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 from tests.settings.support_settings import run_program
@@ -26,6 +27,7 @@ FLAGS = (
 )
 GPUS = TWO_PAIRS + "value utilization 0 1 1\n"
 HANGS = GPUS + "hang_sample\n"
+H100 = "NVIDIA H100 80GB HBM3"
 LACKS = "call_error nvmlDeviceGetMemoryInfo 0 3\ncall_error nvmlDeviceGetMemoryInfo_v2 0 3\n"
 
 
@@ -197,3 +199,17 @@ async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path
         while await _probe(node, "/readyz") != (200, "ok\n"):
             pass  # it is looked at every two seconds
         await node.start_pods(pod("whole", container(cores=100)))
+
+
+async def test_a_divided_gpu_on_demand_is_no_fault(script: Path) -> None:
+    """With no instance yet and without the right to make some, the agent runs; `check` says what gives the right."""
+    cards = "".join(f"GPU {n} GPU-{n} {n} 00000000:0{n}:00.0 81559 {1 - n} {H100}\n" for n in (0, 1))
+    becomes(script, f"count 2\n{cards}" + profile_lines(0, H100, 81559))
+    on_demand = (*FLAGS, "--mig.on-demand=all")
+    async with open_test_node() as node, open_child(node, *on_demand):
+        checked = await run_program("check", *node.arguments(*on_demand))
+        becomes(script, script.read_text() + "rights config monitor\n")
+        allowed = await run_program("check", *node.arguments(*on_demand))
+    assert "add the component mig-on-demand" in checked.out
+    assert "no GPU" not in checked.out and "unhealthy" not in checked.out
+    assert "mig-on-demand" not in allowed.out

@@ -30,17 +30,26 @@ def test_the_drivers_nodes_are_those_of_nvidia(tmp_path: Path) -> None:
     assert driver_devices.driver_nodes(tmp_path) == ()
     make_nodes(tmp_path, "nvidiactl")
     names = ("nvidia-caps/nvidia-cap1", "nvidia-uvm", "nvidia0", "nvidiactl")
-    assert driver_devices.driver_nodes(tmp_path) == tuple(f"/dev/{name}" for name in names)
+    assert driver_devices.driver_nodes(tmp_path, with_mig_config=True) == tuple(f"/dev/{name}" for name in names)
+    assert driver_devices.driver_nodes(tmp_path) == tuple(f"/dev/{name}" for name in names[1:]), (
+        "no right to make instances"
+    )
 
 
-async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then no unit is healthy, and the agent's pod waits unscheduled."""
+@pytest.mark.parametrize("flags", [(), ("--mig.on-demand=all",)])
+async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """Until then no unit is healthy, and the agent's pod waits unscheduled. The right to make MIG instances is in the answer
+    where the setting mig.on_demand wants it."""
     monkeypatch.setattr(driver_devices, "PERIOD_S", 0.01)
     with short_directory() as directory:
         dev = directory / "dev"
         dev.mkdir()
         async with fake_kubelet(directory) as kubelet, asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(call("driver-devices", f"--device-plugin-path={directory}", f"--dev={dev}"))
+            serving = tasks.create_task(
+                call("driver-devices", f"--device-plugin-path={directory}", f"--dev={dev}", *flags)
+            )
             await kubelet.wait_listed(driver_devices.RESOURCE)
             assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Unhealthy"}
             async with Channel(path=str(directory / driver_devices.SOCKET)) as channel:
@@ -48,12 +57,13 @@ async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(monkeypa
                 request = v1beta1.AllocateRequest([v1beta1.ContainerAllocateRequest(["driver-0"])])
                 with pytest.raises(GRPCError, match="no /dev/nvidiactl"):
                     await stub.allocate(request)
-                make_nodes(dev, "nvidiactl", "nvidia0")
+                make_nodes(dev, "nvidiactl", "nvidia0", "nvidia-caps/nvidia-cap1")
                 await kubelet.wait_listed(driver_devices.RESOURCE, times=2)
                 assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Healthy"}
                 (answer,) = (await stub.allocate(request)).container_responses
             found = [(one.host_path, one.container_path, one.permissions) for one in answer.devices]
-            assert found == [(path, path, "rwm") for path in ("/dev/nvidia0", "/dev/nvidiactl")]
+            given = [*(["/dev/nvidia-caps/nvidia-cap1"] if flags else []), "/dev/nvidia0", "/dev/nvidiactl"]
+            assert found == [(path, path, "rwm") for path in given]
             os.kill(os.getpid(), signal.SIGTERM)
             assert await serving == 0
         assert not (directory / driver_devices.SOCKET).exists()

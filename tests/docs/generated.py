@@ -39,8 +39,11 @@ from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.commands import COMMAND_LINE
 from gpushare_agent.core.cli.command_line import Command
+from gpushare_agent.core.formats.mig_profiles import profile_names
 from gpushare_agent.core.model.gpu_health import XID_NAMES, HealthState
 from gpushare_agent.core.model.gpus import Link, LinkKind
+from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.resources import NvidiaNames
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.core.settings.nvidia_options import OPTIONS
@@ -429,6 +432,28 @@ def _components() -> str:
     return _joined([["component", "what it does"], *rows])
 
 
+def mig_classes() -> str:
+    """A DeviceClass for each profile, in the order of their sizes."""
+    made = "# Made by `nox -s pages -- --write` of gpushare_agent/core/formats/mig_profiles.py.\n"
+    return made + "---\n".join(map(_mig_class, profile_names()))
+
+
+def _mig_class(profile: str) -> str:
+    resource = NvidiaNames(sharing=Sharing.SHARES).mig_resource(profile)
+    return f"""\
+apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata: {{name: {resource.rpartition("/")[2]}.gpushare-agent}}
+spec:
+  extendedResourceName: {resource}
+  selectors:
+    - cel:
+        expression: >-
+          device.driver == 'gpushare-agent' && device.attributes['gpushare-agent'].type == 'mig'
+          && device.attributes['gpushare-agent'].profile == '{profile}'
+"""
+
+
 def _linked(text: str, folder: str) -> str:
     """The pages that it names as links of a page in that folder of docs/."""
 
@@ -564,7 +589,7 @@ def _nvidia_dra_suites() -> str:
             f"examples of shares by {', '.join(SHARING)}",
             "all run, each with its value of `dra.consumable_shares`",
         ),
-        ("example gpu-test 4", "**not**: MIG instances are not offered by claims: its pods wait"),
+        ("example gpu-test 4, mig-1g-12gb, four specs of MIG", "all run, on GPUs in MIG mode with `mig-on-demand`"),
     ]
     return _joined([["what you have", "here"], *map(list, rows)])
 
@@ -703,6 +728,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/extender.md": _filled,
     "docs/reference/measurements.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
+    "manifests/components/dra-mig-profiles/classes.yaml": lambda _: mig_classes(),
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     # Behind those from whose tables it has names.
     "docs/reference/surface.md": _filled,

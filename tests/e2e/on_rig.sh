@@ -20,7 +20,7 @@ export PATH=$RIG_DIR/bin:$PATH
 
 work=$(mktemp -d) child='' made=()
 # What the agent leaves on its node by design (docs/how-to/uninstall.md): this machine is the node.
-for folder in /etc/gpu-manager /var/lib/gpushare-agent /usr/local/nvidia /etc/kubernetes /dev/nvidia{ctl,-uvm,0,1}; do [[ -e $folder ]] || made+=("$folder"); done
+for folder in /etc/gpu-manager /var/lib/gpushare-agent /usr/local/nvidia /etc/kubernetes /dev/nvidia{ctl,-uvm,-caps,0,1}; do [[ -e $folder ]] || made+=("$folder"); done
 cleanup() {
   trap - EXIT
   [[ -z $child ]] || kill "$child" 2>/dev/null || true
@@ -70,7 +70,7 @@ fi
 # The images that the examples of NVIDIA's DRA driver name: a program that lists what a container was given.
 if [[ -n ${NVIDIA_DRA_DRIVER:-} ]]; then
   interruptible timeout 300 "$rig" build "$here/tests/e2e/nvidia_dra" ubuntu:24.04
-  for name in docker.io/library/ubuntu:22.04 nvcr.io/nvidia/cuda:12.2.0-base-ubuntu22.04 nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04; do
+  for name in docker.io/library/ubuntu:22.04 nvcr.io/nvidia/cuda:12.2.0-base-ubuntu22.04 nvcr.io/nvidia/k8s/cuda-sample:{nbody-cuda11.6.0-ubuntu18.04,vectoradd-cuda12.5.0}; do
     "$rig" ctr images tag docker.io/library/ubuntu:24.04 "$name"
   done
 fi

@@ -24,7 +24,8 @@ from tests.native.build import NATIVE
 
 pytestmark = pytest.mark.e2e
 VERSION = "550.54.14"
-NODES = {"nvidiactl": 255, "nvidia0": 0, "nvidia1": 1, "nvidia-uvm": 254}
+MIG_CONFIG = "nvidia-caps/nvidia-cap1"
+NODES = {"nvidiactl": 255, "nvidia0": 0, "nvidia1": 1, "nvidia-uvm": 254, MIG_CONFIG: 250}
 """Of /dev: their minor numbers."""
 MAJOR = 195
 """NVIDIA's; to open a node whose driver is not loaded fails with ENXIO, one that the cgroup forbids with EPERM."""
@@ -56,12 +57,14 @@ def stand_in(cluster: Cluster) -> Iterator[None]:
         (libraries / "libnvidia-ml.so.1").symlink_to(nvml.name)
         SCRIPT.mkdir(parents=True)
         (SCRIPT / "machine").write_text(MACHINE, encoding="utf-8")
+        Path("/dev", MIG_CONFIG).parent.mkdir()
         for name, minor in NODES.items():
             os.mknod(f"/dev/{name}", stat.S_IFCHR | 0o666, os.makedev(MAJOR, minor))
         yield
     finally:
         for name in NODES:
             Path("/dev", name).unlink(missing_ok=True)
+        shutil.rmtree(Path("/dev", MIG_CONFIG).parent, ignore_errors=True)
         shutil.rmtree(SCRIPT, ignore_errors=True)
         shutil.rmtree(made[0], ignore_errors=True)
 
@@ -87,8 +90,11 @@ def test_the_overlay_cdi_needs_no_runtime_of_nvidias(
     (container,) = spec["containers"]
     assert "runtimeClassName" not in spec and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert [gpu["name"] for gpu in installation.view()["gpus"]] == ["NVIDIA A10", "NVIDIA A10"]
-    for node in NODES:
+    for node in NODES.keys() - {MIG_CONFIG}:
         assert os.strerror(errno.ENXIO) in opened(cluster, name, f"/dev/{node}")
+    assert os.strerror(errno.ENOENT) in opened(cluster, name, f"/dev/{MIG_CONFIG}"), (
+        "nobody asked to make MIG instances"
+    )
     (plugin,) = cluster.pods(SYSTEM, selector="app.kubernetes.io/name=gpushare-driver-devices")
     assert os.strerror(errno.EPERM) in opened(cluster, plugin, "/host/dev/nvidiactl")
     cluster.start(namespace, cluster.pod("share", 30, 8))
@@ -98,6 +104,19 @@ def test_the_overlay_cdi_needs_no_runtime_of_nvidias(
     greedy = cluster.container(resources={"limits": {"gpushare-agent/driver": 1}})
     with pytest.raises(KubectlError, match="for the pods of the GPU agent alone"):
         cluster.apply(cluster.pod_of("greedy", greedy), namespace=namespace)
+
+
+def test_mig_on_demand_has_the_drivers_capability_and_none_of_linux(
+    cluster: Cluster, installation: Installation, stand_in: None
+) -> None:
+    """By the device node alone, which a hostPath would not do: the container's cgroup must allow it."""
+    components = ["components/dra", "components/mig-on-demand"]
+    variables = STAND_IN | {"GPUSHARE_DRA__GPUS": ""}
+    installation.install("overlays/cdi", components=components, patches=[with_variables(variables)])
+    name = installation.agent()
+    (container,) = installation.agents()[name]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert os.strerror(errno.ENXIO) in opened(cluster, name, f"/dev/{MIG_CONFIG}")
 
 
 def test_gpu_managers_daemonset_finds_the_driver_by_the_hosts_root(

@@ -244,18 +244,6 @@ def test_examples(suite: Path, served: Served, name: str) -> None:
     assert Example(pods, len(set(lists)), len(limits)) == EXAMPLES[name] and set(limits) <= {"50"}
 
 
-def test_the_example_of_mig_waits(suite: Path, served: Served) -> None:
-    """gpu-test4 claims instances, which are not offered by claims: there is no class of them."""
-    path = suite / "demo/specs/quickstart/v1/gpu-test4.yaml"
-    cluster = served.by("memory")
-    try:
-        cluster.run("apply", "-f", str(path))
-        cluster.wait_for("its pods are there", lambda: len(cluster.pods("gpu-test4")) == 4)
-        assert {one["status"]["phase"] for one in cluster.pods("gpu-test4").values()} == {"Pending"}
-    finally:
-        cluster.run("delete", "-f", str(path), "--wait", "--timeout=60s", timeout_s=70)
-
-
 @pytest.mark.parametrize("name", SHARING)
 def test_examples_of_consumable_shares(suite: Path, served: Served, name: str) -> None:
     cluster = served.by(SHARING[name])

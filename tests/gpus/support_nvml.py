@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ class Probe:
 
     process: asyncio.subprocess.Process
     directory: Path
+    ends_with: int = 0
 
     def becomes(self, script: str) -> None:
         becomes(self.directory / "script", script)
@@ -75,6 +77,13 @@ class Probe:
         self.process.stdin.write(f"{command}\n".encode())
         await self.process.stdin.drain()
         return json.loads(await self.process.stdout.readline())
+
+    async def ask_fatal(self, command: str) -> None:
+        """A command in which the process is killed, as the script has it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        assert await self.process.stdout.readline() == b""
+        self.ends_with = -SIGKILL
 
     async def read(self) -> Any:
         return await self.ask("read")
@@ -103,11 +112,13 @@ async def running_probe(
     wrapper: Sequence[str] = (),
     mig_minors: str | None = None,
     unified_memory_mib: int = 0,
+    machine: Path | None = None,
 ) -> AsyncIterator[Probe]:
     """A probe on this machine; without a library on one that has no NVML. `wrapper` starts it. `mig_minors` is the host's
-    file of MIG's device nodes; without it MIG instances are not asked for. Its /proc is `proc` in its directory. It must
+    file of MIG's device nodes; without it MIG instances are not asked for. Its /proc is `proc` in its directory, and a file
+    `on-demand` there selects GPUs on which instances are made; the directory is `machine`, or ends with the probe. It must
     end by itself in the end."""
-    directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    directory = machine or Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
     if mig_minors is not None:
@@ -128,6 +139,7 @@ async def running_probe(
                 yield probe
                 assert process.stdin is not None
                 process.stdin.close()
-                assert await process.wait() == 0
+                assert await process.wait() == probe.ends_with
     finally:
-        shutil.rmtree(directory)
+        if machine is None:
+            shutil.rmtree(directory)

@@ -4,8 +4,10 @@ Started by tests/gpus/support_nvml.py. Each line on stdin is a command, each ans
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUID…` who keeps GPUs busy, `events` what
 happened, each of them the error instead; `begin_wait` begins to wait an hour for the first event and answers nothing, while
 other commands are answered, and `end_wait` answers what it brought; `check_limits PATH MAY_SET` and
-`keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit; `held UUID…` names the GPUs that containers
-have; `threads` answers the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
+`keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit; `create UUID PROFILE START` and
+`destroy UUID JSON` make and remove a MIG instance, `create_new` makes one that must not be there, `begin_create` begins to
+and `end_wait` answers its result; `held UUID…` names the GPUs that containers have; `threads` answers the number of NVML
+threads alive, `kept` how much the reader remembers, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ import asyncio
 import json
 import sys
 import threading
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec import json as msgspec_json
 from msgspec import to_builtins
 from structlog.testing import LogCapture
 
 from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 from gpushare_agent.core.kit import daemon_thread
-from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.core.model.isolation import MemoryLimit
+from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_gpus import shape
 
@@ -39,6 +44,10 @@ async def answer(driver: NvmlDriver, log: LogCapture, waiting: list[asyncio.Task
         return await waiting.pop()
     if command == "threads":
         return sum(thread.name.startswith("nvml") for thread in threading.enumerate())
+    if command == "kept":
+        layouts = driver._reader.layouts
+        kept = (driver._reader._known, layouts._last, layouts._profiles, layouts._placed, layouts._compute_profiles)
+        return [len(one) for one in kept]
     if command == "logged":
         return log.entries
     if command.startswith("held"):
@@ -49,6 +58,8 @@ async def answer(driver: NvmlDriver, log: LogCapture, waiting: list[asyncio.Task
         return None
     if command.startswith(("check_limits ", "keep_limit ")):
         return await limits(driver, command.split())
+    if command.startswith(("create ", "create_new ", "destroy ", "begin_create ")):
+        return await instance(driver, waiting, command)
     name, *words = command.split()
     calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}
     call = partial(busy, uuids=words) if name == "busy" else calls[name]
@@ -67,6 +78,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
     return {
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
         "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
+        "layouts": to_builtins(inventory.mig_layouts),
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": shape(inventory.tree),
         "driver_version": inventory.driver_version,
@@ -102,6 +114,29 @@ async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
     return to_builtins(outcome)
 
 
+async def instance(driver: NvmlDriver, waiting: list[asyncio.Task[object]], command: str) -> object:
+    name, parent, *words = command.split(maxsplit=2)
+    if name == "destroy":
+        call = driver.destroy_instance(GpuUuid(parent), msgspec_json.decode(words[0], type=MigGpuInstance))
+    else:
+        profile, start = words[0].split()
+        place = MigPlacement(GpuUuid(parent), int(profile), int(start))
+        call = driver.create_instance(place, is_new=name == "create_new")
+    if name == "begin_create":
+        waiting.append(asyncio.create_task(answered(call)))  # noqa: TID251 - outlives this run of the loop
+        await asyncio.sleep(0)
+        return None
+    return await answered(call)
+
+
+async def answered(call: Coroutine[Any, Any, MigGpuInstance | None]) -> object:
+    """The error by its name, or what was made."""
+    try:
+        return to_builtins(await call)
+    except AgentError as error:
+        return {type(error).__name__.lower(): str(error)}
+
+
 async def events(driver: NvmlDriver, wait_s: float = 0.0) -> list[dict[str, Any]]:
     """Without the IDs of MIG instances where an event has none."""
     found = [to_builtins(event) for event in await driver.events(wait_s)]
@@ -114,11 +149,13 @@ def main() -> None:
     daemon_thread.KEEP_S = 0.0  # `answer` waits for the end of each thread
     with asyncio.Runner() as runner:
         directory = Path(sys.argv[1])
+        on_demand = directory / "on-demand"
         driver = NvmlDriver(
             pci_devices=directory / "pci",
             proc=directory / "proc",
             timeout_s=float(sys.argv[2]),
             with_instances=(directory / "mig-minors").exists(),
+            on_demand=on_demand.read_text().split() if on_demand.exists() else (),
             mig_minors=directory / "mig-minors",
             unified_memory_mib=int(sys.argv[3]),
         )

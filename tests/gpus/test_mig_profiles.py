@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from gpushare_agent.agent.gpus.nvml.mig import _profile as name_by_memory
+from gpushare_agent.agent.gpus.nvml.mig import profile_name
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles, numbered_profiles
 from gpushare_agent.core.model.mig import MigProfile
 from tests.gpus.test_nvml_mig import PROFILES
@@ -64,7 +64,7 @@ def test_profiles_have_nvidias_names(model: str) -> None:
     assert set(names.values()) <= {one.name for one in profiles}
     assert largest(profiles).size % slices == 0
     for one in profiles:
-        assert one.name.replace(name_by_memory(one.attributes, memory_mib), "", 1) in (
+        assert one.name.replace(profile_name(None, one.attributes, memory_mib), "", 1) in (
             "", "+me", "+gfx", "-me", "+me.all"
         ), one.name  # fmt: skip
 

@@ -66,7 +66,7 @@ async def test_an_a100_is_divided_into_1g_2g_and_3g(library_directory: Path) -> 
     assert [gpus[uuid]["memory_mib"] for uuid in ("MIG-1111", "MIG-2222", "MIG-3333")] == [4864, 9984, 20096]
     assert gpus["MIG-2222"]["mig"] == {
         "profile": "2g.10gb", "number": 1, "parent": "GPU-aaaa", "parent_index": 0, "gi": 3, "ci": 0,
-        "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1, "is_gone": False,
+        "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1, "is_gone": False, "profile_id": 101, "start": 0,
         "caps_major": 0,
         "attributes": {
             "memory_mib": 9984, "gi_slices": 2, "ci_slices": 2, "multiprocessors": 28, "copy_engines": 2, "decoders": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
@@ -118,3 +119,13 @@ async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
             while not server.events():
                 await server.wait_change(server.version)
         assert [event["reason"] for event in server.events()] == ["GPUCordoned"]
+
+
+def test_a_divided_gpu_is_reported_while_it_has_no_instances() -> None:
+    """Instances speak for their GPU; where there are none, it does itself."""
+    state, reported = _watched()
+    found = inventory()
+    for shown in (found, unhealthy(found, 1), found):
+        state.read(replace(shown, gpus=shown.gpus[:1], mig_partitioned=shown.gpus[1:]))
+    assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
+    assert [note[0] for note in reported.notes] == ["GPUUnhealthy", "GPURecovered"]

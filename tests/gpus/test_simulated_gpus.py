@@ -372,7 +372,7 @@ async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     driver = SimulatedDriver(
         gpus=2, gpu_memory_mib=(81920,), topology_text=None, gpu_name="GPU", seed="n1", faults_file=faults,
-        instances_on=("all",),
+        with_instances=True,
     )  # fmt: skip
 
     async def after(**mig: list[str]) -> dict[str, tuple[int, bool]]:

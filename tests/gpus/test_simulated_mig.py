@@ -34,10 +34,10 @@ class Machine:
     def has(self, mig: dict[str, list[str]], **faults: Any) -> None:
         self.faults.write_text(json.dumps({"mig": mig, **faults}))
 
-    def new_agent(self, *, on_demand: Sequence[str] = ("all",), instances_on: Sequence[str] = ()) -> SimulatedDriver:
+    def new_agent(self, *, on_demand: Sequence[str] = ("all",), with_instances: bool = True) -> SimulatedDriver:
         self.agent = SimulatedDriver(
             gpus=2, gpu_memory_mib=(self.memory,), topology_text=None, gpu_name=self.name, seed="n1",
-            faults_file=self.faults, on_demand=on_demand, instances_on=instances_on,
+            faults_file=self.faults, on_demand=on_demand, with_instances=with_instances,
         )  # fmt: skip
         return self.agent
 
@@ -91,11 +91,11 @@ async def test_a_gpu_of_on_demand_has_a_layout_without_instances(machine: Machin
     assert layout.profiles == mig_profiles(machine.name, machine.memory)
     assert len(layout.placements) == 7 + 7 + 4 + 3 + 2 + 1 + 1
     machine.has({"0": [], "1": []})
-    found = await machine.new_agent(on_demand=("0",), instances_on=("1",)).read()
+    found = await machine.new_agent(on_demand=("0",)).read()
     assert [(gpu.index, gpu.is_withheld) for gpu in found.gpus] == [(1, True)]
     assert [layout.parent for layout in found.mig_layouts] == [found.mig_partitioned[0].uuid]
-    found = await machine.new_agent(on_demand=("0",)).read()
-    assert ["mig_strategy" in gpu.unhealthy_reason for gpu in found.gpus] == [True]
+    found = await machine.new_agent(with_instances=False).read()
+    assert ["mig_strategy" in gpu.unhealthy_reason for gpu in found.gpus] == [True, True]
 
 
 async def test_an_instance_outlives_the_agent_and_no_reboot(machine: Machine) -> None:

@@ -229,3 +229,14 @@ async def test_polls_never_overlap() -> None:
         group.create_task(watch.poll())
         group.create_task(watch.poll())
     assert order == ["begin", "end"] * 2
+
+
+async def test_a_node_whose_gpus_are_all_divided_is_polled_as_any() -> None:
+    """With no instance it offers nothing, and has GPUs all the same: a lost driver is reported once."""
+    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
+    watch, found = _watch(driver, state, period_s=1), inventory()
+    await _poll(watch, driver, replace(found, gpus=(), mig_partitioned=found.gpus))
+    assert watch._pause_s() == 1
+    with capture_logs() as logs:
+        await _poll(watch, driver, Unavailable("NVML is gone"), Unavailable("NVML is gone"))
+    assert [line["event"] for line in logs] == ["gpus_lost"]

@@ -58,6 +58,21 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "dra": ({"dra": ON}, ["base"], ["dra"]),
     "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
     "dra-nvidia-names": ({"dra": {"enabled": True, "nvidiaNames": True}}, ["base"], ["dra", "dra-nvidia-names"]),
+    "dra-mig-profiles": (
+        {"dra": {"enabled": True, "migProfiles": ["all"]}},
+        ["base"],
+        ["dra", "dra-mig-profiles"],
+    ),
+    "mig-on-demand": (
+        {"dra": {"enabled": True, "migOnDemand": ["all"]}, "driverFromHost": ON, "deviceListStrategy": "cdi-cri"},
+        ["base"],
+        ["cdi", "driver-from-host", "dra", "mig-on-demand"],
+    ),
+    "mig-on-demand-nvidias-runtime": (
+        {"dra": {"enabled": True, "migOnDemand": ["all"]}, "nvidia": {"migMonitor": True}},
+        ["base"],
+        ["nvidia-mig-monitor", "dra", "mig-on-demand"],
+    ),
     "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
     "static-pods": (
         {"staticPods": {"enabled": True, "selfSignedKubelet": True}},
@@ -398,6 +413,20 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
     _extender_counts_as_the_agents(objects)
 
 
+def test_named_mig_profiles_have_classes_and_named_gpus_instances_on_demand(tmp_path: Path) -> None:
+    dra = {"enabled": True, "gpus": [], "migOnDemand": ["0", "NVIDIA H100*"], "migProfiles": ["1g.10gb+me", "3g.40gb"]}
+    objects = chart_objects({"dra": dra, "nvidia": {"migMonitor": True}}, tmp_path)
+    classes = {name for kind, name in objects if kind == "DeviceClass"}
+    own = {"gpu.gpushare-agent", "mig.gpushare-agent"}
+    assert classes == {"mig-1g.10gb.me.gpushare-agent", "mig-3g.40gb.gpushare-agent"} | own
+    (container,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
+    environ = {
+        one["name"]: one["value"] for one in container["env"] if "_DRA__" in one["name"] or "_MIG__" in one["name"]
+    }
+    settings = load_settings([], environ).settings
+    assert (settings.dra.gpus, settings.mig.on_demand) == ((), ("0", "NVIDIA H100*"))
+
+
 @pytest.mark.parametrize(
     "label",
     [{"gpu": "on"}, {"vgpu-manager": "device-plugin"}, {"gpushare": "true"}, {"nvidia.com/gpu.present": "true"}],
@@ -498,6 +527,7 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"enabled": True, "settings": {"extender": {"port": 6000}}}}, "extender.settings.extender.port"),
         ({"extender": {"enabled": True, "settings": {"extender": {"leader_elect": False}}}}, "runs two replicas"),
         ({"settings": {"dra": {"gpus": ["all"]}}}, "use the value `dra.gpus`"),
+        ({"settings": {"mig": {"on_demand": ["all"]}}}, "use the value `dra.migOnDemand`"),
         ({"settings": {"gpushare": ON}}, "use the value `gpuMem.enabled`"),
         ({"settings": {"driver_limits": {"set_by_agent": True}}}, "use the value `driverLimits.setByAgent`"),
         ({"settings": {"facts": {"is_written": False}}}, "use the value `nodeFacts`"),
@@ -514,6 +544,10 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"driverFromHost": ON}, "deviceListStrategy: cdi-cri"),
         ({"driverFromHost": ON, "deviceListStrategy": "cdi-cri", "isolation": "mps"}, "the MPS daemon's pod"),
         ({"vcudaResources": {"enabled": False}}, "nothing else is offered"),
+        ({"dra": {"enabled": True, "gpus": []}}, "no GPU is offered"),
+        ({"dra": {"migProfiles": ["all"]}}, "dra.enabled"),
+        ({"dra": {"enabled": True, "migProfiles": ["1g.10gb", "1g.11gb"]}}, "1g.11gb is none of the profiles"),
+        ({"dra": {"enabled": True, "migOnDemand": ["0"]}}, "driverFromHost.enabled"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"dra": {"nvidiaNames": True}}, "dra.enabled"),
         ({"dra": {"enabled": True, "nvidiaNames": True, "wholeGpus": ON}}, "another resourceName"),

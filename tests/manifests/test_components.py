@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +16,12 @@ from gpushare_agent.agent.commands.check_api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.agent.delivery.volume_config import read_volume_config
 from gpushare_agent.agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.core.formats.mig_profiles import profile_names
+from gpushare_agent.core.model.isolation import Sharing
+from gpushare_agent.core.model.resources import NvidiaNames
+from gpushare_agent.core.placement.first_fit import Device
 from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.sandbox.scheduler.cel import parse_selector
 from tests.manifests.support_manifests import (
     MANIFESTS,
     SETTINGS_DIRECTORY,
@@ -25,6 +31,7 @@ from tests.manifests.support_manifests import (
     effective_settings,
     host_mounts,
     in_sources,
+    kustomized,
     merged,
     mount_of,
     patched,
@@ -46,6 +53,7 @@ COMPONENTS = {
     "cdi",
     "display-socket",
     "dra",
+    "dra-mig-profiles",
     "dra-nvidia-names",
     "dra-whole-gpus",
     "driver-container",
@@ -55,6 +63,7 @@ COMPONENTS = {
     "gpushare",
     "isolation-none",
     "kubelet-directory",
+    "mig-on-demand",
     "mps",
     "network-policy",
     "node-configuration",
@@ -90,9 +99,11 @@ def test_every_file_of_a_component_is_listed_and_patches_what_the_base_has() -> 
         files = {patch["path"] for patch in component.get("patches", ())}
         added = set(component.get("resources", ()))
         assert files | added | {"kustomization.yaml"} == {path.name for path in directory.iterdir()}
-        for file in files:
-            (patch,) = documents(f"components/{directory.name}/{file}")
-            assert (patch["kind"], patch["metadata"]["name"]) in base
+        for one in component.get("patches", ()):
+            (patch,) = documents(f"components/{directory.name}/{one['path']}")
+            target = one.get("target", {})
+            # kustomize passes over a target that is not there.
+            assert "name" in target or (patch["kind"], patch["metadata"]["name"]) in base
 
 
 @pytest.mark.parametrize(
@@ -119,6 +130,44 @@ def test_a_component_takes_a_right_and_its_setting_away_together(
     assert rights == [right]
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     assert attrgetter(setting)(load_settings([], variables(container)).settings) is False
+
+
+def test_mig_on_demand_adds_no_capability_and_the_device_node_with_driver_from_host_alone(tmp_path: Path) -> None:
+    """Of what kustomize renders: without that component nobody gives the node, and its patch changes nothing."""
+    (tmp_path / "from-host").mkdir()
+    found = kustomized(
+        tmp_path / "from-host", ["base"], map("components/{}".format, ("cdi", "driver-from-host", "mig-on-demand"))
+    )
+    pods = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in found if one["kind"] == "DaemonSet"}
+    assert set(pods) == {"gpushare-agent", "gpushare-driver-devices"}
+    for spec in pods.values():
+        (container,) = spec["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {"name": "GPUSHARE_MIG__ON_DEMAND", "value": "all"} in container["env"]
+    agent = _agent_of(tmp_path / "alone", "dra", "mig-on-demand")
+    assert effective_settings(agent).mig.on_demand == ("all",)
+
+
+def test_each_mig_profile_has_one_class_and_the_resource_of_nvidias_device_plugin() -> None:
+    """The scheduler takes one of two classes with one resource, the newer."""
+    classes = documents("components/dra-mig-profiles/classes.yaml")
+    resources = [one["spec"]["extendedResourceName"] for one in classes]
+    assert resources == [NvidiaNames(sharing=Sharing.SHARES).mig_resource(profile) for profile in profile_names()]
+    assert len(set(resources)) == len(resources) > 70
+    device = {"gpushare-agent/type": "mig", "gpushare-agent/profile": "1g.10gb+me"}
+    selecting = [one["metadata"]["name"] for one in classes if _selects(one, device)]
+    assert selecting == ["mig-1g.10gb.me.gpushare-agent"]
+    assert not any(_selects(one, {"gpushare-agent/type": "gpu"}) for one in classes), (
+        "nor an error, which stops the scheduler"
+    )
+    for one in (*classes, *documents("components/dra/classes.yaml")):
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", one["metadata"]["name"])
+
+
+def _selects(device_class: dict[str, Any], attributes: dict[str, str]) -> bool:
+    (selector,) = device_class["spec"]["selectors"]
+    device = Device(key=("gpushare-agent", "a-node", "a-device"), attributes=attributes)
+    return parse_selector(selector["cel"]["expression"])(device)
 
 
 def test_the_component_nvidia_turns_the_names_of_nvidias_plugin_on(tmp_path: Path) -> None:
@@ -249,7 +298,7 @@ def test_every_volume_is_mounted_and_every_mount_has_its_volume() -> None:
     assert volumes_are_those_mounted(pod_spec())
     for file in sorted(path.relative_to(MANIFESTS) for path in MANIFESTS.glob("components/*/*.yaml")):
         found = documents(str(file))[0]
-        if found["kind"] == "DaemonSet":
+        if found["kind"] == "DaemonSet" and file.name != "driver-devices.yaml":
             assert volumes_are_those_mounted(patched(*BEFORE.get(file.parent.name, ()), str(file))), file
 
 
@@ -305,12 +354,12 @@ def test_the_component_read_only_etc_moves_mounts_and_settings_together() -> Non
     assert not [one for one in (*mounts.values(), *host_mounts(init, spec).values()) if one["host"].startswith("/etc")]
 
 
-def test_the_component_nvidia_mig_monitor_adds_one_variable_and_one_capability() -> None:
-    """Both, for NVML lists no MIG instances with one alone; nothing else of the base is weaker."""
+def test_the_component_nvidia_mig_monitor_adds_two_variables_and_one_capability() -> None:
+    """For NVML lists no MIG instances with one alone; nothing else of the base is weaker."""
     spec = patched("components/nvidia-mig-monitor/mig-monitor.yaml")
     (agent,), (before,) = spec["containers"], pod_spec()["containers"]
-    assert {"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"} in agent["env"]
-    assert len(agent["env"]) == len(before["env"]) + 1
+    added = [one for one in agent["env"] if one not in before["env"]]
+    assert added == [{"name": f"NVIDIA_MIG_{right}_DEVICES", "value": "all"} for right in ("MONITOR", "CONFIG")]
     context = before["securityContext"] | {"capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN"]}}
     assert agent["securityContext"] == context
 

@@ -5,9 +5,9 @@ each point of a call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
@@ -29,6 +29,8 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.settings import Settings
 from tests.support_node import node_of
+
+T = TypeVar("T")
 
 SLICES = 8
 
@@ -101,9 +103,7 @@ class Hardware:
             )
             for one in self.gpus[parent]
         )
-        return MigLayout(
-            parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem
-        )
+        return MigLayout(parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem)
 
     def inventory(self) -> GpuInventory:
         parents = [_gpu(index, uuid, mig_mode=uuid not in self.without_mig) for index, uuid in enumerate(self.gpus)]
@@ -135,13 +135,13 @@ class Hardware:
     def at(self, where: MigPlacement) -> Real | None:
         return next((one for one in self.gpus[where.parent] if one.place == where), None)
 
-    def create(self, where: MigPlacement, maker: str = "agent") -> Iterator[str]:
+    def create(self, where: MigPlacement, maker: str = "agent", *, is_new: bool = False) -> Iterator[str]:
         """The steps of a creation, each with what is done once it was taken. Raises Conflict."""
         if where.parent in self.without_mig:
             raise NotFound("the GPU is not in MIG mode")
         instances, wanted = self.gpus[where.parent], Real(gi=0, place=where, maker=maker)
         one = self.at(where)
-        if one is not None and one.uuid:
+        if one is not None and (one.uuid or is_new):
             raise Conflict("INSUFFICIENT_RESOURCES")
         if one is None:
             compute = [BY_ID[each.place.profile].attributes.ci_slices for each in (*instances, wanted)]
@@ -179,7 +179,7 @@ class Hardware:
         if self.at(where) is not None:
             return False
         try:
-            list(self.create(where, "hand"))
+            list(self.create(where, maker="hand"))
         except Conflict:
             return False
         return True
@@ -216,9 +216,9 @@ class Driver:
         self._open: dict[GpuUuid, int] = {}
         self.killed = asyncio.Event()
 
-    async def create_instance(self, where: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, where: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         self.calls.append(("create", where))
-        await self._take("create", where.parent, lambda: self.hardware.create(where))
+        await self._take("create", where.parent, lambda: self.hardware.create(where, is_new=is_new))
         return MigGpuInstance(gi=0, profile=where.profile, start=where.start, size=1)
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
@@ -274,15 +274,23 @@ class Owner:
     def __init__(self, gpus: int = 1, *, idle_s: float = 600.0, **settings: Any) -> None:
         self.hardware = Hardware(gpus)
         self.driver, self.records = Driver(self.hardware), Records()
-        self.records.killed = lambda: self.driver.killed.set()
+        self.records.killed = self.driver.killed.set
         self.now, self.is_answering = 1000.0, True
-        self.seen: Any = SimpleNamespace(current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={})
+        self.seen: Any = SimpleNamespace(
+            current=self.hardware.inventory(), is_read=True, cordoned={}, unhealthy_reasons={}
+        )
         self.settings = Settings.model_validate(
-            {"node_name": "node", "mig": {"on_demand": ["all"], "idle_s": idle_s}, "state_directory": "/unused", **settings}
+            {
+                "node_name": "node",
+                "mig": {"on_demand": ["all"], "idle_s": idle_s},
+                "state_directory": "/unused",
+                **settings,
+            }
         )
         self.counts: Callable[[], dict[str, float]] = dict
         self.outcomes: list[tuple[str, str]] = []
         self._task: asyncio.Task[Any] | None = None
+        self._begun: list[asyncio.Task[Any]] = []
         self.mig = self._new()
 
     def _new(self) -> MigInstances:
@@ -305,15 +313,23 @@ class Owner:
             self.seen.current = self.hardware.inventory()
         return self.is_answering
 
+    def begin(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """In a task that ends with the owner at the latest: the process may be killed while a call waits."""
+        task = asyncio.create_task(what)  # noqa: TID251 - a group would wait for it
+        self._begun.append(task)
+        return task
+
     async def start(self) -> None:
         await self.poll()
         await self.mig.load()
-        self._task = asyncio.create_task(self.mig.run())
+        self._task = self.begin(self.mig.run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        begun, self._begun = self._begun, []
+        for task in begun:
+            task.cancel()
+        if begun:
+            await asyncio.wait(begun)
 
     async def restart(self, held: dict[str, dict[str, GpuUuid]] | None = None) -> None:
         """Of the process; `held` is what the claims' records have."""
@@ -324,7 +340,7 @@ class Owner:
         await self.poll()
         await self.mig.load()
         self.mig.restore(held or {})
-        self._task = asyncio.create_task(self.mig.run())
+        self._task = self.begin(self.mig.run())
         await self.quiet()
 
     async def later(self, seconds: float = 0.0) -> None:

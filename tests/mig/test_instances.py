@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.core.model.errors import Conflict, Unavailable
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
 from tests.mig.support_mig import POINTS, SLOW, Owner, gpu_uuid, named, place
 
@@ -99,7 +101,7 @@ async def test_gpus_work_at_the_same_time_and_each_makes_one_after_another(owner
 
 async def test_a_caller_that_is_cancelled_has_its_places_all_the_same(owner: Owner) -> None:
     hangs = owner.driver.hanging[gpu_uuid(0)] = asyncio.Event()
-    task = asyncio.create_task(owner.hold("a", SMALL))
+    task = owner.begin(owner.hold("a", SMALL))
     await owner.quiet()
     task.cancel()
     await asyncio.wait({task})
@@ -183,7 +185,7 @@ async def test_an_instance_that_a_claim_takes_in_the_last_moment_is_not_destroye
 
     def cut(where: str) -> None:
         if where == "before the records" and not taken:
-            taken.append(asyncio.create_task(owner.hold("b", SMALL)))
+            taken.append(owner.begin(owner.hold("b", SMALL)))
 
     await owner.quiet()
     owner.records.cut = cut
@@ -241,7 +243,28 @@ async def test_without_the_right_it_is_said_and_nothing_called(owner: Owner) -> 
     assert await owner.hold("a", SMALL) == ""
     owner.mig.release("a")
     assert await owner.hold("c", SMALL) == ""
+    await owner.later()
     assert owner.driver.calls == [("create", SMALL)]
+
+
+async def test_a_list_that_cannot_be_read_does_not_say_what_is_gone(owner: Owner) -> None:
+    await owner.hold("a", SMALL)
+    there = owner.hardware.gpus[gpu_uuid(0)][:]
+    owner.hardware.problem = "NVML: UNKNOWN"
+    owner.hardware.reboot()
+    await owner.later()
+    owner.hardware.gpus[gpu_uuid(0)], owner.hardware.problem = there, ""
+    await owner.later()
+    assert owner.mig.made == {"MIG-0001"}
+
+
+async def test_one_that_is_made_by_hand_since_the_last_look_is_left(owner: Owner) -> None:
+    """At the place for which the driver is called."""
+    owner.hardware.by_hand(SMALL)
+    assert "was not made by the agent" in await owner.hold("a", SMALL)
+    owner.mig.release("a")
+    await owner.later(1000)
+    assert (owner.mig.made, owner.on()) == (set(), [("1g.5gb", 6)])
 
 
 async def test_nothing_is_made_on_a_gpu_that_is_out_of_service(owner: Owner) -> None:
@@ -290,7 +313,7 @@ async def test_one_that_was_removed_and_made_again_by_hand_is_another(owner: Own
 async def test_of_an_own_node_that_was_not_read_nothing_is_known(owner: Owner) -> None:
     """It may be mig-manager's: the claim waits, and no place is blocked, which could end pods."""
     owner.mig.own_node.is_known = False
-    task = asyncio.create_task(owner.hold("a", SMALL))
+    task = owner.begin(owner.hold("a", SMALL))
     await owner.quiet()
     assert (task.done(), owner.mig.blocked, owner.driver.calls) == (False, {}, [])
     owner.mig.own_node._know(is_draining=False, managed="mig-manager divides it")
@@ -303,7 +326,7 @@ async def test_a_driver_that_cannot_be_read_leaves_its_gpus_alone(owner: Owner) 
     await owner.hold("a", SMALL)
     owner.is_answering = False
     owner.mig.release("a")
-    task = asyncio.create_task(owner.hold("b", LARGE))
+    task = owner.begin(owner.hold("b", LARGE))
     for _ in range(5):
         await owner.quiet()
     assert owner.driver.calls == [("create", SMALL), ("destroy", 1)]
@@ -319,7 +342,7 @@ async def test_killed_at_each_point_and_started_again(owner: Owner, where: str) 
     owner.mig.release("a")
     await owner.quiet()
     owner.raise_at(where)
-    task = asyncio.create_task(owner.hold("b", LARGE))
+    task = owner.begin(owner.hold("b", LARGE))
     await owner.driver.killed.wait()
     task.cancel()
     await owner.restart()
@@ -334,7 +357,7 @@ async def test_killed_at_each_point_and_started_again(owner: Owner, where: str) 
 async def test_after_a_kill_before_the_call_one_made_by_hand_is_foreign(owner: Owner) -> None:
     """The intent of a process that ended is forgotten once nothing is there."""
     owner.raise_at("before create")
-    task = asyncio.create_task(owner.hold("a", SMALL))
+    task = owner.begin(owner.hold("a", SMALL))
     await owner.driver.killed.wait()
     task.cancel()
     await owner.restart()
@@ -367,7 +390,7 @@ async def test_without_records_the_claims_say_what_is_theirs(owner: Owner) -> No
 
 async def test_a_reload_goes_on_from_the_file_and_what_may_still_be_carried_out(owner: Owner) -> None:
     hangs = owner.driver.hanging[gpu_uuid(0)] = asyncio.Event()
-    task = asyncio.create_task(owner.hold("a", SMALL))
+    task = owner.begin(owner.hold("a", SMALL))
     await owner.quiet()
     assert owner.mig.is_calling
     before = owner.mig
@@ -398,8 +421,6 @@ async def test_a_gpu_that_the_setting_no_longer_names_is_left_to_the_administrat
     assert (await owner.hold("a", SMALL), owner.on()) == ("", [("1g.5gb", 0), ("1g.5gb", 6)])
 
 
-def _without_first_layout(owner: Owner):  # type: ignore[no-untyped-def]
-    from msgspec.structs import replace
-
+def _without_first_layout(owner: Owner) -> Callable[[], GpuInventory]:
     whole = owner.hardware.inventory
     return lambda: replace(whole(), mig_layouts=whole().mig_layouts[1:])

@@ -92,12 +92,18 @@ def test_a_class_configures_its_requests_before_the_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "shipped"), [("00-class", "dra/classes"), ("01-nvidia-class", "dra-nvidia-names/class")]
+    ("sample", "shipped"),
+    [
+        ("claim_samples/00-class", ["dra/classes"]),
+        ("claim_samples/01-nvidia-class", ["dra-nvidia-names/class"]),
+        ("mig_samples/00-classes", ["dra/classes", "dra-mig-profiles/classes"]),
+    ],
 )
-def test_the_sandbox_has_the_classes_of_the_manifests(sample: str, shipped: str) -> None:
-    path = ROOT / f"gpushare_agent/sandbox/claim_samples/{sample}.yaml"
-    of_manifests = list(yaml.safe_load_all((ROOT / f"manifests/components/{shipped}.yaml").read_text()))
-    assert yaml.safe_load(path.read_text()) in of_manifests
+def test_the_sandbox_has_the_classes_of_the_manifests(sample: str, shipped: list[str]) -> None:
+    path = ROOT / f"gpushare_agent/sandbox/{sample}.yaml"
+    files = [ROOT / f"manifests/components/{one}.yaml" for one in shipped]
+    of_manifests = [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    assert all(one in of_manifests for one in yaml.safe_load_all(path.read_text()))
 
 
 def test_the_class_of_nvidias_driver_selects_devices_that_have_its_attributes() -> None:
@@ -188,3 +194,66 @@ def test_what_a_selector_cannot_say_here_is_refused(expression: str) -> None:
 def test_a_selector_that_has_no_value_fails(expression: str) -> None:
     with pytest.raises(SelectorFailed):
         parse_selector(expression)(DEVICE)
+
+
+def partitioned(count: int = 3, generation: int = 1, **over: Any) -> list[dict[str, Any]]:
+    """A pool of three slices: the counters of a GPU, and two of its partitions in each of the others."""
+    pool = {"name": NODE, "generation": generation, "resourceSliceCount": count}
+    spec = {"driver": "gpushare-agent", "nodeName": NODE, "pool": pool}
+
+    def device(name: str, *slices: int) -> dict[str, Any]:
+        counters = {f"memory-slice-{number}": {"value": "1"} for number in slices}
+        return {"name": name, "consumesCounters": [{"counterSet": "gpu-0", "counters": counters}], **over}
+
+    counters = {f"memory-slice-{number}": {"value": "1"} for number in range(4)}
+    parts: list[dict[str, Any]] = [
+        {"devices": [device("half-0", 0, 1), device("half-2", 2, 3)]},
+        {"devices": [device("whole", 0, 1, 2, 3), device("quarter-3", 3)]},
+        {"sharedCounters": [{"name": "gpu-0", "counters": counters}]},
+    ]
+    return [{"metadata": {"name": f"s-{number}"}, "spec": {**spec, **part}} for number, part in enumerate(parts)]
+
+
+def chosen(slices: list[dict[str, Any]], count: int, claims: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The results of a claim for `count` devices of any kind; `claims` gets it."""
+    spec = {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": "any", "count": count}}]}}
+    classes = {"any": {"metadata": {"name": "any"}, "spec": {}}}
+    shares = allocate([read_requests(spec, classes)], read_devices(slices, NODE), used_of(claims))
+    if shares is None:
+        return None
+    allocation = allocation_of({"spec": spec}, shares[0], NODE, classes)
+    claims.append({"status": {"allocation": allocation}})
+    return list(allocation["devices"]["results"])
+
+
+def test_counters_stand_in_slices_of_their_own() -> None:
+    """Partitions exclude each other over all slices of the pool; a device that is not shared has no share of anything."""
+    claims: list[dict[str, Any]] = []
+    results = chosen(partitioned(), 2, claims)
+    assert results is not None
+    assert [one["device"] for one in results] == ["half-0", "half-2"]
+    assert all(one.keys() == {"request", "driver", "pool", "device"} for one in results)
+    assert chosen(partitioned(), 1, claims) is None
+    results = chosen(partitioned(), 1, [])
+    assert results is not None and [one["device"] for one in results] == ["half-0"]
+    assert chosen(partitioned(), 3, []) is None
+
+
+def test_a_shared_partition_has_a_share_id() -> None:
+    claims: list[dict[str, Any]] = []
+    results = chosen(partitioned(allowMultipleAllocations=True), 1, claims)
+    assert results is not None and results[0]["shareID"]
+    again = chosen(partitioned(allowMultipleAllocations=True), 1, claims)
+    assert again is not None and [one["device"] for one in again] == ["half-0"]
+
+
+def test_a_pool_of_several_slices_is_whole_or_not_there() -> None:
+    """Also where its counters are missing, where slices are of two generations, or two devices have one name."""
+    assert len(read_devices(partitioned(), NODE)) == 4
+    assert read_devices(partitioned()[:2], NODE) == read_devices(partitioned(count=4), NODE) == []
+    newer = partitioned(generation=2)
+    assert read_devices([*partitioned()[1:], newer[0]], NODE) == []
+    assert len(read_devices([*partitioned()[:2], *[{**one, "metadata": {"name": "n"}} for one in newer]], NODE)) == 4
+    twice = partitioned()
+    twice[1]["spec"]["devices"][0]["name"] = "half-0"
+    assert read_devices(twice, NODE) == []

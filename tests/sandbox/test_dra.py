@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.dra.plugin import DraRegistration
-from gpushare_agent.core.model.errors import NotFound
+from gpushare_agent.core.model.errors import NotFound, Rejected
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+from gpushare_agent.sandbox.api.kinds import KINDS
+from gpushare_agent.sandbox.api.validation import completed
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import running_task
@@ -36,6 +39,7 @@ class SmallDriver(dra_v1.DraPluginBase):
 
     cdi: Path
     error: str = ""
+    request: str = "gpu"
     unprepare_errors: int = 0
     prepared: list[str] = field(default_factory=list)
 
@@ -53,7 +57,7 @@ class SmallDriver(dra_v1.DraPluginBase):
         (self.cdi / f"{claim.uid}.json").write_text(json.dumps(spec))
         self.prepared.append(claim.uid)
         device = dra_v1.Device(
-            request_names=["gpu"], pool_name="p", device_name="gpu-0", cdi_device_ids=[f"test/claim={claim.uid}"]
+            request_names=[self.request], pool_name="p", device_name="gpu-0", cdi_device_ids=[f"test/claim={claim.uid}"]
         )
         return dra_v1.NodePrepareResourceResponse(devices=[device])
 
@@ -295,3 +299,74 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     shared = next(one for one in document["node"]["containers"] if one["pod"] == "share")
     assert (shared["cores"], shared["memory_bytes"] >> 20) == (40, 8192)
     assert 0 < shared["gpus"][0]["usage"]["sm_ratio"] <= 0.4
+
+
+async def test_instances_are_made_on_demand_in_the_sandbox(short_dir: Path) -> None:
+    """By a claim for two profiles of one GPU, by a plain pod, and a whole GPU next to them: the real agent makes them."""
+    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--mig", "--once", "-o", "json", "--gpus", "2")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
+    assert cards == {"small-and-large": [[0], [0]], "plain": [[0]], "whole": [[1]]}
+    found = [(card["mig"]["profile"], card["is_healthy"]) for card in document["node"]["gpus"] if card.get("mig")]
+    assert sorted(found) == [("1g.10gb", True), ("1g.10gb", True), ("3g.40gb", True)]
+
+
+async def test_a_class_stands_for_an_extended_resource() -> None:
+    """A pod without a claim gets one of the scheduler's; only the container that asks has the device; the claim goes with
+    the pod."""
+    resource = "example.com/part"
+    async with open_dra_node() as (node, driver):
+        driver.request = "container-1-request-1"
+        node.api.create("deviceclasses", {"metadata": {"name": "part"}, "spec": {"extendedResourceName": resource}})
+        limits = {"resources": {"limits": {resource: "2", "cpu": "1"}}}
+        plain = {"name": "plain", "image": "x"}
+        node.api.create_pod(pod("p", plain, {"name": "asks", "image": "x", **limits}, terminationGracePeriodSeconds=1))
+        await node.kubelet.wait_for(lambda: "cannot allocate all claims" in condition_of(node, "p"))
+        assert [one["metadata"]["name"] for one in claims_of(node)] == ["shared"]
+        node.api.delete_pod("default", "p")
+        await node.wait_gone("p")
+        limits = {"resources": {"limits": {resource: "1", "cpu": "1"}}}
+        await node.start_pods(
+            pod("q", plain, {"name": "asks", "image": "x", **limits}, terminationGracePeriodSeconds=1)
+        )
+        (claim,) = [one for one in claims_of(node) if one["metadata"]["name"] != "shared"]
+        assert claim["metadata"]["name"].startswith("q-extended-resources-")
+        assert claim["metadata"]["annotations"] == {"resource.kubernetes.io/extended-resource-claim": "true"}
+        assert [one["name"] for one in claim["metadata"]["ownerReferences"]] == ["q"]
+        exactly = {"deviceClassName": "part", "allocationMode": "ExactCount", "count": 1}
+        assert claim["spec"]["devices"]["requests"] == [{"name": "container-1-request-1", "exactly": exactly}]
+        assert node.api.pod("default", "q")["status"]["extendedResourceClaimStatus"] == {
+            "resourceClaimName": claim["metadata"]["name"],
+            "requestMappings": [
+                {"containerName": "asks", "resourceName": resource, "requestName": "container-1-request-1"}
+            ],
+        }
+        uid, name = node.api.pod("default", "q")["metadata"]["uid"], claim["metadata"]["name"].replace("-", "_")
+        runs = [node.kubelet.runtime.find(uid, container) for container in ("plain", "asks")]
+        assert [run is not None and run.env.get(f"CLAIM_{name}") for run in runs] == [None, "yes"]
+        node.api.delete_pod("default", "q")
+        await node.wait_gone("q")
+        await node.kubelet.wait_for(lambda: [one["metadata"]["name"] for one in claims_of(node)] == ["shared"])
+        assert not node.kubelet.claims
+
+
+def condition_of(node: NodeUnderTest, name: str) -> str:
+    conditions = node.api.pod("default", name)["status"].get("conditions") or [{}]
+    return str(conditions[0].get("message", ""))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"devices": [{"name": "a"}], "sharedCounters": [{"name": "s", "counters": {}}]}, "only one of"),
+        ({"devices": [{"name": f"d-{number}"} for number in range(129)]}, "at most 128"),
+        ({"devices": [{"name": f"d-{number}", "consumesCounters": [{}]} for number in range(65)]}, "at most 64"),
+        ({"devices": [{"name": "d", "consumesCounters": [{}, {}, {}]}]}, "at most 2"),
+        ({"sharedCounters": [{"name": f"s-{number}", "counters": {}} for number in range(9)]}, "at most 8"),
+        ({"sharedCounters": [{"name": "s", "counters": {f"c-{n}": {"value": "1"} for n in range(33)}}]}, "at most 32"),
+    ],
+)
+def test_slices_have_the_limits_of_the_api(spec: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Rejected, match=problem):
+        completed(KINDS["resourceslices"], {"metadata": {"name": "s"}, "spec": {"driver": DRIVER, **spec}})

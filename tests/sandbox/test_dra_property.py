@@ -20,7 +20,7 @@ from gpushare_agent.agent.dra.plugin import DraPlugin, DraRegistration
 from gpushare_agent.agent.dra.slices import SlicePublisher
 from gpushare_agent.agent.node import GpuSplit, gpu_split, plugins_devices
 from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
-from gpushare_agent.core.kube.claims import Device, ResourceSlice
+from gpushare_agent.core.kube.claims import ResourceSlice, SliceContent
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
@@ -89,7 +89,7 @@ class World:
         cache = self.driver.cache
         for one in self.plugins.values():
             cache.put(one)
-        publisher = SlicePublisher(node_name=NODE, desired=self.devices)
+        publisher = SlicePublisher(node_name=NODE, desired=self.slices)
         cache.subscribe(lambda _old, _new: self._changed(publisher))
         await self.driver.claims.restore()
         self.check()
@@ -139,9 +139,9 @@ class World:
     def gpu_split(self) -> GpuSplit:
         return gpu_split(self.chosen, self.driver.gpus.gpus, self.driver.cache)
 
-    def devices(self) -> list[Device]:
+    def slices(self) -> list[SliceContent]:
         mine = [gpu for gpu in self.driver.gpus.gpus if gpu.uuid in self.gpu_split().claimable]
-        return slice_devices(mine, self.driver.gpus, self.driver.cache.charges(), {}, POLICY)
+        return [SliceContent(devices=slice_devices(mine, self.driver.gpus, self.driver.cache.charges(), {}, POLICY))]
 
     # --- what must always hold ---
 

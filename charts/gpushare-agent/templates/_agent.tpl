@@ -46,6 +46,9 @@
 {{- if $values.dra.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}
 {{- end -}}
+{{- with $values.dra.migOnDemand -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_MIG__ON_DEMAND" "value" (join "," .)) -}}
+{{- end -}}
 {{- with $values.nvidia.sharing -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_NVIDIA__SHARING" "value" .) -}}
 {{- end -}}
@@ -87,6 +90,17 @@
 {{- end -}}
 {{- with get $objects "DeviceClass/whole.gpushare-agent" -}}
   {{- $_ := set .spec "extendedResourceName" $values.dra.wholeGpus.resourceName -}}
+{{- end -}}
+{{- if not (has "all" $values.dra.migProfiles) -}}
+  {{- $wanted := list -}}
+  {{- range $profile := $values.dra.migProfiles -}}
+    {{- $key := printf "DeviceClass/mig-%s.gpushare-agent" (replace "+" "." $profile) -}}
+    {{- if not (hasKey $objects $key) }}{{ fail (printf "dra.migProfiles: %s is none of the profiles in manifests/components/dra-mig-profiles/classes.yaml" $profile) }}{{ end -}}
+    {{- $wanted = append $wanted $key -}}
+  {{- end -}}
+  {{- range $key := keys $objects -}}
+    {{- if and (hasPrefix "DeviceClass/mig-" $key) (not (has $key $wanted)) }}{{ $_ := unset $objects $key }}{{ end -}}
+  {{- end -}}
 {{- end -}}
 {{- with get $objects "NetworkPolicy/gpushare-agent" -}}
   {{- $rule := first .spec.ingress -}}

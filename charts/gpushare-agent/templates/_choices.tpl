@@ -20,6 +20,8 @@
 {{- if $values.dra.enabled }}{{ $components = append $components "dra" }}{{ end -}}
 {{- if $values.dra.wholeGpus.enabled }}{{ $components = append $components "dra-whole-gpus" }}{{ end -}}
 {{- if $values.dra.nvidiaNames }}{{ $components = append $components "dra-nvidia-names" }}{{ end -}}
+{{- if $values.dra.migProfiles }}{{ $components = append $components "dra-mig-profiles" }}{{ end -}}
+{{- if $values.dra.migOnDemand }}{{ $components = append $components "mig-on-demand" }}{{ end -}}
 {{- if $values.gpuMem.enabled }}{{ $components = append $components "gpushare" }}{{ end -}}
 {{- if $values.staticPods.enabled }}{{ $components = append $components "static-pods" }}{{ end -}}
 {{- if $values.staticPods.selfSignedKubelet }}{{ $components = append $components "static-pods-self-signed" }}{{ end -}}
@@ -70,8 +72,15 @@ manifests/components/{{ . }}
 {{- if and (eq $values.isolation "vcuda") (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
   {{- fail "isolation vcuda counts by the host's PIDs: not with `hostPID: false`" -}}
 {{- end -}}
-{{- if and (or $values.dra.wholeGpus.enabled $values.dra.nvidiaNames) (not $values.dra.enabled) -}}
-  {{- fail "dra.wholeGpus.enabled and dra.nvidiaNames need `dra.enabled: true`" -}}
+{{- if not $values.dra.enabled -}}
+  {{- if or $values.dra.wholeGpus.enabled $values.dra.nvidiaNames $values.dra.migOnDemand $values.dra.migProfiles -}}
+    {{- fail "the values below dra need `dra.enabled: true`" -}}
+  {{- end -}}
+{{- else if not (or $values.dra.gpus $values.dra.migOnDemand) -}}
+  {{- fail "dra.gpus is empty, and dra.migOnDemand too: no GPU is offered by claims" -}}
+{{- end -}}
+{{- if and $values.dra.migOnDemand (not (or $values.driverFromHost.enabled $values.nvidia.migMonitor $values.simulated.enabled)) -}}
+  {{- fail "dra.migOnDemand: the driver must let the agent make instances, by a device node with `driverFromHost.enabled: true`, or by SYS_ADMIN with `nvidia.migMonitor: true`" -}}
 {{- end -}}
 {{- if and $values.dra.nvidiaNames $values.dra.wholeGpus.enabled (eq $values.dra.wholeGpus.resourceName "nvidia.com/gpu") -}}
   {{- fail "dra.nvidiaNames serves nvidia.com/gpu by its own class: leave `dra.wholeGpus.enabled` out, or give it another resourceName" -}}
@@ -104,7 +113,7 @@ manifests/components/{{ . }}
   {{- end -}}
 {{- end -}}
 {{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
-{{- $owned = merge $owned (dict "dra.gpus" "dra.gpus" "dra.nvidia_names" "dra.nvidiaNames" "gpushare.enabled" "gpuMem.enabled") -}}
+{{- $owned = merge $owned (dict "dra.gpus" "dra.gpus" "mig.on_demand" "dra.migOnDemand" "dra.nvidia_names" "dra.nvidiaNames" "gpushare.enabled" "gpuMem.enabled") -}}
 {{- $owned = merge $owned (dict "driver_limits.set_by_agent" "driverLimits.setByAgent" "libgpushare.unlimited" "endUnlimited" "facts.is_written" "nodeFacts") -}}
 {{- if eq "mps" (toString ($values.settings.nvidia).sharing) }}{{ $_ := set $owned "nvidia.sharing" "nvidia.sharing" }}{{ end -}}
 {{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}

@@ -70,7 +70,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
     memory = sum(gpu.memory_mib for gpu in inventory.gpus)
     kind = "simulated GPUs" if is_simulated else f"GPUs, driver {inventory.driver_version}"
     findings = [ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")]
-    if not inventory.gpus:
+    if not inventory.known:
         remedy = "the node will offer nothing; is a GPU plugged in?"
         findings = [warning("driver", "it answers, but there is no GPU", remedy)]
     see = "see `nvidia-smi -q` and the kernel log"
@@ -85,6 +85,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
             findings.append(_host_memory_finding(gpu, gpu.host_memory))
     for index, reason in inventory.unreadable:
         findings.append(warning("gpu", f"number {index} cannot be read: {reason}", f"{see}; it is not offered"))
+    findings += [warning("mig", f"GPU {one.parent}", one.problem) for one in inventory.mig_layouts if one.problem]
     names = resource_names(settings, inventory.mig_profiles)
     # Excluded GPUs may differ: they are in no resource.
     offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]

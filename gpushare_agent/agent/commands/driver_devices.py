@@ -5,7 +5,7 @@ for what a device plugin answered. An agent that is neither privileged nor under
 resource `gpushare-agent/driver`. Its own plugins cannot serve it, because they need the GPUs first: this process needs none.
 
 Every GPU of the node is in each answer, so the cluster must keep the resource from other pods
-(manifests/components/driver-from-host has the policy).
+(manifests/components/driver-from-host has the policy). The right to make MIG instances is in it with mig.on_demand alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ PERIOD_S = 5.0
 _CONTROL = "nvidiactl"
 """Without it no program opens the driver."""
 _DIRECTORIES = (".", "nvidia-caps")
+_MIG_CONFIG = "/dev/nvidia-caps/nvidia-cap1"
+"""The right to make and destroy MIG instances, `mig/config` (NVIDIA's MIG user guide, "Device Nodes and Capabilities")."""
 
 
-def driver_nodes(dev: Path) -> tuple[str, ...]:
+def driver_nodes(dev: Path, *, with_mig_config: bool = False) -> tuple[str, ...]:
     """The host's paths of the driver's device nodes, of which `dev` shows the host's /dev; none where it is not loaded."""
     found = sorted(
         f"/dev/{path.relative_to(dev)}"
@@ -47,14 +49,17 @@ def driver_nodes(dev: Path) -> tuple[str, ...]:
         for path in (dev / directory).glob("nvidia*")
         if path.is_char_device()
     )
-    return tuple(found) if f"/dev/{_CONTROL}" in found else ()
+    if f"/dev/{_CONTROL}" not in found:
+        return ()
+    return tuple(path for path in found if with_mig_config or path != _MIG_CONFIG)
 
 
 class AllNodes:
     """Every container that asks gets all of them, as they are then."""
 
-    def __init__(self, dev: Path) -> None:
+    def __init__(self, dev: Path, *, with_mig_config: bool) -> None:
         self._dev = dev
+        self._with_mig_config = with_mig_config
 
     async def preferred(
         self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
@@ -63,7 +68,7 @@ class AllNodes:
 
     async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused:
         # Files of devtmpfs, which is memory.
-        nodes = driver_nodes(self._dev)
+        nodes = driver_nodes(self._dev, with_mig_config=self._with_mig_config)
         if not nodes:
             return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"the node has no /dev/{_CONTROL} any more")
         return ContainerEdits(devices=tuple(DeviceNode(host_path=path, container_path=path) for path in nodes))
@@ -74,10 +79,14 @@ class AllNodes:
 
 async def run(call: Invocation) -> int:
     """Until SIGTERM or SIGINT."""
-    device_plugin_path, dev = call.settings(None).kubelet.device_plugin_path, call.options.dev
+    settings, dev = call.settings(None), call.options.dev
+    device_plugin_path, nodes = (
+        settings.kubelet.device_plugin_path,
+        AllNodes(dev, with_mig_config=bool(settings.mig.on_demand)),
+    )
     table = DeviceTable(_rows(dev))
     # This process has no metrics: a call is a start of an agent, and in the log.
-    plugin = DevicePlugin(RESOURCE, table, AllNodes(dev), lambda *_: None, DeviceIds())
+    plugin = DevicePlugin(RESOURCE, table, nodes, lambda *_: None, DeviceIds())
     endpoint = PluginEndpoint(device_plugin_path=device_plugin_path, socket_name=SOCKET, plugin=plugin)
     registrar = Registrar(device_plugin_path=device_plugin_path, endpoints=[endpoint])
     stop = set_by_signals()

@@ -138,8 +138,8 @@ class GpuInventoryState:
         now = self._clock()
         self._seen = self._with_missing(found)
         # A driver that lists GPUs and can read none of them has not said what there is.
-        self.is_read = self.is_read or bool(found.gpus) or not found.unreadable
-        self._has_served = self._has_served or any(gpu.is_healthy for gpu in found.gpus)
+        self.is_read = self.is_read or bool(found.known) or not found.unreadable
+        self._has_served = self._has_served or any(gpu.is_healthy for gpu in found.known)
         self._note_refusal(now, is_refused=found.is_refused)
         # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
@@ -299,7 +299,11 @@ class GpuHealthObserver:
     def inventory_changed(self, inventory: GpuInventory) -> None:
         gpus, was_cordoned = self._gpus, self._cordoned
         why = () if self._is_settled else self._node.inventory.held.values()
-        shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in inventory.gpus]
+        divided = {gpu.mig.parent for gpu in inventory.gpus if gpu.mig is not None}
+        # One on demand without instances: nothing else tells of it.
+        alone = [gpu for gpu in inventory.mig_partitioned if gpu.uuid not in divided]
+        gpus_now = (*inventory.gpus, *alone)
+        shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in gpus_now]
         self._gpus, self._cordoned = {gpu.uuid: gpu for gpu in shown}, self._node.inventory.cordoned
         # By index: Events of one change come in the order in which people count GPUs.
         for gpu in sorted(shown, key=lambda gpu: gpu.index):

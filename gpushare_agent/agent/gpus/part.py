@@ -34,9 +34,9 @@ class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
 
     in_use: Callable[[], Collection[GpuUuid]]
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """Makes the GPU instance at this place, and in it one compute instance that has all of it; where the GPU instance
-        is there, the compute instance alone. Cancelled, the call goes on in its thread.
+        is there, the compute instance alone, but not if it `is_new`. Cancelled, the call goes on in its thread.
 
         Raises Conflict: the place is taken; Rejected: this process has not the right, with the remedy; NotFound: there is no
         such GPU or place; Unavailable: the driver does not answer, and may have made it all the same."""
@@ -81,7 +81,7 @@ class GpusPart:
             log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
             return None
         # The driver answers and every GPU fails: an agent that offered nothing would look healthy.
-        if not found.gpus and found.unreadable and must_succeed:
+        if not found.known and found.unreadable and must_succeed:
             index, reason = found.unreadable[0]
             raise StartupError(
                 f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
@@ -102,7 +102,7 @@ class GpusPart:
         if found is None:
             return
         self.node.inventory.read(found)
-        _log_gpus(self.node.inventory.current.gpus, found.unreadable)
+        _log_gpus(self.node.inventory.current.known, found.unreadable)
 
     def tasks(self) -> Tasks:
         return {"gpu watch": self.watch.run, "health state": self.writer.run}
@@ -126,12 +126,15 @@ def health_policy(settings: Settings) -> HealthPolicy:
 
 def open_driver(settings: Settings) -> NodeDriver:
     """The driver that the settings name. Raises StartupError for a topology file that cannot be used."""
+    # Claims can ask for each instance, whatever the device plugin does with them.
+    with_instances = settings.nvidia.mig_strategy != "none" or settings.has_claims
     if settings.driver == "nvml":
         # pynvml's modules only where NVML is used.
         from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 
         return NvmlDriver(
-            with_instances=settings.nvidia.mig_strategy != "none",
+            with_instances=with_instances,
+            on_demand=settings.mig.on_demand,
             unified_memory_mib=settings.resources.unified_memory_mib,
         )
     simulated = settings.simulated
@@ -154,7 +157,7 @@ def open_driver(settings: Settings) -> NodeDriver:
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,
-            instances_on=("all",) if settings.nvidia.mig_strategy != "none" else settings.dra.gpus,
+            with_instances=with_instances,
             on_demand=settings.mig.on_demand,
         )
     except Corrupt as e:

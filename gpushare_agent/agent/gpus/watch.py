@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -23,7 +23,7 @@ from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, forever
 from gpushare_agent.core.model.errors import AgentError, DriverLost
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, describe_event
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import DriverSample
 
@@ -85,7 +85,7 @@ class GpuWatch(Struct, eq=False):
         """One poll of all GPUs; a failure is applied to the inventory, not raised: False."""
         # Polls on request and in the loop: two at once would count twice for a probe.
         async with self._poll_lock:
-            before = self.node.inventory.current.by_uuid()
+            before = {gpu.uuid for gpu in self.node.inventory.current.known}
             try:
                 found = await self.driver.read()
             except AgentError as e:
@@ -149,7 +149,7 @@ class GpuWatch(Struct, eq=False):
 
     def _pause_s(self) -> float:
         # Seldom: a node without a driver may wait for one for days.
-        if not self.node.inventory.current.gpus:
+        if not self.node.inventory.current.known:
             return NO_GPUS_PERIOD_S
         probe_at = self.node.inventory.next_probe_at()
         if probe_at is None:
@@ -175,8 +175,8 @@ class GpuWatch(Struct, eq=False):
         elif self._restart.is_new(why[0]):
             log.error("restart_needed", why=why[0])
 
-    def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
-        for gpu in self.node.inventory.current.gpus:
+    def _log_found(self, before: Collection[GpuUuid]) -> None:
+        for gpu in self.node.inventory.current.known:
             if gpu.uuid not in before:
                 log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
         for index, reason in self.node.inventory.current.unreadable:

@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NoReturn, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.agent.mig.decisions.plan import (
     MadeInstance,
@@ -39,8 +39,11 @@ from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, bounded, forever, wait_for
 from gpushare_agent.core.model.errors import AgentError, Conflict, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlacement
+from gpushare_agent.core.model.mig import MigLayout, MigPlacement, MigProfile
 from gpushare_agent.core.model.names import GpuUuid
+
+if TYPE_CHECKING:
+    from gpushare_agent.agent.gpus.part import NodeDriver
 
 log = structlog.get_logger(__name__)
 
@@ -51,14 +54,6 @@ CALL_S = 60.0
 RETRY_S = 5.0
 RETRY = Backoff(base_s=1.0, cap_s=60.0)
 _DONE = {MigState.CREATING: "made", MigState.DESTROYING: "destroyed"}
-
-
-class MakesInstances(Protocol):
-    """As NodeDriver has them."""
-
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance: ...
-
-    async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None: ...
 
 
 class _Failure(Struct, frozen=True):
@@ -78,7 +73,7 @@ class MigInstances:
     def __init__(
         self,
         node: Node,
-        driver: MakesInstances,
+        driver: NodeDriver,
         poll: Callable[[], Awaitable[bool]],
         records: InstanceRecords,
         *,
@@ -97,6 +92,7 @@ class MigInstances:
         self._busy: set[GpuUuid] = set()
         self._stale: set[GpuUuid] = set()
         self._places: dict[str, MigPlacement] = {}
+        self._profiles: dict[GpuUuid, tuple[MigProfile, ...]] = {}
         self._has_changed = asyncio.Event()
         self._file_lock = asyncio.Lock()
         self._steps, self._polls, self._reported = Reconciler(), Reconciler(), ReportOnce()
@@ -171,6 +167,9 @@ class MigInstances:
                     return _not_yet(
                         f"GPU {place.parent} is not in MIG mode now, or the driver does not show it ({name})"
                     )
+                if place not in self._wanted and not self._is_ready(place):
+                    self._wanted[place] = None
+                    self.changed()
                 if why := reasons.get(place):
                     return _not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
@@ -195,7 +194,8 @@ class MigInstances:
         that serves the node: of two one alone may call the driver and write the file."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            group.create_task(forever("mig polls", partial(self._polls.run, self._refresh, self._refresh_due_s)))
+            polls = partial(self._polls.run, self._refresh, lambda: RETRY_S if self._stale else None)
+            group.create_task(forever("mig polls", polls))
             self.changed()
             await self._steps.run(self._step, self._due_s)
         raise AssertionError("unreachable: the loop does not return")
@@ -224,10 +224,7 @@ class MigInstances:
         for place in wanted:
             made = self._made.get(place)
             if made is not None and made.state is MigState.DESTROYING:
-                self._failures.pop(place, None)  # it was not to be destroyed before, and is not to be destroyed now
-            if made is None or not made.is_ready:
-                self._wanted.setdefault(place)
-        self.changed()
+                self._failures.pop(place, None)  # of what is no longer to be destroyed
         return None
 
     def _wishes(self, parent: GpuUuid) -> Wishes:
@@ -267,6 +264,9 @@ class MigInstances:
     def _learn(self) -> None:
         """The places by their names, also those of a GPU that is lost, or not in MIG mode any more."""
         for layout in self._node.gpus().mig_layouts:
+            if self._profiles.get(layout.parent) == layout.profiles:
+                continue
+            self._profiles[layout.parent] = layout.profiles
             for profile in layout.profiles:
                 for start in profile.starts:
                     place = MigPlacement(layout.parent, profile.id, start)
@@ -276,10 +276,7 @@ class MigInstances:
     # ---- what is ----
 
     def _layouts(self) -> dict[GpuUuid, MigLayout]:
-        """By GPU. A UUID that the driver does not tell of an instance is taken from the inventory."""
-        inventory = self._node.gpus()
-        by_ids = {(gpu.mig.parent, gpu.mig.gi, gpu.mig.ci): gpu.uuid for gpu in inventory.gpus if gpu.mig is not None}
-        return {one.parent: _with_uuids(one, by_ids) for one in inventory.mig_layouts}
+        return {one.parent: one for one in self._node.gpus().mig_layouts}
 
     def _made_on(self, parent: GpuUuid) -> list[MadeInstance]:
         return [one for one in self._made.values() if one.place.parent == parent]
@@ -304,7 +301,8 @@ class MigInstances:
         self._give_up(inventory, layouts)
         held, now = self._held_places(), self._clock()
         for parent, layout in layouts.items():
-            if parent in self._busy or parent in self._stale:
+            # With a problem the list may be an earlier one.
+            if parent in self._busy or parent in self._stale or layout.problem:
                 continue
             self._replace(parent, settle(layout, self._made_on(parent), self._wishes(parent)))
             self._refused = {place for place in self._refused if place.parent != parent}
@@ -344,12 +342,7 @@ class MigInstances:
     async def _carry_out(self, step: Step) -> None:
         made, place = step.made, step.made.place
         before, was_in_doubt = self._made.get(place), place in self._in_doubt
-        call, began_at, outcome, is_called = (
-            "create" if step.instance is None else "destroy",
-            self._clock(),
-            "failed",
-            False,
-        )
+        began_at, outcome, is_called = self._clock(), "failed", False
         self._made[place] = made
         try:
             # Before the driver is called: what is made must be known as made here, whatever happens next.
@@ -361,7 +354,7 @@ class MigInstances:
             self._in_doubt.add(place)
             async with bounded(CALL_S, f"the driver did not answer within {CALL_S:g} s"):
                 if step.instance is None:
-                    await self._driver.create_instance(place)
+                    await self._driver.create_instance(place, is_new=made.gi is None)
                 else:
                     await self._driver.destroy_instance(place.parent, step.instance)
             self._answered(place.parent)
@@ -377,8 +370,9 @@ class MigInstances:
             self._failed(made, str(e), is_short=step.instance is None and isinstance(e, Conflict))
         finally:
             if not is_called:
-                del self._made[place]
+                self._made.pop(place, None)  # it may have been given up
                 self._made |= {place: before} if before is not None else {}
+            call = "create" if step.instance is None else "destroy"
             self._node.metrics.mig_called(call, outcome, self._clock() - began_at)
             self._busy.discard(place.parent)
             self._stale.add(place.parent)
@@ -406,23 +400,20 @@ class MigInstances:
             self._stale -= stale
         self.changed()
 
-    def _refresh_due_s(self) -> float | None:
-        return RETRY_S if self._stale else None
-
     def _due_s(self) -> float | None:
         """Until something is due that nothing else announces."""
         now = self._clock()
         idle_s = 0.0 if self.own_node.is_draining else self._node.settings.mig.idle_s
         times = [one.until for one in self._failures.values()]
         times += [since + idle_s for since in self._idle_since.values()]
-        if sorted(self._made.values(), key=_name) != self._written:
+        if sorted(self._made.values(), key=attrgetter("place")) != self._written:
             times.append(now + RETRY_S)
         return min((at - now for at in times if at > now), default=None)
 
     async def _save(self) -> None:
         """Raises Unavailable."""
         async with self._file_lock:
-            made = sorted(self._made.values(), key=_name)
+            made = sorted(self._made.values(), key=attrgetter("place"))
             if made != self._written:
                 await self._records.save(made)
                 self._written = made
@@ -446,17 +437,3 @@ def _name(made: MadeInstance) -> str:
 
 def _not_yet(why: str) -> Refused:
     return Refused(RefusalReason.NOT_READY, f"{why.removesuffix('.')}. The kubelet tries again.")
-
-
-def _with_uuids(layout: MigLayout, by_ids: Mapping[tuple[GpuUuid, int, int], GpuUuid]) -> MigLayout:
-    if all(one.uuid for instance in layout.instances for one in instance.compute):
-        return layout
-
-    def filled(instance: MigGpuInstance) -> MigGpuInstance:
-        compute = tuple(
-            replace(one, uuid=one.uuid or by_ids.get((layout.parent, instance.gi, one.ci), ""))
-            for one in instance.compute
-        )
-        return replace(instance, compute=compute)
-
-    return replace(layout, instances=tuple(map(filled, layout.instances)))

@@ -37,6 +37,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
     name: str
     changed: Callable[[], None] = lambda: None
     period_s: float = PERIOD_S
+    retry_s: float = RETRY_S
     is_known: bool = False
     is_draining: bool = False
     managed: str = ""
@@ -55,7 +56,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
                 # Without the right it will never be known: the node's administrator gave none to respect.
                 if not isinstance(e, Unavailable):
                     self._know(is_draining=self.is_draining, managed=self.managed)
-                await asyncio.sleep(self.period_s if self.is_known else RETRY_S)
+                await asyncio.sleep(self.period_s if self.is_known else self.retry_s)
                 continue
             failure.is_over()
             self._know(is_draining=node.is_cordoned, managed=_managed(node.meta.labels))

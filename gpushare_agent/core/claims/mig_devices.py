@@ -135,7 +135,7 @@ def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Count
 
 def _counters(slices: range, counts: dict[str, int]) -> dict[str, Counter]:
     """By names that are DNS labels."""
-    named = {f"memory-slice-{number}": 1 for number in slices} | counts
+    named = {**{f"memory-slice-{number}": 1 for number in slices}, **counts}
     return {name.replace("_", "-"): Counter(str(count)) for name, count in named.items() if count}
 
 

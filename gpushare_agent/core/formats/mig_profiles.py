@@ -11,11 +11,10 @@ them. Where a GPU has four computing slices, engines run out first: one `+me` ta
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import le
 
-from msgspec import Struct
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from gpushare_agent.core.model.mig import MigAttributes, MigProfile
 
@@ -54,50 +53,35 @@ _RTX_PRO_6000 = """
     32 12 4g+gfx    12 0       1 4 4 4 4 1"""
 
 
-class _Product(Struct, frozen=True):
-    """`gb` and `mib` by memory slices: the name's size and the instance's. `multiprocessors` by computing slices and memory
-    slices."""
-
-    lines: str
-    gb: Mapping[int, int]
-    mib: Mapping[int, int]
-    multiprocessors: Mapping[tuple[str, int], int]
-
-
-def _product(lines: str, gb: str, mib: str, multiprocessors: str) -> _Product:
-    """Values from the smallest to the largest profile."""
-    kinds = dict.fromkeys((kind[:2], int(size)) for _, _, kind, size, *_ in map(str.split, lines.strip().splitlines()))
-    sizes = dict.fromkeys(size for _, size in kinds)
-    return _Product(
-        lines,
-        dict(zip(sizes, map(int, gb.split()), strict=True)),
-        dict(zip(sizes, map(int, mib.split()), strict=True)),
-        dict(zip(kinds, map(int, multiprocessors.split()), strict=True)),
-    )
-
-
-_PRODUCTS = {
-    r"\bA30\b": _product(_A30, "6 12 24", "5952 11968 24000", "14 28 56"),
-    r"\bA[18]00\b.*\b40GB": _product(_A100, "5 10 20 40", "4864 9984 20096 40448", "14 14 28 42 56 98"),
-    r"\bA[18]00\b.*\b80GB": _product(_A100, "10 20 40 80", "9728 19968 40192 80896", "14 14 28 42 56 98"),
-    r"\bH[18]00 PCIe": _product(_HOPPER, "10 20 40 80", "9984 20096 40448 81152", "14 14 30 46 62 114"),
-    r"\bH[18]00 NVL": _product(_HOPPER, "12 24 47 94", "11008 22144 47488 95360", "16 26 32 60 64 132"),
-    r"\bH100 96GB|\bGH200 480GB": _product(_HOPPER, "12 24 48 96", "11264 23552 47616 95232", "16 26 32 60 64 132"),
+_PRODUCTS = (
+    (r"\bA30\b", _A30, "6 12 24", "5952 11968 24000", "14 28 56"),
+    (r"\bA[18]00\b.*\b40GB", _A100, "5 10 20 40", "4864 9984 20096 40448", "14 14 28 42 56 98"),
+    (r"\bA[18]00\b.*\b80GB", _A100, "10 20 40 80", "9728 19968 40192 80896", "14 14 28 42 56 98"),
+    (r"\bH[18]00 PCIe", _HOPPER, "10 20 40 80", "9984 20096 40448 81152", "14 14 30 46 62 114"),
+    (r"\bH[18]00 NVL", _HOPPER, "12 24 47 94", "11008 22144 47488 95360", "16 26 32 60 64 132"),
+    (r"\bH100 96GB|\bGH200 480GB", _HOPPER, "12 24 48 96", "11264 23552 47616 95232", "16 26 32 60 64 132"),
     # Inferred: memory as of H100 96GB; it has 78 multiprocessors, how they are divided was not found.
-    r"\bH20\b": _product(_HOPPER, "12 24 48 96", "11264 23552 47616 95232", "10 10 20 36 40 78"),
-    r"\bH[18]00\b": _product(_HOPPER, "10 20 40 80", "9984 20096 40448 81152", "16 26 32 60 64 132"),
+    (r"\bH20\b", _HOPPER, "12 24 48 96", "11264 23552 47616 95232", "10 10 20 36 40 78"),
+    (r"\bH[18]00\b", _HOPPER, "10 20 40 80", "9984 20096 40448 81152", "16 26 32 60 64 132"),
     # Inferred: memory and multiprocessors of 3g, 4g and 7g; here and in the next two.
-    r"\bGH200 144G": _product(_HOPPER, "18 36 72 144", "17920 36096 72704 146432", "16 26 32 60 64 132"),
-    r"\bB200\b": _product(_BLACKWELL, "23 45 90 180", "22528 45312 91136 182784", "18 30 36 70 72 148"),
-    r"\bGB200\b": _product(_BLACKWELL, "23 47 93 186", "22528 46592 94208 188928", "18 32 38 72 76 152"),
-    r"\bH200\b": _product(_HOPPER, "18 35 71 141", "16384 33024 71168 143104", "16 26 32 60 64 132"),
+    (r"\bGH200 144G", _HOPPER, "18 36 72 144", "17920 36096 72704 146432", "16 26 32 60 64 132"),
+    (r"\bB200\b", _BLACKWELL, "23 45 90 180", "22528 45312 91136 182784", "18 30 36 70 72 148"),
+    (r"\bGB200\b", _BLACKWELL, "23 47 93 186", "22528 46592 94208 188928", "18 32 38 72 76 152"),
+    (r"\bH200\b", _HOPPER, "18 35 71 141", "16384 33024 71168 143104", "16 26 32 60 64 132"),
     # Inferred: all but names and IDs (GPU Operator's release notes 25.10; NVIDIA's page on MIG of the DGX Station).
-    r"\bB300\b": _product(_BLACKWELL, "34 67 135 269", "33792 68352 137216 274432", "18 30 36 70 72 148"),
-    r"\bGB300\b": _product(_BLACKWELL, "35 70 139 278", "34816 70656 141824 283648", "18 32 38 72 76 152"),
-    r"\bRTX PRO 6000\b": _product(_RTX_PRO_6000, "24 48 96", "24192 48512 97280", "46 94 188"),
-}
-"""By what a product's name contains; the first counts."""
-_OF_UNKNOWN, _ITS_MIB = _PRODUCTS[r"\bA[18]00\b.*\b80GB"], 81_920
+    (r"\bB300\b", _BLACKWELL, "34 67 135 269", "33792 68352 137216 274432", "18 30 36 70 72 148"),
+    (r"\bGB300\b", _BLACKWELL, "35 70 139 278", "34816 70656 141824 283648", "18 32 38 72 76 152"),
+    (r"\bRTX PRO 6000\b", _RTX_PRO_6000, "24 48 96", "24192 48512 97280", "46 94 188"),
+)
+"""What a product's name contains (the first counts); its profiles; by memory slices, ascending, the size in names, GB, and
+the memory, MiB; by computing slices and memory, ascending, the multiprocessors."""
+_OF_UNKNOWN, _ITS_MIB = _PRODUCTS[2], 81_920
+
+
+def profile_names() -> tuple[str, ...]:
+    """Those of all products, by computing slices and memory."""
+    found = {profile.name for _, *product in _PRODUCTS for profile in _profiles(*product).values()}
+    return tuple(sorted(found, key=lambda name: (tuple(map(int, re.findall(r"\d+", name))), name)))
 
 
 def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
@@ -105,15 +89,13 @@ def numbered_profiles(product: str, memory_mib: int) -> dict[int, MigProfile]:
 
     A product that is not known here, or with less memory than it has: those of an A100 80GB, in proportion to the memory.
     """
-    of = next((one for pattern, one in _PRODUCTS.items() if re.search(pattern, product)), None)
-    if of is None or max(of.mib.values()) > memory_mib:
-        gib = -(-memory_mib // 1024)
-        of = replace(
-            _OF_UNKNOWN,
-            gb={size: max(1, (size * gib + 4) // 8) for size in _OF_UNKNOWN.gb},
-            mib={size: max(1, mib * memory_mib // _ITS_MIB) for size, mib in _OF_UNKNOWN.mib.items()},
-        )
-    return dict(_profile(of, line) for line in of.lines.strip().splitlines())
+    for pattern, lines, gb, mib, multiprocessors in _PRODUCTS:
+        if re.search(pattern, product) and int(mib.split()[-1]) <= memory_mib:
+            return _profiles(lines, gb, mib, multiprocessors)
+    _, lines, _, mib, multiprocessors = _OF_UNKNOWN
+    sizes = (max(1, (size * -(-memory_mib // 1024) + 4) // 8) for size in (1, 2, 4, 8))
+    scaled = (max(1, int(each) * memory_mib // _ITS_MIB) for each in mib.split())
+    return _profiles(lines, " ".join(map(str, sizes)), " ".join(map(str, scaled)), multiprocessors)
 
 
 def mig_profiles(product: str, memory_mib: int) -> tuple[MigProfile, ...]:
@@ -135,19 +117,25 @@ def has_room(
     return sum(other.id == profile.id for other, _ in placed) < profile.most and all(map(le, used, whole))
 
 
-def _profile(of: _Product, line: str) -> tuple[int, MigProfile]:
-    number, nvml, kind, slices, starts, most, *engines = line.split()
-    computing, size = kind[:2], int(slices)
-    copy, decoders, encoders, jpeg, ofa = map(int, engines)
-    return int(nvml), MigProfile(
-        id=int(number),
-        name=f"{computing}.{of.gb[size]}gb{kind[2:]}",
-        size=size,
-        starts=tuple(map(int, starts.split(","))),
-        most=int(most),
-        attributes=MigAttributes(
-            memory_mib=of.mib[size], gi_slices=int(computing[0]), ci_slices=int(computing[0]),
-            multiprocessors=of.multiprocessors[computing, size], copy_engines=copy, decoders=decoders, encoders=encoders,
-            jpeg_engines=jpeg, ofa_engines=ofa,
-        ),
-    )  # fmt: skip
+def _profiles(lines: str, gb: str, mib: str, multiprocessors: str) -> dict[int, MigProfile]:
+    rows = [line.split() for line in lines.strip().splitlines()]
+    sizes, kinds = dict.fromkeys(row[3] for row in rows), dict.fromkeys((row[2][:2], row[3]) for row in rows)
+    gigabytes, memory = (dict(zip(sizes, values.split(), strict=True)) for values in (gb, mib))
+    counts = dict(zip(kinds, multiprocessors.split(), strict=True))
+    found = {}
+    for number, nvml, kind, size, starts, most, *engines in rows:
+        computing = kind[:2]
+        copy, decoders, encoders, jpeg, ofa = map(int, engines)
+        found[int(nvml)] = MigProfile(
+            id=int(number),
+            name=f"{computing}.{gigabytes[size]}gb{kind[2:]}",
+            size=int(size),
+            starts=tuple(map(int, starts.split(","))),
+            most=int(most),
+            attributes=MigAttributes(
+                memory_mib=int(memory[size]), gi_slices=int(computing[0]), ci_slices=int(computing[0]),
+                multiprocessors=int(counts[computing, size]), copy_engines=copy, decoders=decoders, encoders=encoders,
+                jpeg_engines=jpeg, ofa_engines=ofa,
+            ),
+        )  # fmt: skip
+    return found

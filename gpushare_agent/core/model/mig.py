@@ -95,7 +95,8 @@ class MigGpuInstance(Struct, frozen=True, kw_only=True):
 
 class MigLayout(Struct, frozen=True, kw_only=True):
     """A GPU in MIG mode on which instances may be made. `slices` is how many memory slices it has. `instances` are all that
-    exist, whoever made them. `problem` is why no instance can be made or destroyed, with the remedy; empty where it can."""
+    exist, whoever made them. `problem` is why no instance can be made or destroyed, with the remedy; empty where it can.
+    With a problem the rest may be that of an earlier poll: what is missing need not be gone."""
 
     parent: GpuUuid
     slices: int = 0

@@ -157,6 +157,8 @@ def completed(kind: Kind, raw: Any, namespace: str = "default", suffix: str = "0
 
 def completed_workload(resource: str, raw: RawObject) -> RawObject:
     """The workload with its defaults; an object of any other resource as it is. Raises Rejected, naming the field."""
+    if resource == "resourceslices":
+        _check_slice(raw["spec"])
     if resource not in _LONGEST_NAMES:
         return raw
     unknown_fields(raw, KINDS[resource].name)  # for the types
@@ -190,6 +192,22 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     except Rejected as error:
         raise Rejected(f"spec.template.{error}") from error
     return {**raw, "spec": spec}
+
+
+def _check_slice(spec: dict[str, Any]) -> None:
+    """The limits of resource.k8s.io/v1, with which a driver has to divide its pool. Raises Rejected."""
+    devices, sets = spec.get("devices") or (), spec.get("sharedCounters") or ()
+    most = 64 if any(one.get("taints") or one.get("consumesCounters") for one in devices) else 128
+    consumed = max((len(one.get("consumesCounters") or ()) for one in devices), default=0)
+    counters = max((len(one.get("counters") or ()) for one in sets), default=0)
+    if devices and sets:
+        raise Rejected("spec: Invalid value: only one of `sharedCounters` or `devices` is allowed")
+    for path, count, limit in (
+        ("spec.devices", len(devices), most), ("spec.devices[].consumesCounters", consumed, 2),
+        ("spec.sharedCounters", len(sets), 8), ("spec.sharedCounters[].counters", counters, 32),
+    ):  # fmt: skip
+        if count > limit:
+            raise Rejected(f"{path}: Too many: {count}: must have at most {limit} items")
 
 
 def _job(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:

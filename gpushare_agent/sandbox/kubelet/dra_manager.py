@@ -30,7 +30,7 @@ from gpushare_agent.core.wire import pluginregistration
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
-from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names
+from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, container_claims
 from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 
 log = structlog.get_logger(__name__)
@@ -194,7 +194,7 @@ class DraManager(Struct, kw_only=True, eq=False):
     async def prepare(self, pod: RawObject) -> None:
         """Prepares a pod's claims, before its first container starts. Raises PrepareFailed."""
         # Most pods have none: no call is made for them.
-        if not pod["spec"].get("resourceClaims"):
+        if not claim_names(pod):
             return
         uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
         for name in sorted(set(claim_names(pod).values())):
@@ -252,11 +252,10 @@ class DraManager(Struct, kw_only=True, eq=False):
         """The CDI devices of one container, in the order in which it names its claims."""
         names, namespace = claim_names(pod), pod["metadata"]["namespace"]
         found: list[str] = []
-        for entry in (container.get("resources") or {}).get("claims") or ():
-            named = names.get(entry["name"])
+        for name, requested in container_claims(pod, container):
+            named = names.get(name)
             records = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, named)]
             for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
-                requested = entry.get("request")
                 if not requested or requested in {main_request(request) for request in requests}:
                     found += ids
         # A device that two entries of the container name is injected once.

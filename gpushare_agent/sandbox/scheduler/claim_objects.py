@@ -22,12 +22,13 @@ from gpushare_agent.core.placement.first_fit import (
     Capacity,
     ClaimRequests,
     Constraint,
+    Counter,
     Device,
     DeviceKey,
     Option,
     Share,
 )
-from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject, extended_requests, raw_containers, timestamp
 from gpushare_agent.sandbox.scheduler.cel import (
     AttributeValue,
     SelectorFailed,
@@ -43,34 +44,53 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
-    """The devices of one node, in the scheduler's order; none of a pool that is not complete."""
-    pools: dict[tuple[str, str], list[tuple[int, int, list[Device]]]] = {}
+    """The devices of one node, in the scheduler's order; none of a pool that is not complete, or has a name twice."""
+    pools: dict[tuple[str, str], list[tuple[int, int, RawObject]]] = {}
     # By name: first fit goes through slices in this order, which is how a driver influences the choice.
     for raw in sorted(slices, key=lambda one: str(one["metadata"].get("name"))):
         with suppress(*_MALFORMED):
             spec = raw["spec"]
             driver, pool = spec["driver"], spec["pool"]
             if spec.get("nodeName") == node:
-                devices = [_device(one, driver, pool["name"]) for one in spec.get("devices") or ()]
                 counts = pool.get("generation", 0), pool.get("resourceSliceCount", 1)
-                pools.setdefault((driver, pool["name"]), []).append((*counts, devices))
+                pools.setdefault((driver, pool["name"]), []).append((*counts, spec))
     found: list[Device] = []
-    for _, members in sorted(pools.items(), key=lambda item: item[0]):
+    for (driver, name), members in sorted(pools.items(), key=lambda item: item[0]):
         # A driver replaces slices one by one: those of an older generation are void.
         newest = max(generation for generation, _, _ in members)
-        current = [(count, devices) for generation, count, devices in members if generation == newest]
+        current = [(count, spec) for generation, count, spec in members if generation == newest]
         # A pool that lacks a slice is left out as a whole, as in kube-scheduler: half of it would show wrong devices.
         if len(current) == current[0][0]:
-            found += [device for _, devices in current for device in devices]
+            with suppress(*_MALFORMED):
+                devices = _devices([spec for _, spec in current], driver, name)
+                found += devices if len({device.key for device in devices}) == len(devices) else []
     return found
 
 
-def _device(raw: RawObject, driver: str, pool: str) -> Device:
+def _devices(specs: Sequence[RawObject], driver: str, pool: str) -> list[Device]:
+    # The counters of a pool are in slices of their own.
+    counters = {
+        (driver, pool, one["name"], name): whole(counter["value"])
+        for spec in specs
+        for one in spec.get("sharedCounters") or ()
+        for name, counter in one["counters"].items()
+    }
+    return [_device(one, driver, pool, counters) for spec in specs for one in spec.get("devices") or ()]
+
+
+def _device(raw: RawObject, driver: str, pool: str, counters: Mapping[Counter, int]) -> Device:
+    consumed = {
+        (driver, pool, one["counterSet"], name): whole(counter["value"])
+        for one in raw.get("consumesCounters") or ()
+        for name, counter in one["counters"].items()
+    }
     return Device(
         key=(driver, pool, raw["name"]),
         capacity={_full(name, driver): _capacity(amount) for name, amount in (raw.get("capacity") or {}).items()},
         attributes={_full(name, driver): _attribute(value) for name, value in (raw.get("attributes") or {}).items()},
         taints=tuple(convert(one, Taint) for one in raw.get("taints") or ()),
+        is_shared=bool(raw.get("allowMultipleAllocations")),
+        consumes={name: (amount, counters[name]) for name, amount in consumed.items() if name in counters},
     )
 
 
@@ -120,6 +140,21 @@ def read_requests(spec: Mapping[str, Any], classes: Mapping[str, RawObject]) -> 
         )
     except _MALFORMED as error:
         raise Rejected(f"a ResourceClaim is not of resource.k8s.io/v1: {error!r}") from error
+
+
+def extended_requests_of(pod: RawObject, classes: Mapping[str, str]) -> list[tuple[RawObject, RawObject]]:
+    """What kube-scheduler asks for in its own claim instead of the extended resources of these classes: of each container
+    and resource its mapping in the pod's status, and its request. Each init container gets devices of its own here."""
+    found = []
+    for number, container in enumerate(raw_containers(pod)):
+        names = sorted((container.get("resources") or {}).get("requests") or ())
+        for resource, count in extended_requests(container).items():
+            if resource in classes:
+                name = f"container-{number}-request-{names.index(resource)}"
+                exactly = {"deviceClassName": classes[resource], "allocationMode": "ExactCount", "count": count}
+                mapping = {"containerName": container["name"], "resourceName": resource, "requestName": name}
+                found.append((mapping, {"name": name, "exactly": exactly}))
+    return found
 
 
 def _options(request: RawObject) -> Iterator[tuple[str, RawObject]]:
@@ -231,7 +266,8 @@ def _result(share: Share, tolerations: Sequence[RawObject] | None) -> RawObject:
     return {
         "request": share.request, "driver": driver, "pool": pool, "device": device,
         **({"tolerations": tolerations} if tolerations else {}),
-        "shareID": str(uuid.uuid4()), "consumedCapacity": amounts,
+        **({"shareID": str(uuid.uuid4())} if share.device.is_shared else {}),
+        **({"consumedCapacity": amounts} if amounts else {}),
     }  # fmt: skip
 
 

@@ -1,22 +1,24 @@
 """Pods' ResourceClaims: made from templates, allocated with the pod's node, released when their last pod has ended.
 
 In a real cluster the resource claim controller makes and releases them, and the scheduler allocates. A claim that a pod's
-template made goes with the pod, also when the pod has ended and its object stays. Devices are read as this project's
-driver publishes them: in slices of one node, each shareable, a capacity's policy a range. Admin access is refused with a
+template made goes with the pod, also when the pod has ended and its object stays. So does the claim that the scheduler
+makes for extended resources, which a DeviceClass stands for on nodes that do not offer them. Devices are read as this
+project's driver publishes them: in slices of one node, a capacity's policy a range. Admin access is refused with a
 sentence. Format: resource.k8s.io/v1. State owned: none but the objects of the API server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from gpushare_agent.core.claims.claim import MAX_USERS, POD_CLAIM_ANNOTATION
+from gpushare_agent.core.claims.claim import EXTENDED_RESOURCE_ANNOTATION, MAX_USERS, POD_CLAIM_ANNOTATION
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.placement.first_fit import allocate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, claim_names, is_terminal, owner_reference
 from gpushare_agent.sandbox.scheduler.claim_objects import (
     allocation_of,
+    extended_requests_of,
     node_of,
     read_devices,
     read_requests,
@@ -45,18 +47,33 @@ class PodClaims:
         for claim in self._api.store.all("resourceclaims"):
             self._release(claim)
 
-    def place(self, pod: RawObject, nodes: Sequence[str]) -> tuple[str | None, list[str]]:
-        """The first of the nodes on which the pod's claims are, or now have been, allocated; else a reason for each
-        node."""
+    def instead_of(self, requests: Iterable[str]) -> dict[str, dict[str, str]]:
+        """The classes of the extended resources that a node does not offer itself, by node and resource."""
+        # Of two classes with one name the newer counts, as in kube-scheduler.
+        known = self._api.store.in_creation_order("deviceclasses")
+        classes = {raw["spec"].get("extendedResourceName"): raw["metadata"]["name"] for raw in known}
+        backed = {name: classes[name] for name in requests if name in classes}
+        nodes = self._api.store.all("nodes") if backed else ()
+        offers = {raw["metadata"]["name"]: (raw.get("status") or {}).get("allocatable") or {} for raw in nodes}
+        return {
+            node: {name: of for name, of in backed.items() if not int(offered.get(name, 0))}
+            for node, offered in offers.items()
+        }
+
+    def place(
+        self, pod: RawObject, nodes: Sequence[str], claimed: Mapping[str, Mapping[str, str]]
+    ) -> tuple[str | None, list[str]]:
+        """The first of the nodes on which the pod's claims are, or now have been, allocated; else a reason for each node.
+        `claimed` is as `instead_of` has it."""
         # First node by name: what fits was decided before.
-        if not pod["spec"].get("resourceClaims"):
+        if not pod["spec"].get("resourceClaims") and not any(claimed.values()):
             return (nodes[0] if nodes else None), []
         try:
             claims = self._claims_of(pod)
             # A claim that is allocated ties the pod to its node, whatever the others would like.
             allocated = {node_of(claim) for claim in claims if (claim.get("status") or {}).get("allocation")} - {None}
             for node in nodes:
-                if allocated <= {node} and self._allocate(pod, claims, node):
+                if allocated <= {node} and self._allocate(pod, claims, node, claimed.get(node) or {}):
                     return node, []
         # One reason for all nodes: a claim that is not there is on none.
         except Rejected as error:
@@ -71,7 +88,7 @@ class PodClaims:
     def _claims_of(self, pod: RawObject) -> list[RawObject]:
         """Raises Rejected: one is not there, or not the pod's."""
         namespace, names, found = pod["metadata"]["namespace"], claim_names(pod), []
-        for entry in pod["spec"]["resourceClaims"]:
+        for entry in pod["spec"].get("resourceClaims") or ():
             name = names.get(entry["name"])
             if name is None:
                 raise Rejected(f"waiting for the claim of {entry['name']} to be created from its template")
@@ -86,8 +103,15 @@ class PodClaims:
             found.append(claim)
         return found
 
-    def _allocate(self, pod: RawObject, claims: Iterable[RawObject], node: str) -> bool:
-        """Whether all are allocated on the node and reserved for the pod now. Raises Rejected."""
+    def _allocate(self, pod: RawObject, claims: list[RawObject], node: str, instead_of: Mapping[str, str]) -> bool:
+        """Whether all are allocated on the node and reserved for the pod now, and one for the resources that the classes
+        stand for. Raises Rejected."""
+        metadata, mappings = pod["metadata"], extended_requests_of(pod, instead_of)
+        if mappings:
+            requests = [request for _, request in mappings]
+            own = {"generateName": f"{metadata['name']}-extended-resources-", "ownerReferences": [owner_reference(pod)],
+                   "annotations": {EXTENDED_RESOURCE_ANNOTATION: "true"}, "uid": ""}  # fmt: skip
+            claims = [*claims, {"metadata": own, "spec": {"devices": {"requests": requests}}}]
         classes = {raw["metadata"]["name"]: raw for raw in self._api.store.all("deviceclasses")}
         # A claim that other pods use is allocated already: this pod is only added to its users.
         pending = [claim for claim in claims if not (claim.get("status") or {}).get("allocation")]
@@ -101,11 +125,18 @@ class PodClaims:
             for claim, found in zip(pending, shares, strict=True)
         }
         # Allocations were made before any status is written: all of a pod's claims, or none.
-        user = {"resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
+        user = {"resource": "pods", "name": metadata["name"], "uid": metadata["uid"]}
         for claim in claims:
             status = claim.get("status") or {}
             users = [one for one in status.get("reservedFor") or () if one["uid"] != user["uid"]]
             allocation = status.get("allocation") or made[claim["metadata"]["uid"]]
+            if not claim["metadata"]["uid"]:
+                claim = self._api.create("resourceclaims", claim, metadata["namespace"])
+                said = {
+                    "resourceClaimName": claim["metadata"]["name"],
+                    "requestMappings": [named for named, _ in mappings],
+                }
+                self._api.set_pod_status(metadata["namespace"], metadata["name"], {"extendedResourceClaimStatus": said})
             self._set_status(claim, {**status, "allocation": allocation, "reservedFor": [*users, user]})
         return True
 

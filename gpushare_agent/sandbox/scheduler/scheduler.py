@@ -17,7 +17,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -107,15 +107,22 @@ class NodeFit:
         return "".join(f" {text}" for text in found if text)
 
     def reasons_against(
-        self, free: Mapping[str, Mapping[str, int]], pod: RawObject, requests: Mapping[str, int]
+        self,
+        free: Mapping[str, Mapping[str, int]],
+        pod: RawObject,
+        requests: Mapping[str, int],
+        claimed: Mapping[str, Collection[str]] | None = None,
     ) -> dict[str, list[str]]:
-        """Why the pod does not fit, by node; empty where it does."""
+        """Why the pod does not fit, by node; empty where it does. What a node gives by claims, in `claimed`, is
+        none."""
         # kube-scheduler gives the first reason alone of a node that takes no such pod.
         refusing = {raw["metadata"]["name"]: why for raw in self._api.store.all("nodes") if (why := _refusal(pod, raw))}
         return {
             name: [refusing[name]]
             if name in refusing
-            else [f"Insufficient {one}" for one in lacking(free_on, requests)]
+            else [
+                f"Insufficient {one}" for one in lacking(free_on, requests) if one not in (claimed or {}).get(name, ())
+            ]
             for name, free_on in free.items()
         }
 
@@ -200,15 +207,16 @@ class EmbeddedScheduler:
             return
         for pod in waiting:
             requests = self._fit.requests(pod)
-            against = self._fit.reasons_against(free, pod, requests)
-            chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
+            claimed = self._claims.instead_of(requests)
+            against = self._fit.reasons_against(free, pod, requests, claimed)
+            chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found], claimed)
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
                 remedy = self._fit.remedy(pod) + self._claims.remedy(pod)
                 report_waiting(self._api, pod, waiting_text(len(free), reasons) + remedy)
                 continue
             # The next pod of this pass sees what is left.
-            take(free[chosen], requests)
+            take(free[chosen], {name: count for name, count in requests.items() if name not in claimed.get(chosen, ())})
             self._api.bind_pod(pod["metadata"]["namespace"], pod["metadata"]["name"], chosen)
             _record_scheduled(self._api, pod, chosen)
 

@@ -2,8 +2,9 @@
 
 NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
 (kit/daemon_thread.py): one for the GPUs (reader.py), one that waits for events (events.py), one for the samples (usage.py),
-one for who keeps GPUs busy (busy_time.py). All share one opening of NVML (session.py). A sample that hangs does not affect
-the GPUs' health: the polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
+one for who keeps GPUs busy (busy_time.py), one for each GPU on which MIG instances are made (mig_instances.py). All share
+one opening of NVML (session.py). A sample that hangs does not affect the GPUs' health: the polls go on. One that takes a
+tenth of a second does not delay the next reading of busy_time.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -20,11 +21,12 @@ from gpushare_agent.agent.gpus.nvml.busy_time import NvmlBusyTime
 from gpushare_agent.agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.agent.gpus.nvml.memory_limits import NvmlMemoryLimits
 from gpushare_agent.agent.gpus.nvml.mig import MINORS_FILE
+from gpushare_agent.agent.gpus.nvml.mig_instances import MigLayouts, create_instance, destroy_instance
 from gpushare_agent.agent.gpus.nvml.reader import NvmlReader
 from gpushare_agent.agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
@@ -38,13 +40,15 @@ _CLOSE_TIMEOUT_S = 0.8
 _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung driver needs a reboot. "
 _READ_HANGS = f"{_HANGS}It is called again at the next poll."
 _SAMPLE_HANGS = f"{_HANGS}Polls of the GPUs go on; usage is read again at the next sample."
+_INSTANCES_HANG = f"{_HANGS}Polls and the other GPUs go on; the GPU's instances are listed at the next poll."
 _EVENTS_HANG = f"{_HANGS}Polls of the GPUs go on; events are waited for again at the next try."
 
 
 class NvmlDriver:
     """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call.
-    `unified_memory_mib` is the memory of a GPU that uses the host's. MIG instances are listed where `with_instances`;
-    `in_use`, called in the loop's thread, are the GPUs that containers have.
+    `unified_memory_mib` is the memory of a GPU that uses the host's. MIG instances are listed where `with_instances`, and
+    made on GPUs in MIG mode that `on_demand` selects; `in_use`, called in the loop's thread, are the GPUs that containers
+    have.
 
     Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a
     call after that opens NVML again.
@@ -57,6 +61,7 @@ class NvmlDriver:
         proc: Path = Path("/proc"),
         timeout_s: float = 10.0,
         with_instances: bool = False,
+        on_demand: Sequence[str] = (),
         mig_minors: Path = MINORS_FILE,
         unified_memory_mib: int = 0,
     ) -> None:
@@ -67,7 +72,9 @@ class NvmlDriver:
             self._session,
             pci_devices=pci_devices,
             proc=proc,
+            layouts=MigLayouts(self._session),
             mig_minors=mig_minors if with_instances else None,
+            on_demand=on_demand,
             unified_memory_mib=unified_memory_mib,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
@@ -78,6 +85,7 @@ class NvmlDriver:
         self._event_thread = DaemonThread("nvml-events", advice=_EVENTS_HANG)
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
         self._busy_thread = DaemonThread("nvml-busy", advice=_SAMPLE_HANGS)
+        self._instance_threads: dict[GpuUuid, DaemonThread] = {}
 
     async def read(self) -> GpuInventory:
         """All GPUs of the node as they are now, and how they are connected.
@@ -116,13 +124,20 @@ class NvmlDriver:
         keep = partial(self._limits.keep, desired, may_set=may_set)
         return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """As NodeDriver has it."""
-        raise Rejected(f"MIG instances are not made here: {place}")
+        create = partial(create_instance, self._session, place, is_new=is_new)
+        return await self._of(place.parent).call(create, f"making a MIG instance of {place.parent}", self._timeout_s)
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:
         """As NodeDriver has it."""
-        raise Rejected(f"MIG instances are not removed here: {parent} {instance.gi}")
+        destroy = partial(destroy_instance, self._session, parent, instance)
+        await self._of(parent).call(destroy, f"removing a MIG instance of {parent}", self._timeout_s)
+
+    def _of(self, uuid: GpuUuid) -> DaemonThread:
+        # Of its own for each GPU: one that is slow to divide delays no other.
+        new = DaemonThread("nvml-mig", advice=_INSTANCES_HANG)
+        return self._instance_threads.setdefault(uuid, new)
 
     async def close(self) -> None:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""

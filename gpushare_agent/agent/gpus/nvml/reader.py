@@ -35,6 +35,7 @@ from gpushare_agent.agent.gpus.nvml.mig import (
     read_caps_major,
     read_place,
 )
+from gpushare_agent.agent.gpus.nvml.mig_instances import MigLayouts
 from gpushare_agent.agent.gpus.nvml.session import (
     CHECKLIST,
     UNSUPPORTED,
@@ -191,11 +192,11 @@ def _read_links(handle: Any) -> _GpuLinks | None:
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = (
     "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it, or set nvidia.mig_strategy to"
-    " single or mixed, and its instances are offered."
+    " single or mixed, and its instances are offered, or serve claims (dra.gpus, mig.on_demand)."
 )
 _NO_INSTANCES = (
     "MIG mode is enabled and the GPU has no instances. Make some, such as `nvidia-smi mig -i {bus_id} -cgi 19,19 -C`"
-    " (`nvidia-smi mig -lgip` lists the profiles), or disable MIG: `nvidia-smi -i {bus_id} -mig 0`"
+    " (`nvidia-smi mig -lgip` lists the profiles), name it in mig.on_demand, or disable MIG: `nvidia-smi -i {bus_id} -mig 0`"
 )
 _INSTANCE_GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it"
 _OLD_UUID = "the driver names its instances by their place (MIG-GPU-…/1/0): upgrade it to 470 or later"
@@ -251,13 +252,16 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class NvmlReader(Struct, eq=False):
-    """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered.
-    `unified_memory_mib` is the memory of a GPU that has none of its own."""
+    """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered. `on_demand`
+    selects the GPUs on which instances are made here. `unified_memory_mib` is the memory of a GPU that has none of its
+    own."""
 
     session: NvmlSession
     pci_devices: Path
     proc: Path
+    layouts: MigLayouts
     mig_minors: Path | None = None
+    on_demand: Sequence[str] = ()
     unified_memory_mib: int = 0
     _in_use: Collection[GpuUuid] = ()
     _caps_major: int = 0
@@ -302,7 +306,7 @@ class NvmlReader(Struct, eq=False):
     def _is_lost(self, inventory: GpuInventory) -> bool:
         """NVML may be lost with all of its GPUs. One that answers but must not be used, as with MIG enabled, shows that NVML
         works; so does a call that a GPU does not know, however often it is opened."""
-        is_empty = not (inventory.gpus or inventory.unreadable)
+        is_empty = not (inventory.known or inventory.unreadable)
         return not (self._answering or is_empty or self._errors & _ANSWERS)
 
     def _read_once(self) -> GpuInventory:
@@ -388,11 +392,16 @@ class NvmlReader(Struct, eq=False):
                 minor = int(number) if number.isdecimal() and int(number) <= _MAX_MINOR else _UNKNOWN_MINOR
         return bus_id, minor
 
+    def _is_on_demand(self, gpu: Gpu) -> bool:
+        return gpu.mig is None and bool(gpu.mig_mode) and gpu.is_selected(self.on_demand)
+
     def _read_partitioned(self, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
-        """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
+        """Adds the MIG instances to `seen`; the GPUs that they are of, and those on demand. Another one without instances is
+        Unhealthy."""
         caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
         self._caps_major = read_caps_major(self.proc / "devices") if caps else 0
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        partitioned |= {gpu.uuid for gpu in self._known.values() if self._is_on_demand(gpu)}
         for gpu in found:
             parent = seen[gpu.uuid]
             # Its instances cannot be listed: those known before stay.
@@ -405,7 +414,12 @@ class NvmlReader(Struct, eq=False):
             instances = find_instances(gpu.handle)
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(instance, parent, gpu.handle, caps, seen)
-            if instances or any(
+            if self._is_on_demand(parent):
+                places = [(one.uuid, seen[one.uuid].mig) for one in instances]
+                devices = {(mig.gi, mig.ci): uuid for uuid, mig in places if mig is not None}
+                self.layouts.read(parent, gpu.handle, devices)
+                partitioned.add(gpu.uuid)
+            elif instances or any(
                 known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
             ):
                 partitioned.add(gpu.uuid)
@@ -421,7 +435,8 @@ class NvmlReader(Struct, eq=False):
         index = known.index if known else self._new_index(len(self._last_nvml_index), seen)
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
-            place = read_place(found, parent=parent, parent_handle=handle, caps=caps)
+            profiles = self.layouts.profiles(parent.uuid, handle)
+            place = read_place(found, parent=parent, parent_handle=handle, profiles=profiles, caps=caps)
             memory_mib = _memory_mib(found.handle) or (place.attributes.memory_mib if place.attributes else 0)
         except CallError as error:
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
@@ -498,9 +513,13 @@ class NvmlReader(Struct, eq=False):
         gpus, topology = self._topology.read(gpus, handles, self.session.openings)
         # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
+        on_demand = [gpu for gpu in gpus if gpu.uuid in partitioned and self._is_on_demand(gpu)]
         return GpuInventory(
             gpus=tuple(gpu for gpu in gpus if gpu.uuid not in partitioned),
             mig_partitioned=tuple(gpu for gpu in gpus if gpu.uuid in partitioned),
+            mig_layouts=self.layouts.keep(
+                {gpu.uuid: "" if gpu.uuid in self._answering else gpu.unhealthy_reason for gpu in on_demand}
+            ),
             topology=topology,
             driver_version=ask("nvmlSystemGetDriverVersion") or "",
             cuda_version=_cuda_version(ask("nvmlSystemGetCudaDriverVersion")),

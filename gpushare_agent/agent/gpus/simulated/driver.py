@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from gpushare_agent.agent.gpus.simulated.instances import SimulatedHardware, SimulatedInstances, layout_of, unhealthy
 from gpushare_agent.core.formats.simulated_gpus import (
     Faults,
-    MigFault,
     SimulatedInput,
     Usage,
     gpu_samples,
@@ -79,10 +78,10 @@ class SimulatedDriver:
         seed: str,
         faults_file: Path | None = None,
         usage_file: Path | None = None,
-        instances_on: Collection[str] = (),
+        with_instances: bool = False,
         on_demand: Collection[str] = (),
     ) -> None:
-        """`instances_on` selects the GPUs of which MIG instances are shown, `on_demand` those of which layouts are too.
+        """MIG instances are listed where `with_instances`, and made on GPUs in MIG mode that `on_demand` selects.
 
         Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
         # The text names the GPUs: a count next to it could contradict.
@@ -115,8 +114,8 @@ class SimulatedDriver:
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
         self._limits: dict[tuple[GpuUuid, Path], int] = {}
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
-        self._on_demand = {gpu.index for gpu in self._inventory.gpus if gpu.is_selected(on_demand)}
-        self._shown = self._on_demand | {gpu.index for gpu in self._inventory.gpus if gpu.is_selected(instances_on)}
+        self._with_instances = with_instances
+        self._on_demand = on_demand
         self._hardware = SimulatedHardware(faults_file)
         self._threads: dict[GpuUuid | None, DaemonThread] = {}
         self._instances = SimulatedInstances()
@@ -131,22 +130,19 @@ class SimulatedDriver:
             Unavailable: the faults file makes the whole driver fail, or cannot be read in time.
         """
         faults = await self._read_faults("reading the simulated GPUs")
-        shown = {index: profiles for index, profiles in faults.mig.items() if index in self._shown}
-        # As NVML's reader says of a GPU in MIG mode where instances are not offered.
-        out = {index: _MIG_REASON for index in faults.mig if index not in shown}
-        look = partial(self._hardware.instances, self._inventory.gpus, replace(faults, mig=shown))
-        found = await self._blocking(None, look, "reading the simulated MIG instances") if shown else {}
-        demanded = {index: own for index, own in found.items() if index in self._on_demand}
-        self._last = self._instances.partition(self._inventory, found, demanded, self.in_use())
-        lost = {**out, **self._new_resets(faults), **faults.lost}
-        layouts = tuple(
-            layout_of(
-                gpu, demanded[gpu.index], lost.get(gpu.index) or faults.mig_faults.get(gpu.index, MigFault()).refused
-            )
-            for gpu in self._inventory.gpus
-            if gpu.index in demanded
-        )
-        return _with_faults(replace(self._last, mig_layouts=layouts) if layouts else self._last, lost)
+        if not self._with_instances:
+            # As NVML's reader says of a GPU in MIG mode where instances are not offered.
+            out = dict.fromkeys(faults.mig, _MIG_REASON)
+            return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
+        look = partial(self._hardware.instances, self._inventory.gpus, faults)
+        found = await self._blocking(None, look, "reading the simulated MIG instances") if faults.mig else {}
+        on_demand = [gpu for gpu in self._inventory.gpus if gpu.index in found and gpu.is_selected(self._on_demand)]
+        last = self._instances.partition(self._inventory, found, [gpu.index for gpu in on_demand], self.in_use())
+        lost = {**self._new_resets(faults), **faults.lost}
+        why = {index: fault.refused for index, fault in faults.mig_faults.items()} | lost
+        layouts = tuple(layout_of(gpu, found[gpu.index], why.get(gpu.index, "")) for gpu in on_demand)
+        self._last = replace(last, mig_layouts=layouts) if layouts else last
+        return _with_faults(self._last, lost)
 
     async def events(self, wait_s: float = 0.0) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet, at once. Raises Unavailable, as read does."""
@@ -197,11 +193,10 @@ class SimulatedDriver:
             for one in desired
         ]
 
-    async def create_instance(self, place: MigPlacement) -> MigGpuInstance:
+    async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:
         """As NodeDriver has it."""
-        make = partial(
-            self._hardware.create, self._inventory.gpus, await self._read_faults("making a MIG instance"), place
-        )
+        faults = await self._read_faults("making a MIG instance")
+        make = partial(self._hardware.create, self._inventory.gpus, faults, place, is_new=is_new)
         return await self._blocking(place.parent, make, "making a simulated MIG instance")
 
     async def destroy_instance(self, parent: GpuUuid, instance: MigGpuInstance) -> None:

@@ -2,7 +2,7 @@
 
 `SimulatedHardware` answers as NVML does: an instance is where its slices, its count and its engines have room; the ID of a
 GPU instance is used again; a UUID is new with each life of an instance. Instances of the faults file lie at the first place
-with room, and stay there. State owned: these, and the file next to the faults file (core/formats/simulated_gpus.py).
+with room, and stay there. State owned: the file next to the faults file (core/formats/simulated_gpus.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from gpushare_agent.agent.gpus.saved_health import BOOT_ID
+from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.formats.simulated_gpus import (
     PROFILE,
@@ -54,10 +54,8 @@ OfGpus = Mapping[int, Sequence[SimulatedInstance]]
 class SimulatedHardware:
     """Its methods block, and may be called in several threads. `faults_file` None: there is no MIG."""
 
-    def __init__(self, faults_file: Path | None, boot_id: Path = BOOT_ID) -> None:
+    def __init__(self, faults_file: Path | None) -> None:
         self._path = None if faults_file is None else faults_file.with_name(f"{faults_file.name}.mig")
-        self._boot_id = boot_id
-        self._listed: OfGpus = {}
         self._lock = threading.Lock()
 
     def instances(self, gpus: Iterable[Gpu], faults: Faults) -> OfGpus:
@@ -65,7 +63,9 @@ class SimulatedHardware:
         with self._lock:
             return self._instances(gpus, faults)
 
-    def create(self, gpus: Sequence[Gpu], faults: Faults, place: MigPlacement) -> MigGpuInstance:
+    def create(
+        self, gpus: Sequence[Gpu], faults: Faults, place: MigPlacement, *, is_new: bool = False
+    ) -> MigGpuInstance:
         """As NodeDriver has it."""
         gpu, fault = _in_mig_mode(gpus, faults, place.parent)
         time.sleep(fault.create_s)
@@ -75,16 +75,13 @@ class SimulatedHardware:
             profile = next((one for one in profiles if one.id == place.profile and place.start in one.starts), None)
             if profile is None:
                 raise NotFound(f"GPU {gpu.index} has no place for profile {place.profile} at {place.start} (simulated)")
-            there = next((one for one in own if (one.profile, one.start) == (profile.id, place.start)), None)
-            if there is not None and there.uuid:
-                raise Conflict(
-                    f"there is a MIG instance {profile.name} at {place.start} of GPU {gpu.index} (simulated)"
-                )
-            if there is None and not has_room(profiles, _placed(profiles, own), profile, place.start):
-                raise Conflict(
-                    f"no room for a MIG instance {profile.name} at {place.start} of GPU {gpu.index} (simulated)"
-                )
-            gi = _free_id(own) if there is None else there.gi
+            # Half of one is made whole.
+            half = next(
+                (one for one in own if (one.profile, one.start, one.uuid) == (profile.id, place.start, "")), None
+            )
+            if (half is None or is_new) and not has_room(profiles, _placed(profiles, own), profile, place.start):
+                raise Conflict(f"no room for {profile.name} at {place.start} of GPU {gpu.index} (simulated)")
+            gi = _free_id(own) if half is None else half.gi
             made = SimulatedInstance(
                 gi=gi, name=profile.name, profile=profile.id, start=place.start, uuid=f"MIG-{uuid.uuid4()}"
             )  # fmt: skip
@@ -112,21 +109,18 @@ class SimulatedHardware:
 
     def _instances(self, gpus: Iterable[Gpu], faults: Faults) -> OfGpus:
         saved = self._read() if faults.mig else {}
-        self._listed = {
-            gpu.index: tuple(
-                _of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ()), self._listed.get(gpu.index, ()))
-            )
+        return {
+            gpu.index: tuple(_of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ())))
             for gpu in gpus
             if gpu.index in faults.mig
         }
-        return self._listed
 
     def _read(self) -> OfGpus:
         """Nothing of an earlier boot, or of a file that is none: as a GPU after a reboot."""
         if self._path is not None:
             with suppress(OSError, ValueError, RecursionError):
                 saved = parse_mig(read_regular(self._path))
-                if saved.boot_id == self._boot():
+                if saved.boot_id == this_boot():
                     return saved.gpus
         return {}
 
@@ -134,15 +128,12 @@ class SimulatedHardware:
         if self._path is None:  # without a faults file no GPU is in MIG mode
             return
         try:
-            saved = SimulatedMig(boot_id=self._boot(), gpus={index: tuple(own) for index, own in gpus.items()})
+            saved = SimulatedMig(boot_id=this_boot(), gpus={index: tuple(own) for index, own in gpus.items()})
             new = self._path.with_name(f".{self._path.name}")
             new.write_bytes(encode(saved))
             new.replace(self._path)
         except OSError as error:
             raise Unavailable(f"the simulated GPUs' file {self._path} cannot be written: {error}") from error
-
-    def _boot(self) -> str:
-        return self._boot_id.read_text(encoding="ascii").strip()
 
 
 def _in_mig_mode(gpus: Iterable[Gpu], faults: Faults, parent: GpuUuid) -> tuple[Gpu, MigFault]:
@@ -157,17 +148,13 @@ def _in_mig_mode(gpus: Iterable[Gpu], faults: Faults, parent: GpuUuid) -> tuple[
     return gpu, fault
 
 
-def _of_gpu(
-    gpu: Gpu, names: Sequence[str], saved: Iterable[SimulatedInstance], known: Iterable[SimulatedInstance]
-) -> Iterator[SimulatedInstance]:
+def _of_gpu(gpu: Gpu, names: Sequence[str], saved: Sequence[SimulatedInstance]) -> Iterator[SimulatedInstance]:
     """Those of the list in its order, then those that were made: these are where the file says, also if it was changed."""
     profiles = mig_profiles(gpu.name, gpu.memory_mib)
     made = [one for one in saved if one.number is None]
-    listed = {one.number: one for one in (*saved, *known) if one.number is not None}
+    listed = {one.number: one for one in saved if one.number is not None}
     # One that is in the list as before keeps its place, whatever was made or removed next to it.
-    kept = {
-        number: listed[number] for number, name in enumerate(names) if number in listed and listed[number].name == name
-    }
+    kept = {number: one for number, one in listed.items() if names[number : number + 1] == (one.name,)}
     for number, name in enumerate(names):
         if number not in kept:
             kept[number] = _listed(gpu, number, name, profiles, [*made, *kept.values()])
@@ -182,13 +169,12 @@ def _listed(
     gi_name = name.partition("c.")[2] or name
     placed = _placed(profiles, others)
     profile = next((one for one in profiles if one.name == gi_name), None)
-    starts = (
-        () if profile is None else (start for start in profile.starts if has_room(profiles, placed, profile, start))
+    free = (
+        [start for start in profile.starts if has_room(profiles, placed, profile, start)] if profile is not None else []
     )
-    start = next(iter(starts), None)
     return SimulatedInstance(
-        gi=_free_id(others), name=name, number=number, start=start,
-        profile=profile.id if profile is not None and start is not None else None,
+        gi=_free_id(others), name=name, number=number, start=free[0] if free else None,
+        profile=profile.id if profile is not None and free else None,
         uuid=f"MIG-{uuid.uuid5(_MIG_UUID_SPACE, f'{gpu.uuid}/{number}/{name}')}",
     )  # fmt: skip
 
@@ -204,9 +190,7 @@ def _free_id(own: Sequence[SimulatedInstance]) -> int:
 
 
 def _gpu_instance(one: SimulatedInstance, profile: MigProfile, start: int) -> MigGpuInstance:
-    size = PROFILE.fullmatch(one.name)
-    slices = int(size["ci"] or size["gi"]) if size else 0
-    compute = (MigComputeInstance(ci=0, uuid=one.uuid, slices=slices),) if one.uuid else ()
+    compute = (MigComputeInstance(ci=0, uuid=one.uuid, slices=_sizes(one.name)[1]),) if one.uuid else ()
     return MigGpuInstance(gi=one.gi, profile=profile.id, start=start, size=profile.size, compute=compute)
 
 
@@ -237,7 +221,7 @@ class SimulatedInstances:
         self, inventory: GpuInventory, instances: OfGpus, on_demand: Collection[int], in_use: Collection[GpuUuid]
     ) -> GpuInventory:
         """The inventory with the GPUs of `instances`, by index, partitioned; those of `on_demand` also without instances."""
-        # No MIG at all: the inventory stays the same object, and nothing is compared.
+        # No MIG at all: nothing is compared.
         if not instances and not self._known:
             return inventory
         before, self._known = self._known, {}
@@ -295,9 +279,7 @@ def _instance(parent: Gpu, number: int, one: SimulatedInstance) -> Gpu:
 
 
 def _attributes(parent: Gpu, one: SimulatedInstance) -> MigAttributes:
-    size = PROFILE.fullmatch(one.name)
-    gb, gi_slices = (int(size["gb"]), int(size["gi"])) if size else (0, 0)
-    slices = int(size["ci"] or gi_slices) if size else 0
+    gi_slices, slices, gb = _sizes(one.name)
     profile = next((p for p in mig_profiles(parent.name, parent.memory_mib) if p.id == one.profile), None)
     if profile is not None:
         whole = profile.attributes
@@ -306,6 +288,12 @@ def _attributes(parent: Gpu, one: SimulatedInstance) -> MigAttributes:
         memory_mib=gb * 1024, gi_slices=gi_slices, ci_slices=slices, copy_engines=gi_slices,
         multiprocessors=_MULTIPROCESSORS_PER_SLICE * slices,
     )  # fmt: skip
+
+
+def _sizes(profile: str) -> tuple[int, int, int]:
+    """Computing slices of the GPU instance and of the compute instance, and gigabytes, as the name has them."""
+    size = PROFILE.fullmatch(profile)
+    return (int(size["gi"]), int(size["ci"] or size["gi"]), int(size["gb"])) if size else (0, 0, 0)
 
 
 def _topology(inventory: GpuInventory, instances: Collection[Gpu]) -> Topology:

@@ -45,9 +45,9 @@ class Wishes(Struct, frozen=True, kw_only=True):
 
     `expired`: nobody needs an instance there any longer. `in_doubt`: the driver was called for it and has not answered, so
     that the call may still be carried out. `refused`: it answered that it did not make it, so that what is whole there is
-    another's. `waiting`: the last call failed and is not to be tried yet, with the reason.
-    `short`: the driver lacked something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may
-    be made, and why nothing may be made or destroyed, empty where it may."""
+    another's. `waiting`: the last call failed and is not to be tried yet, with the reason. `short`: the driver lacked
+    something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may be made, and why nothing may
+    be made or destroyed, empty where it may."""
 
     held: Collection[MigPlacement] = ()
     wanted: Sequence[MigPlacement] = ()
@@ -139,21 +139,21 @@ def next_step(layout: MigLayout, made: Collection[MadeInstance], wishes: Wishes)
 def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> dict[MigPlacement, str]:
     """The places that no claim can get now, with the reason. A place where an instance of ours is ready is none of them."""
     at, by_place = _by_place(layout), {one.place: one for one in made}
-    found = {}
+    found: dict[MigPlacement, str] = {}
+    of_gpu = wishes.no_calls or layout.problem or wishes.no_making
+    if not (of_gpu or wishes.waiting or foreign(layout, by_place.values())):
+        return found  # as it is nearly always
     for place in layout.placements:
         own, instance = by_place.get(place), at.get(place)
         # One that is to be destroyed, and is whole yet, can be used again.
         is_whole = own is not None and own.state is MigState.DESTROYING and instance is not None and instance.compute
         if is_whole or (own is not None and own.is_ready):
             continue
-        if why := wishes.no_calls or layout.problem or wishes.no_making or wishes.waiting.get(place, ""):
-            found[place] = why
-            continue
         ours, others = _in_the_way(layout, by_place, place)
-        reasons = [_foreign(layout, one) for one in others]
-        reasons += [wishes.waiting[one.place] for one in ours if one.place in wishes.waiting]
-        if reasons:
-            found[place] = reasons[0]
+        reasons = [of_gpu, *(_foreign(layout, one) for one in others)]
+        reasons += [wishes.waiting.get(one, "") for one in (place, *(one.place for one in ours))]
+        if why := next(filter(None, reasons), ""):
+            found[place] = why
     return found
 
 
