@@ -521,6 +521,8 @@ def _to_go_on(session: Session, pods: Sequence[str]) -> list[str]:
 async def _document_with_use(session: Session) -> SandboxDocument:
     """The report, with the use of containers that have just started: the agents' own, else GPUs would show less than what
     is in them."""
+    # Before: the agents say which MIG instances the containers have.
+    await session.controller.document()
     for player in session.players:
         player.play()
     played_at, nodes = time.time(), session.controller.nodes

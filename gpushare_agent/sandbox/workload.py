@@ -168,6 +168,10 @@ class WorkloadPlayer(Struct, eq=False):
             return None
         claims = shares_of_container(shown, pod, run.name)
         gpus += [shown.gpus[index] for index in sorted({one["gpu"] for one in claims})]
+        # At a place for a MIG instance the agent knows which one lies there.
+        reported = [one for one in shown.agent_document.get("containers", ()) if one.get("claim")]
+        places = {(one["claim"]["name"], one["claim"]["request"]): one["gpus"] for one in reported}
+        indexes = {gpu["index"] for one in claims for gpu in places.get((one["claim"], one["request"]), ())}
         spec = next((spec for spec in containers_of(pod) if spec.name == run.name), None)
         if not gpus or spec is None:
             return None
@@ -175,7 +179,7 @@ class WorkloadPlayer(Struct, eq=False):
         chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self.isolation, self.allowed)
         return SimulatedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
-            gpus=tuple(gpu.index for gpu in gpus),
+            gpus=tuple(sorted(indexes or {gpu.index for gpu in gpus})),
             pids=tuple(shown.node.kubelet.runtime.pids(run)),
             share=share,
             memory_bytes=memory_bytes,

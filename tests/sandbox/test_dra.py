@@ -310,6 +310,7 @@ async def test_instances_are_made_on_demand_in_the_sandbox(short_dir: Path) -> N
     assert cards == {"small-and-large": [[0], [0]], "plain": [[0]], "whole": [[1]]}
     found = [(card["mig"]["profile"], card["is_healthy"]) for card in document["node"]["gpus"] if card.get("mig")]
     assert sorted(found) == [("1g.10gb", True), ("1g.10gb", True), ("3g.40gb", True)]
+    assert all(card["usage"]["memory_used_bytes"] for card in document["node"]["gpus"])
 
 
 async def test_a_class_stands_for_an_extended_resource() -> None:
