@@ -32,7 +32,7 @@ async def test_the_instance_of_a_pod_outlives_the_agent() -> None:
         )
         async with open_child(node, *flags) as child:
             await node.start_pods(pod("p", limits_of("main", {SMALL: 1}), terminationGracePeriodSeconds=1))
-            [(profile, state, uuid)] = made = instances(node)
+            [(profile, state, _)] = made = instances(node)
             assert (profile, state) == ("1g.10gb", "ready")
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: len(node.log_lines("claims_restored")) == 2, "the next life")
