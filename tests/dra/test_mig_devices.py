@@ -243,6 +243,15 @@ def test_static_devices_come_first_then_places_from_the_end_of_each_gpu() -> Non
     assert {one.attributes["parentUUID"].text for one in contents[2].devices} == {uuid_of(1)}
 
 
+@pytest.mark.parametrize("nvidia_names", [False, True])
+def test_by_nvidias_names_a_place_is_given_whole(nvidia_names: bool) -> None:
+    """The API server admits request policies for shareable devices alone."""
+    for device in places(published(on_demand(), policy=replace(POLICY, nvidia_names=nvidia_names))):
+        assert device.allow_multiple_allocations is not nvidia_names
+        assert {one.request_policy is None for one in device.capacity.values()} == {nvidia_names}
+        assert b"null" not in msgspec.json.encode(device)
+
+
 def test_a_place_that_cannot_be_had_says_why_and_keeps_its_counters() -> None:
     """Without its device the scheduler would take the slices of who has it for free."""
     found = on_demand()
