@@ -91,6 +91,16 @@ async def test_a_claim_of_a_place_gets_the_instance_that_is_made_there(tmp_path:
     assert driver.mig.held == {} and not len(driver.cache)
 
 
+async def test_a_place_that_is_not_shareable_is_given_whole(tmp_path: Path) -> None:
+    """The scheduler writes no capacity then."""
+    of_place = at(6)
+    del of_place["consumedCapacity"]
+    driver = driver_of(tmp_path, raw_claim(of_place))
+    made = await prepared(driver)
+    assert made.places == {place(6): "MIG-1"} and made.charged[0].is_whole
+    assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 100}
+
+
 async def test_a_request_with_alternatives_makes_no_name_with_a_slash(tmp_path: Path) -> None:
     driver = driver_of(tmp_path, raw_claim(at(6, "gpu/small")))
     made = await prepared(driver)

@@ -97,7 +97,8 @@ def known_instance() -> Gpu:
 
 
 def test_an_instance_is_a_device_by_its_uuid() -> None:
-    [device] = static(on_demand(), known_instance())
+    """Links are its GPU's, which instances do not have."""
+    [device] = static(replace(on_demand(), topology=inventory(4).topology), known_instance())
     assert device.name == "mig-8f3e2b1c-0000-4000-8000-00000000000a" and device.allow_multiple_allocations
     shown = {name: value.text or value.number for name, value in device.attributes.items()}
     assert shown["type"] == "mig" and shown["profile"] == "1g.10gb" and shown["parentUUID"] == "GPU-0"
@@ -169,6 +170,7 @@ def test_slices_keep_to_the_apis_limits(product: str, memory_mib: int) -> None:
             [use] = device.consumes_counters
             assert use.counters.keys() <= totals[use.counter_set].keys() and len(totals[use.counter_set]) <= 32
             assert all(is_device_name(name) for name in use.counters)
+            assert "taints" not in msgspec.to_builtins(device), "the API server returns no empty list"
 
 
 def admitted(totals: Mapping[str, int], taken: Sequence[Mapping[str, int]]) -> bool:
@@ -239,6 +241,15 @@ def test_static_devices_come_first_then_places_from_the_end_of_each_gpu() -> Non
     assert [at for _, at in of_first] == sorted((at for _, at in of_first), reverse=True)
     assert of_first[:3] == [("1g.10gb", 6), ("1g.10gb+me", 6), ("1g.20gb", 6)] and of_first[-1] == ("7g.80gb", 0)
     assert {one.attributes["parentUUID"].text for one in contents[2].devices} == {uuid_of(1)}
+
+
+@pytest.mark.parametrize("nvidia_names", [False, True])
+def test_by_nvidias_names_a_place_is_given_whole(nvidia_names: bool) -> None:
+    """The API server admits request policies for shareable devices alone."""
+    for device in places(published(on_demand(), policy=replace(POLICY, nvidia_names=nvidia_names))):
+        assert device.allow_multiple_allocations is not nvidia_names
+        assert {one.request_policy is None for one in device.capacity.values()} == {nvidia_names}
+        assert b"null" not in msgspec.json.encode(device)
 
 
 def test_a_place_that_cannot_be_had_says_why_and_keeps_its_counters() -> None:

@@ -260,6 +260,7 @@ async def test_a_slice_that_changed_meanwhile_is_written_again() -> None:
 
 async def test_the_end_of_conflicts_waits_and_their_beginning_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that cannot be destroyed is tried again and again: each would be a write of its GPU's slice."""
+    monkeypatch.setattr(slices, "ORDER_PERIOD_S", 3600.0)
     pool = PoolUnderTest(*THREE)
     async with pool.running():
         pool.listed()

@@ -414,6 +414,7 @@ async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.Mon
         published.publisher.changed()
         await eventually(lambda: published.api.writes == 3)
     assert published.spec is not None and [one["name"] for one in published.spec["devices"]] == ["gpu-1", "gpu-0"]
+    assert published.spec["pool"]["generation"] == 3, "a pool of one slice has the next with each write"
 
 
 async def test_an_api_server_that_refuses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ async def test_without_the_right_the_remedy_is_said(library_directory: Path, mac
         refused["rejected"],
         kept["rejected"],
     ):
-        assert "component nvidia-mig-monitor" in text and "NO_PERMISSION" not in text
+        assert "component driver-from-host" in text and "NO_PERMISSION" not in text
     assert without["divided"] == ["GPU-0", "GPU-1"] and without["layouts"][0]["instances"] == []
     # mig/config lists GPU instances; mig/monitor shows the MIG devices of others.
     assert [one["problem"] for one in listed["layouts"]] == ["", ""]

@@ -118,6 +118,17 @@ async def test_an_instance_outlives_the_agent_and_no_reboot(machine: Machine) ->
     assert (await machine.layout()).instances == ()
 
 
+@pytest.mark.parametrize("others", [{}, {"1": []}])
+async def test_a_gpu_that_leaves_mig_mode_has_no_instance_when_it_is_back(
+    machine: Machine, others: dict[str, list[str]]
+) -> None:
+    await machine.make(ONE, 6)
+    machine.has(others)
+    assert places(await machine.agent.read()) == {}
+    machine.has({"0": []})
+    assert places(await machine.agent.read()) == {} and (await machine.layout()).instances == ()
+
+
 async def test_ids_are_used_again_and_uuids_are_not(machine: Machine) -> None:
     """The UUID tells one life of an instance from the next; an order to remove the earlier one removes nothing."""
     first, other = await machine.make(ONE, 6), await machine.make(ONE, 5)

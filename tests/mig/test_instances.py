@@ -70,8 +70,10 @@ async def test_what_is_idle_goes_after_a_time_or_when_the_node_drains(owner: Own
 async def test_a_place_that_overlaps_another_claims_is_refused_by_its_name(owner: Owner) -> None:
     """The scheduler frees a device when its pod is deleted by force, before the claim is unprepared."""
     await owner.hold("first", SMALL)
-    assert "overlaps that of claim first" in await owner.hold("second", LARGE)
-    owner.mig.release("second")
+    assert "cannot be next to that of claim first" in await owner.hold("second", LARGE)
+    await owner.hold("media", place("1g.5gb+me", 0))
+    assert "cannot be next to that of claim media" in await owner.hold("third", place("1g.5gb+me", 1))
+    owner.mig.release("media")
     owner.mig.release("first")
     assert await owner.hold("second", LARGE) == ""
 

@@ -166,15 +166,14 @@ class SlicePublisher(Handler):
             return 0.0
         return written.at + ORDER_PERIOD_S - time.monotonic()
 
-    def _is_in_place(self, desired: Mapping[str, SliceContent], found: Mapping[str, SliceContent | None]) -> bool:
+    @staticmethod
+    def _is_in_place(desired: Mapping[str, SliceContent], found: Mapping[str, SliceContent | None]) -> bool:
         """Each of the slices can be changed, or made again, next to the others as they are."""
         present = {name: content for name, content in found.items() if content is not None}
         places = {device.name: name for name, content in desired.items() for device in content.devices}
-        others = {name for name, one in self._seen.items() if one.generation == self._generation} - present.keys()
         return (
             len(desired) > 1
             and bool(present)
-            and not others
             and all(
                 content.shared_counters == desired[name].shared_counters
                 and all(places.get(device.name, name) == name for device in content.devices)

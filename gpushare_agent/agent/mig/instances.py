@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -25,9 +26,9 @@ from gpushare_agent.agent.mig.decisions.plan import (
     Step,
     Wishes,
     blocked,
+    exclude,
     foreign,
     next_step,
-    overlap,
     settle,
 )
 from gpushare_agent.agent.mig.own_node import OwnNode
@@ -173,7 +174,12 @@ class MigInstances:
                     return _not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
             if left_s <= 0 or not await wait_for(has_changed, left_s):
-                return _not_yet(f"the driver has not made {', '.join(sorted(missing))} within {HOLD_S:g} s")
+                late = (
+                    "the driver has"
+                    if self.own_node.is_known
+                    else f"node {self.own_node.name} could not be read, so the agent has"
+                )
+                return _not_yet(f"{late} not made {', '.join(sorted(missing))} within {HOLD_S:g} s")
             if uid not in self._held:
                 return _not_yet("the claim was ended meanwhile")
         return None
@@ -202,8 +208,8 @@ class MigInstances:
     # ---- what is wanted ----
 
     def _reserve(self, uid: str, places: Collection[str]) -> Refused | None:
-        """No await in here: two claims cannot have places that overlap. Claims may share one place: the ledger has their
-        parts of it."""
+        """No await in here: two claims cannot have places that exclude each other. Claims may share one place:
+        the ledger has their parts of it."""
         unknown = sorted({*places} - self._places.keys())
         if unknown:
             return _not_yet(
@@ -213,10 +219,9 @@ class MigInstances:
         others = [(other, at) for other, names in self._held.items() if other != uid for at in self._resolved(names)]
         for place in wanted:
             for other, at in (*others, *((uid, at) for at in wanted)):
-                if at != place and overlap(layouts, at, place):
-                    return _not_yet(
-                        f"its instance overlaps that of claim {other} on GPU {place.parent}, which has not ended yet"
-                    )
+                if exclude(layouts, at, place):
+                    why = f"its instance cannot be next to that of claim {other} on GPU {place.parent}"
+                    return _not_yet(f"{why}, which has not ended yet")
         held = self._held.setdefault(uid, {})
         for name in places:
             held.setdefault(name, GpuUuid(""))
@@ -405,14 +410,14 @@ class MigInstances:
         idle_s = 0.0 if self.own_node.is_draining else self._node.settings.mig.idle_s
         times = [one.until for one in self._failures.values()]
         times += [since + idle_s for since in self._idle_since.values()]
-        if sorted(self._made.values(), key=_name) != self._written:
+        if sorted(self._made.values(), key=attrgetter("place")) != self._written:
             times.append(now + RETRY_S)
         return min((at - now for at in times if at > now), default=None)
 
     async def _save(self) -> None:
         """Raises Unavailable."""
         async with self._file_lock:
-            made = sorted(self._made.values(), key=_name)
+            made = sorted(self._made.values(), key=attrgetter("place"))
             if made != self._written:
                 await self._records.save(made)
                 self._written = made

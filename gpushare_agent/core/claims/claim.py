@@ -19,7 +19,13 @@ from msgspec import Meta, Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.core.claims.devices import NVIDIA_DRIVER, NVIDIA_MEMORY, is_device_name, is_instance_name
+from gpushare_agent.core.claims.devices import (
+    NVIDIA_DRIVER,
+    NVIDIA_MEMORY,
+    is_device_name,
+    is_instance_name,
+    is_placement_name,
+)
 from gpushare_agent.core.claims.gpu_config import TYPED, ShareConfig, Typed, read_gpu_config
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult, main_request
@@ -185,6 +191,8 @@ def _result(one: DeviceResult, configs: Sequence[_Config], policy: ClaimPolicy) 
     consumed = one.consumed_capacity or {}
     # Without the capacity cores the device is taken whole, as by the default of the slice's request policy.
     cores = whole_number(consumed.get("cores", str(CORES_PER_GPU)), f"request {request}, cores")
+    if is_placement_name(device) and one.consumed_capacity is None:  # no shareable device: as much as it has
+        consumed = {"memory": str(1 << 60)}
     if "memory" not in consumed:
         raise Corrupt(
             f"request {request} has no consumedCapacity.memory: the API server has not the gate DRAConsumableCapacity"

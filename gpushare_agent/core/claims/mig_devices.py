@@ -33,6 +33,7 @@ from gpushare_agent.core.kube.claims import (
     CounterConsumption,
     CounterSet,
     Device,
+    DeviceCapacity,
     DeviceTaint,
     SliceContent,
 )
@@ -72,9 +73,9 @@ def pool_slices(
             [
                 Device(
                     name=(name := placement_device_name(place, profile.name)),
-                    allow_multiple_allocations=True,
+                    allow_multiple_allocations=not policy.nvidia_names,
                     attributes=attributes_of(gpu, inventory, {}, policy),
-                    capacity=capacity_of(gpu, policy),
+                    capacity=_capacity_of(gpu, policy),
                     consumes_counters=[
                         CounterConsumption(device_name(parent.uuid), _used(layout, profile, place.start))
                     ],
@@ -99,6 +100,14 @@ def _in_order(layout: MigLayout) -> list[tuple[MigPlacement, MigProfile]]:
     profiles = {one.id: one for one in layout.profiles}
     found = [(place, profiles[place.profile]) for place in layout.placements]
     return sorted(found, key=lambda one: (-one[0].start, one[1].size, not one[1].name.endswith("gb"), one[1].id))
+
+
+def _capacity_of(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
+    """By NVIDIA's names a place is given whole, as its driver gives it. Within a claim the scheduler of 1.36.3 gives no
+    counters of a shareable device back (kubernetes #140436): there a claim of several instances waits unless the order has
+    places for them at the first try."""
+    found = capacity_of(gpu, policy)
+    return {name: DeviceCapacity(one.value) for name, one in found.items()} if policy.nvidia_names else found
 
 
 def _at(parent: Gpu, profile: MigProfile, place: MigPlacement) -> Gpu:
@@ -136,7 +145,7 @@ def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Count
 
 def _counters(slices: range, counts: dict[str, int]) -> dict[str, Counter]:
     """By names that are DNS labels."""
-    named = {f"memory-slice-{number}": 1 for number in slices} | counts
+    named = {**{f"memory-slice-{number}": 1 for number in slices}, **counts}
     return {name.replace("_", "-"): Counter(str(count)) for name, count in named.items() if count}
 
 

@@ -97,9 +97,9 @@ class RequestPolicy(Struct, rename="camel", omit_defaults=True):
     valid_values: Sequence[str] = ()
 
 
-class DeviceCapacity(Struct, rename="camel"):
+class DeviceCapacity(Struct, rename="camel", omit_defaults=True):
     value: str
-    request_policy: RequestPolicy
+    request_policy: RequestPolicy | None = None
 
 
 class Attribute(Struct, omit_defaults=True, kw_only=True):

@@ -192,6 +192,7 @@ def _parts(claim: AllocatedClaim, gpus: Mapping[str, Gpu], block_mib: int) -> li
     parts = []
     for result, key in zip(claim.results, _keys(claim), strict=True):
         gpu = gpus[result.device]
+        result = replace(result, memory_mib=min(result.memory_mib, gpu.memory_mib))
         has_all_memory = result.memory_mib >= gpu.memory_mib // block_mib * block_mib
         is_whole = has_all_memory and result.cores in (0, CORES_PER_GPU) and not result.is_admin
         parts.append(_Part(result, gpu, is_whole, key))

@@ -44,8 +44,8 @@ _GONE = ("NOT_FOUND", "INVALID_ARGUMENT")
 _NO_SUCH = ("NOT_SUPPORTED", "INVALID_ARGUMENT")
 """Of a profile that the GPU does not have."""
 _NO_RIGHT = (
-    "the driver does not let this process make, remove or list MIG instances (NVML: {error}). It needs the driver's"
-    " capabilities mig/config and mig/monitor: component nvidia-mig-monitor, or driver-from-host with their device nodes"
+    "the driver does not let this process make, remove or list MIG instances (NVML: {error}): give it the driver's"
+    " capabilities mig/config and mig/monitor, by the component driver-from-host or by nvidia-mig-monitor"
 )
 _TAKEN = "another instance lies there, or has the last engine of a kind: see `nvidia-smi mig -lgi`"
 _USED = "a process, or a program that reads its state, has it open"

@@ -135,7 +135,7 @@ class SimulatedDriver:
             out = dict.fromkeys(faults.mig, _MIG_REASON)
             return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
         look = partial(self._hardware.instances, self._inventory.gpus, faults)
-        found = await self._blocking(None, look, "reading the simulated MIG instances") if faults.mig else {}
+        found = await self._blocking(None, look, "reading the simulated MIG instances")
         on_demand = [gpu for gpu in self._inventory.gpus if gpu.index in found and gpu.is_selected(self._on_demand)]
         last = self._instances.partition(self._inventory, found, [gpu.index for gpu in on_demand], self.in_use())
         lost = {**self._new_resets(faults), **faults.lost}

@@ -108,7 +108,12 @@ class SimulatedHardware:
                 raise Conflict(f"the {fault.in_use} instance is in use by another client (simulated)")
 
     def _instances(self, gpus: Iterable[Gpu], faults: Faults) -> OfGpus:
-        saved = self._read() if faults.mig else {}
+        saved = self._read()
+        if saved.keys() - faults.mig.keys():
+            # A GPU that leaves MIG mode has no instance when it is back.
+            saved = {index: own for index, own in saved.items() if index in faults.mig}
+            with suppress(Unavailable):
+                self._save(saved)
         return {
             gpu.index: tuple(_of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ())))
             for gpu in gpus

@@ -139,7 +139,10 @@ def next_step(layout: MigLayout, made: Collection[MadeInstance], wishes: Wishes)
 def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> dict[MigPlacement, str]:
     """The places that no claim can get now, with the reason. A place where an instance of ours is ready is none of them."""
     at, by_place = _by_place(layout), {one.place: one for one in made}
-    found = {}
+    found: dict[MigPlacement, str] = {}
+    of_gpu = wishes.no_calls or layout.problem or wishes.no_making
+    if not (of_gpu or wishes.waiting or foreign(layout, by_place.values())):
+        return found  # as it is nearly always
     for place in layout.placements:
         own, instance = by_place.get(place), at.get(place)
         # One that is to be destroyed, and is whole yet, can be used again.
@@ -147,22 +150,23 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
         if is_whole or (own is not None and own.is_ready):
             continue
         ours, others = _in_the_way(layout, by_place, place)
-        reasons = [wishes.no_calls, layout.problem, wishes.no_making, *(_foreign(layout, one) for one in others)]
+        reasons = [of_gpu, *(_foreign(layout, one) for one in others)]
         reasons += [wishes.waiting.get(one, "") for one in (place, *(one.place for one in ours))]
         if why := next(filter(None, reasons), ""):
             found[place] = why
     return found
 
 
-def overlap(layouts: Mapping[GpuUuid, MigLayout], one: MigPlacement, other: MigPlacement) -> bool:
-    """Whether both need a memory slice of the same GPU. Of a profile that is not known it is assumed."""
+def exclude(layouts: Mapping[GpuUuid, MigLayout], one: MigPlacement, other: MigPlacement) -> bool:
+    """Whether there cannot be instances at both: they need a memory slice of the same GPU, or are of a profile that it can
+    have one of. Of a profile that is not known it is assumed."""
     layout = layouts.get(one.parent)
-    if one.parent != other.parent:
+    if one.parent != other.parent or one == other:
         return False
-    sizes = [profile.size for it in (one, other) if layout and (profile := layout.profile(it.profile)) is not None]
-    if len(sizes) < 2:
+    found = [profile for it in (one, other) if layout and (profile := layout.profile(it.profile)) is not None]
+    if len(found) < 2 or (one.profile == other.profile and found[0].most == 1):
         return True
-    return one.start < other.start + sizes[1] and other.start < one.start + sizes[0]
+    return one.start < other.start + found[1].size and other.start < one.start + found[0].size
 
 
 def foreign(layout: MigLayout, made: Iterable[MadeInstance]) -> list[MigGpuInstance]:
