@@ -426,3 +426,43 @@ async def test_a_gpu_that_the_setting_no_longer_names_is_left_to_the_administrat
 def _without_first_layout(owner: Owner) -> Callable[[], GpuInventory]:
     whole = owner.hardware.inventory
     return lambda: replace(whole(), mig_layouts=whole().mig_layouts[1:])
+
+
+async def test_a_place_stays_tainted_while_what_lies_there_is_tried_again(owner: Owner) -> None:
+    """A taint that ends for the moment of each try would have pods placed where nothing can be made."""
+    await owner.hold("a", SMALL)
+    one = owner.hardware.at(SMALL)
+    assert one is not None
+    one.users = {"monitor"}
+    owner.mig.release("a")
+    await owner.later(601)  # the compute instance alone is destroyed
+    shown: list[str] = []
+    owner.mig.on_change = lambda: shown.append(owner.mig.blocked.get(LARGE, ""))
+    for _ in range(5):
+        await owner.later(61)
+    assert owner.driver.calls.count(("destroy", 1)) == 6
+    assert "" not in [*shown, owner.mig.blocked.get(LARGE, "")]
+    one.users = set()
+    await owner.later(61)
+    assert (owner.on(), owner.mig.blocked) == ([], {})
+
+
+async def test_what_becomes_due_while_the_records_are_written_is_not_forgotten(owner: Owner) -> None:
+    """Nothing else would wake the owner: a poll that finds the same changes nothing."""
+    other = place("1g.5gb", 0)
+    await owner.hold("a", SMALL)
+    await owner.hold("b", other)
+    owner.mig.release("a")
+    await owner.quiet()
+
+    def slow_disk(where: str) -> None:
+        if where == "after the records":
+            owner.records.cut = lambda _: None
+            owner.now += 2.0
+
+    owner.now += 599.0
+    owner.hardware.removed_by_hand(owner.hardware.at(other))  # type: ignore[arg-type]
+    owner.records.cut = slow_disk
+    await owner.later()
+    await owner.quiet()
+    assert owner.on() == []

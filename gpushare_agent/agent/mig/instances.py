@@ -98,6 +98,7 @@ class MigInstances:
         self._steps, self._polls, self._reported = Reconciler(), Reconciler(), ReportOnce()
         self._group: asyncio.TaskGroup | None = None
         self._shown: object = None
+        self._looked_at = 0.0
         self.on_change: Callable[[], None] = lambda: None
         """`gpus`, `made` or `blocked` differ. Called at once, and must not block."""
         if node.settings.mig.on_demand:
@@ -253,7 +254,8 @@ class MigInstances:
             expired={place for place, since in self._idle_since.items() if now - since >= idle_s},
             in_doubt=self._in_doubt,
             refused=self._refused,
-            waiting={place: one.why for place, one in self._failures.items() if now < one.until},
+            failed={place: one.why for place, one in self._failures.items()},
+            waiting={place for place, one in self._failures.items() if now < one.until},
             short={place for place, one in self._failures.items() if one.is_short},
             no_making=no_making,
             no_calls=self.own_node.managed,
@@ -303,7 +305,8 @@ class MigInstances:
         self._learn()
         inventory, layouts = self._node.gpus(), self._layouts()
         self._give_up(inventory, layouts)
-        held, now = self._held_places(), self._clock()
+        held = self._held_places()
+        now = self._looked_at = self._clock()
         for parent, layout in layouts.items():
             # With a problem the list may be an earlier one.
             if parent in self._busy or parent in self._stale or layout.problem:
@@ -412,7 +415,8 @@ class MigInstances:
         times += [since + idle_s for since in self._idle_since.values()]
         if sorted(self._made.values(), key=attrgetter("place")) != self._written:
             times.append(now + RETRY_S)
-        return min((at - now for at in times if at > now), default=None)
+        # What has become due since the last step looked, as while it saved, too.
+        return min((max(at - now, 0.0) for at in times if at > self._looked_at), default=None)
 
     async def _save(self) -> None:
         """Raises Unavailable."""

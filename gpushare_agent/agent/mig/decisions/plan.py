@@ -45,9 +45,9 @@ class Wishes(Struct, frozen=True, kw_only=True):
 
     `expired`: nobody needs an instance there any longer. `in_doubt`: the driver was called for it and has not answered, so
     that the call may still be carried out. `refused`: it answered that it did not make it, so that what is whole there is
-    another's. `waiting`: the last call failed and is not to be tried yet, with the reason. `short`: the driver lacked
-    something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may be made, and why nothing may
-    be made or destroyed, empty where it may."""
+    another's. `failed`: the last call failed, with the reason, and is not to be tried yet where `waiting`. `short`: the
+    driver lacked something to make it, which may be no slices. `no_making` and `no_calls` are why nothing may be made, and
+    why nothing may be made or destroyed, empty where it may."""
 
     held: Collection[MigPlacement] = ()
     wanted: Sequence[MigPlacement] = ()
@@ -55,7 +55,8 @@ class Wishes(Struct, frozen=True, kw_only=True):
     expired: Collection[MigPlacement] = ()
     in_doubt: Collection[MigPlacement] = ()
     refused: Collection[MigPlacement] = ()
-    waiting: Mapping[MigPlacement, str] = {}
+    failed: Mapping[MigPlacement, str] = {}
+    waiting: Collection[MigPlacement] = ()
     short: Collection[MigPlacement] = ()
     no_making: str = ""
     no_calls: str = ""
@@ -141,7 +142,7 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
     at, by_place = _by_place(layout), {one.place: one for one in made}
     found: dict[MigPlacement, str] = {}
     of_gpu = wishes.no_calls or layout.problem or wishes.no_making
-    if not (of_gpu or wishes.waiting or foreign(layout, by_place.values())):
+    if not (of_gpu or wishes.failed or foreign(layout, by_place.values())):
         return found  # as it is nearly always
     for place in layout.placements:
         own, instance = by_place.get(place), at.get(place)
@@ -151,7 +152,8 @@ def blocked(layout: MigLayout, made: Iterable[MadeInstance], wishes: Wishes) -> 
             continue
         ours, others = _in_the_way(layout, by_place, place)
         reasons = [of_gpu, *(_foreign(layout, one) for one in others)]
-        reasons += [wishes.waiting.get(one, "") for one in (place, *(one.place for one in ours))]
+        # Also while it is tried again: a taint that came and went with each try would have pods placed there.
+        reasons += [wishes.failed.get(one, "") for one in (place, *(one.place for one in ours))]
         if why := next(filter(None, reasons), ""):
             found[place] = why
     return found
