@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy
 from gpushare_agent.core.claims.devices import is_placement_name, placement_device_name
-from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.mig import MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
@@ -162,6 +162,39 @@ async def test_after_a_reboot_a_claim_gets_another_instance(tmp_path: Path) -> N
     assert driver.claims.prepared[uid_of(1)].places == {place(6): "MIG-2"}
     await driver.claims.unprepare(ref_of())
     assert driver.mig.held == {} and not len(driver.cache)
+
+
+async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_next_call(tmp_path: Path) -> None:
+    """The host's files name the instance: with those of the one before a container would be limited by nothing."""
+    driver = driver_of(tmp_path, raw_claim(at(6)))
+    [key] = [one.key for one in (await prepared(driver)).results]
+    driver.mig.lose()
+    driver.refusal = Refused(RefusalReason.NOT_READY, "the disk is full")
+    with pytest.raises(Unavailable, match="the disk is full"):
+        await driver.claims.prepare(ref_of())
+    await driver.claims.refresh()
+    assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 100}
+    await driver.restart()  # as after a kill before the host was prepared
+    driver.refusal = None
+    driver.prepared_keys.clear()
+    assert (await prepared(driver)).places == {place(6): "MIG-2"} and driver.prepared_keys == [key]
+    assert used_cores(driver.cache) == {GpuUuid("MIG-2"): 100}
+
+
+async def test_admin_access_takes_no_place_from_others(tmp_path: Path) -> None:
+    """The scheduler does not count it, and gives its place, or one that overlaps it, to somebody else."""
+    watching = at(6, adminAccess=True)
+    driver = driver_of(tmp_path, raw_claim(watching), raw_claim(at(6), number=2))
+    why = await refused(driver)
+    assert why.reason is RefusalReason.NOT_READY and "admin access makes no instance there" in why.detail
+    assert driver.mig.held == {} and driver.mig.holds == 0
+    await prepared(driver, 2)
+    made = await prepared(driver)
+    assert (made.places, made.results[0].gpu) == ({}, "MIG-1") and driver.mig.held.keys() == {uid_of(2)}
+    driver.mig.lose()
+    await driver.claims.refresh()
+    await driver.claims.refresh()
+    assert driver.claims.prepared[uid_of(1)].results[0].gpu == "MIG-2" and len(driver.specs()) == 2
 
 
 async def test_an_instance_that_was_removed_by_hand_is_made_again_without_a_call(tmp_path: Path) -> None:

@@ -246,15 +246,21 @@ class Claims(Struct, kw_only=True, eq=False):
             return
         # Only what changed is recorded: the record may be a newer agent's, which has more in it.
         write = self.files.write_spec if made is claim else self.files.save
-        await self._in_thread(partial(write, made), f"recording claim {name}")
+        is_other = made.places != claim.places
+        try:
+            if is_other:
+                # The host's files are made from the ledger. The record is last: cut off before, all is done again.
+                self._charge(made)
+                if (refused := await self._prepare_host(made)) is not None:
+                    raise Unavailable(refused.detail)
+            await self._in_thread(partial(write, made), f"recording claim {name}")
+        except BaseException:
+            if is_other:
+                self._charge(claim)
+            raise
         self._prepared[uid], self._has_spec[uid] = made, True
-        if made is claim:
-            return
-        log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
-        if made.places != claim.places:
-            self._charge(made)
-            if (refused := await self._prepare_host(made)) is not None:
-                raise Unavailable(refused.detail)
+        if made is not claim:
+            log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
         """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is
@@ -319,7 +325,7 @@ class Claims(Struct, kw_only=True, eq=False):
         except AgentError as e:
             return _not_ready(str(e))
         # Before it is decided: the edits name the instance. It stays the claim's until the kubelet unprepares it.
-        places = sorted({one.device for one in claim.results if is_placement_name(one.device)})
+        places = sorted({one.device for one in claim.results if is_placement_name(one.device) and not one.is_admin})
         if places and (refused := await self.mig.hold(ref.uid, places)) is not None:
             return refused
         made = self._decide_and_charge(claim, pods, others)
@@ -414,7 +420,8 @@ class Claims(Struct, kw_only=True, eq=False):
             gpu = gpus.get(result.device)
             if gpu is None:
                 if inventory.unreadable or is_placement_name(result.device):
-                    return _not_ready(f"{result.device} is not in the inventory of node {pool}")
+                    more = ", and admin access makes no instance there" if result.is_admin else ""
+                    return _not_ready(f"{result.device} is not in the inventory of node {pool}{more}")
                 return gone(result.device.replace("gpu-", "GPU-", 1).replace("mig-", "MIG-", 1))
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:

@@ -121,8 +121,9 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
 
     @property
     def places(self) -> dict[str, GpuUuid]:
-        """The instances at its places, by the devices' names: each is made when the claim is prepared."""
-        return {one.device: GpuUuid(one.gpu) for one in self.results if is_placement_name(one.device)}
+        """The instances at its places, by the devices' names: each is made when the claim is prepared. Not those of admin
+        access: the scheduler does not count it, and gives their places to others."""
+        return {one.device: GpuUuid(one.gpu) for one in self.charged if is_placement_name(one.device)}
 
     @property
     def charged(self) -> tuple[PreparedResult, ...]:
