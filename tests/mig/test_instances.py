@@ -13,6 +13,7 @@ from gpushare_agent.core.model.errors import Conflict, Unavailable
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
 from tests.mig.support_mig import POINTS, SLOW, Owner, gpu_uuid, named, place
+from tests.support_core import allocation, pod
 
 SMALL, LARGE = place("1g.5gb", 6), place("3g.20gb", 4)
 
@@ -466,3 +467,19 @@ async def test_what_becomes_due_while_the_records_are_written_is_not_forgotten(o
     await owner.later()
     await owner.quiet()
     assert owner.on() == []
+
+
+async def test_what_the_ledger_has_is_not_destroyed_though_no_claim_holds_its_place(owner: Owner) -> None:
+    """An older agent knows no places: while it served, it gave the instance as a device of its own."""
+    await owner.hold("a", SMALL)
+    given = allocation(pod("p"), "main", ["MIG-0001::1"], [])
+    owner.mig._node.cache.put(given)
+    await owner.restart()
+    owner.mig._node.cache.put(given)
+    owner.mig.own_node.is_draining = True
+    waiting = owner.begin(owner.hold("b", LARGE))
+    await owner.later()
+    assert (owner.on(), owner.counts()["held"]) == ([("1g.5gb", 6)], 1.0)
+    owner.mig._node.cache.release_pod(given.key.pod_uid)
+    await owner.later()
+    assert (owner.on(), await waiting) == ([("3g.20gb", 4)], "")

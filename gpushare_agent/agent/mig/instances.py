@@ -262,7 +262,11 @@ class MigInstances:
         )
 
     def _held_places(self) -> set[MigPlacement]:
-        return {place for names in self._held.values() for place in self._resolved(names)}
+        """Those of claims, and whose instance the ledger has: an agent that knew no places may have given it as a device
+        of its own."""
+        used = {uuid for allocation in self._node.cache for uuid in allocation.gpus}
+        held = {place for names in self._held.values() for place in self._resolved(names)}
+        return held | {place for place, one in self._made.items() if one.uuid in used}
 
     def _resolved(self, names: Iterable[str]) -> Iterator[MigPlacement]:
         return (self._places[name] for name in names if name in self._places)
