@@ -292,3 +292,23 @@ def test_many_static_devices_are_divided_too() -> None:
     found = on_demand(1)
     devices = [replace(one, name=f"mig-{n}") for n in range(70) for one in static(found, known_instance())]
     assert [len(one.devices) for one in published(replace(found, mig_layouts=()), devices)] == [64, 6]
+
+
+def test_places_are_made_once_and_their_taints_each_time() -> None:
+    """Slices are compared at each allocation: of sixteen GPUs they would hold up the loop for a tenth of a second."""
+    found = on_demand(2)
+    first = [device for one in published(found) for device in one.devices]
+    layout, place = found.mig_layouts[0], found.mig_layouts[0].placements[3]
+    sick = replace(found.mig_partitioned[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
+    changed = replace(
+        found,
+        mig_partitioned=(found.mig_partitioned[0], sick),
+        mig_layouts=(replace(layout, problem="no"), found.mig_layouts[1]),
+    )
+    tainted = [device for one in published(changed, blocked={place: "no"}) for device in one.devices]
+    assert all(device.taints for device in tainted)
+    again = [device for one in published(found) for device in one.devices]
+    assert [replace(device, taints=()) for device in tainted] == again
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    newer = [device for one in published(replace(found, driver_version="590.1.0")) for device in one.devices]
+    assert all(one.attributes != other.attributes for one, other in zip(first, newer, strict=True))

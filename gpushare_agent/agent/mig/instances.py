@@ -124,10 +124,7 @@ class MigInstances:
     @property
     def blocked(self) -> Mapping[MigPlacement, str]:
         """The places that no claim can get now, with the reason: instances of others, or half-destroyed ones, lie there."""
-        found: dict[MigPlacement, str] = {}
-        for layout in self._layouts().values():
-            found |= blocked(layout, self._made_on(layout.parent), self._wishes(layout.parent))
-        return found
+        return self._blocked_on(self._layouts())
 
     @property
     def is_calling(self) -> bool:
@@ -161,7 +158,7 @@ class MigInstances:
         ends_at = self._clock() + HOLD_S
         while missing := {*places} - self.gpus.keys():
             has_changed = self._has_changed
-            reasons = self.blocked
+            reasons = self._blocked_on({self._places[name].parent for name in missing})
             for name in sorted(missing):
                 place = self._places[name]
                 if place.parent not in self._layouts():
@@ -287,6 +284,13 @@ class MigInstances:
 
     def _layouts(self) -> dict[GpuUuid, MigLayout]:
         return {one.parent: one for one in self._node.gpus().mig_layouts}
+
+    def _blocked_on(self, parents: Collection[GpuUuid]) -> dict[MigPlacement, str]:
+        found: dict[MigPlacement, str] = {}
+        for parent, layout in self._layouts().items():
+            if parent in parents:
+                found |= blocked(layout, self._made_on(parent), self._wishes(parent))
+        return found
 
     def _made_on(self, parent: GpuUuid) -> list[MadeInstance]:
         return [one for one in self._made.values() if one.place.parent == parent]
