@@ -278,3 +278,10 @@ async def test_of_a_mig_instance_the_memory_of_its_processes_is_known(library_di
     for one in found:
         assert one.keys() == {"MIG-1111"} and one["MIG-1111"]["busy_until_ns"] == 0
         assert [(each["pid"], each["memory_bytes"]) for each in one["MIG-1111"]["processes"]] == [(4711, 2097152)]
+
+
+async def test_nothing_is_kept_of_what_nobody_asks_for_any_more(library_directory: Path) -> None:
+    """MIG instances come and go, each with a UUID of its own."""
+    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
+        found = [await probe.busy(uuid) for uuid in ("GPU-aaaa", "GPU-aaaa", "MIG-none", "GPU-aaaa")]
+    assert [one["GPU-aaaa"]["is_continued"] if one else None for one in found] == [False, True, None, False]

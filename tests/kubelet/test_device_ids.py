@@ -82,6 +82,15 @@ def test_a_gpu_that_is_shown_later_is_known_by_the_ids_that_containers_hold() ->
     assert ids.read(["8f3e2b1c-7", "8f3e2b1c71-7"]) == [device_id(A, 7), device_id(LIKE_A, 7)]
 
 
+def test_instances_that_are_gone_are_forgotten_and_gpus_are_not() -> None:
+    """Each life of an instance has another UUID."""
+    ids = DeviceIds([A, B])
+    for life in range(20):
+        assert ids.add_gpus([A, GpuUuid(f"MIG-{life:08x}-0000-4000-8000-000000000000")])
+    assert not ids.add_gpus([A, B]) and ids.gpus == 22
+    assert ids._keys.keys() == {A, B}
+
+
 def test_a_key_of_another_length_is_read_where_one_gpu_begins_with_it() -> None:
     """A GPU that began alike has left, or has come: then the key of those that are here is shorter, or longer."""
     longer = DeviceIds([A, LIKE_A]).write(device_id(A, 7))

@@ -33,6 +33,7 @@ class DeviceIds:
     the texts that were announced, for speed."""
 
     def __init__(self, gpus: Iterable[GpuUuid] = ()) -> None:
+        self._given = 0
         self._digits: dict[GpuUuid, str] = {}
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
@@ -43,16 +44,21 @@ class DeviceIds:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs have a key; IDs that were read when there were fewer may name others now."""
-        return len(self._keys)
+        """How many GPUs were given a key; IDs that were read when there were fewer may name others now."""
+        return self._given
 
     def expect_units(self, units: Mapping[GpuUuid, ReplicaLayout]) -> None:
         """The replica layouts by which `<GPU UUID>::<n>` of NVIDIA's plugin is read: its text does not have them."""
         self._units = dict(units)
 
     def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
-        """Gives a key to each GPU without one; True where there was one."""
-        new = [gpu for gpu in gpus if gpu not in self._keys]
+        """Gives a key to each GPU without one; True where there was one. `gpus` are all that there are: MIG instances that
+        are gone are forgotten, because one that is made again has another UUID."""
+        present = dict.fromkeys(gpus)
+        for gone in [gpu for gpu in self._keys if gpu not in present and gpu.startswith("MIG-")]:
+            del self._gpus[self._keys.pop(gone)], self._digits[gone]
+        new = [gpu for gpu in present if gpu not in self._keys]
+        self._given += len(new)
         self._digits |= {gpu: _digits(gpu) for gpu in new}
         for gpu in new:
             self._keys[gpu] = key = self._key(gpu)

@@ -161,6 +161,8 @@ class NvmlBusyTime:
                 self._opening = self._session.openings
                 self._gpus.clear()
             handles, found = self._session.handles(), {}
+            # Of GPUs that nobody asks for any more nothing is kept: MIG instances come and go.
+            self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in gpus}
             for uuid in sorted(set(gpus)):
                 gpu = self._gpus.get(uuid) or GpuBusyTime()
                 handle = handles.get(uuid)
