@@ -162,6 +162,17 @@ def test_the_number_of_curves_is_bounded() -> None:
     assert len(shown["gpus"]) == MAX_GPUS
 
 
+def test_instances_that_are_gone_keep_no_curve_from_those_that_are_there() -> None:
+    """Each life of a MIG instance has another UUID, and a curve lives for the whole window."""
+    kept, _ = history()
+    for life in range(3 * MAX_GPUS):
+        uuids = (GPU, GpuUuid(f"MIG-{life}"))
+        gpus = {uuid: GpuSample(uuid=uuid, sm_ratio=0.5, memory_used_bytes=4096) for uuid in uuids}
+        kept.add(UsageRound(sampled_at=1.0, gpus=gpus, containers={}))
+        assert document(kept)["gpus"].keys() >= {*uuids}
+    assert len(document(kept)["gpus"]) <= MAX_GPUS
+
+
 def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
     """Without a round there is no time either."""
     kept, _ = history()

@@ -73,6 +73,8 @@ class UsageHistory(Struct, eq=False):
         self._has_gap = False
         self._at = usage.sampled_at
         self._drop_old()
+        if len(self._gpus.keys() | usage.gpus.keys()) > MAX_GPUS:  # MIG instances that are gone give way
+            self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if uuid in usage.gpus}
         for uuid, gpu in usage.gpus.items():
             # At most MAX_GPUS and MAX_CONTAINERS: pods that start and fail in a loop make a new curve each, which
             # lives for the whole window.
