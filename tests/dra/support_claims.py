@@ -164,6 +164,7 @@ class FakeInstances:
         self.made: set[GpuUuid] = set()
         self.held: dict[str, set[str]] = {}
         self.holds = 0
+        self.waits: list[float] = []
         self.restored: dict[str, dict[str, GpuUuid]] = {}
         self.refusal: Refused | None = None
 
@@ -171,8 +172,9 @@ class FakeInstances:
         self.restored = held
         self.held = {uid: {*places} for uid, places in held.items()}
 
-    async def hold(self, uid: str, places: Collection[str]) -> Refused | None:
+    async def hold(self, uid: str, places: Collection[str], at_most_s: float = 0.0) -> Refused | None:
         self.holds += 1
+        self.waits.append(at_most_s)
         self.held.setdefault(uid, set()).update(places)
         await asyncio.sleep(0)
         if self.refusal is None:

@@ -29,6 +29,7 @@ from tests.dra.support_claims import (
     using,
 )
 from tests.extender.support_extender import eventually
+from tests.fakes.clock import FakeClock
 from tests.isolation.support_cdi import schema
 from tests.support_core import mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
@@ -123,6 +124,23 @@ async def test_the_call_waits_for_a_slow_driver(tmp_path: Path) -> None:
         driver.mig.refusal = None
         driver.claims.changed()
     assert isinstance(call.result(), PreparedClaim)
+
+
+async def test_the_call_ends_with_a_reason_before_the_kubelets_patience_does(tmp_path: Path) -> None:
+    """Its instance is waited for no longer than the call has: a call that is cut off says nothing of the driver."""
+    driver = driver_of(tmp_path, raw_claim(at(6)), wait_s=40.0)
+    clock = FakeClock()
+    driver.claims.clock = clock
+    driver.mig.refusal = BUSY
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(driver.claims.prepare(ref_of()))
+        await eventually(lambda: driver.mig.holds == 1)
+        clock.now += 38.0
+        driver.claims.changed()
+        await eventually(lambda: driver.mig.holds == 2)
+        clock.now += 2.0
+        driver.claims.changed()
+    assert call.result() == BUSY and driver.mig.waits[:2] == [40.0, 2.0]
 
 
 async def test_a_claim_that_waits_keeps_its_place_and_one_that_never_gets_it_does_not(tmp_path: Path) -> None:

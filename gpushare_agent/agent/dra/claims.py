@@ -38,7 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
     prepare_claim,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.mig.instances import MigInstances
+from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
@@ -228,9 +228,9 @@ class Claims(Struct, kw_only=True, eq=False):
     def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
         return prepare_again(claim, self.node.gpus().by_uuid(), self.policy(), self.mig.gpus)
 
-    async def _made_again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
+    async def _made_again(self, claim: PreparedClaim, at_most_s: float = HOLD_S) -> PreparedClaim | Refused:
         """With its instances made again where they are gone; under its lock, or one that has ended would hold them."""
-        if claim.places and (refused := await self.mig.hold(claim.ref.uid, claim.places)) is not None:
+        if claim.places and (refused := await self.mig.hold(claim.ref.uid, claim.places, at_most_s)) is not None:
             return refused
         return self._again(claim)
 
@@ -296,7 +296,7 @@ class Claims(Struct, kw_only=True, eq=False):
         while True:
             # Cleared before it is tried: what changes during the try wakes the wait.
             self._has_changed.clear()
-            outcome = await self._try(ref)
+            outcome = await self._try(ref, ends_at)
             if isinstance(outcome, PreparedClaim) or outcome.reason in FINAL:
                 return outcome
             left_s = ends_at - self.clock()
@@ -304,12 +304,12 @@ class Claims(Struct, kw_only=True, eq=False):
                 return outcome
             await wait_for(self._has_changed, min(POLL_S, left_s))
 
-    async def _try(self, ref: ClaimRef) -> PreparedClaim | Refused:
+    async def _try(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         """A refusal other than FINAL may be gone in a moment."""
         if not self.node.inventory.is_read:
             return _not_ready("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
-            made = await self._made_again(known)
+            made = await self._made_again(known, ends_at - self.clock())
             await self._enter(known, made)
             if made is known:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
@@ -326,7 +326,7 @@ class Claims(Struct, kw_only=True, eq=False):
             return _not_ready(str(e))
         # Before it is decided: the edits name the instance. It stays the claim's until the kubelet unprepares it.
         places = sorted({one.device for one in claim.results if is_placement_name(one.device) and not one.is_admin})
-        if places and (refused := await self.mig.hold(ref.uid, places)) is not None:
+        if places and (refused := await self.mig.hold(ref.uid, places, ends_at - self.clock())) is not None:
             return refused
         made = self._decide_and_charge(claim, pods, others)
         if isinstance(made, Refused):

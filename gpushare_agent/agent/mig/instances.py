@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 HOLD_S = 10.0
-"""How long one call waits for a claim's instances. The claim calls again until the kubelet's patience ends."""
+"""The longest that one call waits for a claim's instances. The claim calls again until the kubelet's patience ends."""
 CALL_S = 60.0
 """The driver's own limit is shorter."""
 RETRY_S = 5.0
@@ -148,14 +148,15 @@ class MigInstances:
         self._idle_since = dict(previous._idle_since)
         self.own_node.take_over(previous.own_node)
 
-    async def hold(self, uid: str, places: Collection[str]) -> Refused | None:
+    async def hold(self, uid: str, places: Collection[str], at_most_s: float = HOLD_S) -> Refused | None:
         """Once an instance is at each of these places, and is this claim's until `release`; it is made where there is none.
         Returns at once, with why not, where that needs what only time brings: the caller tries again. Idempotent. If
         cancelled, the places stay held."""
         self._learn()
         if refused := self._reserve(uid, places):
             return refused
-        ends_at = self._clock() + HOLD_S
+        wait_s = min(at_most_s, HOLD_S)
+        ends_at = self._clock() + wait_s
         while missing := {*places} - self.gpus.keys():
             has_changed = self._has_changed
             reasons = self._blocked_on({self._places[name].parent for name in missing})
@@ -177,7 +178,7 @@ class MigInstances:
                     if self.own_node.is_known
                     else f"node {self.own_node.name} could not be read, so the agent has"
                 )
-                return _not_yet(f"{late} not made {', '.join(sorted(missing))} within {HOLD_S:g} s")
+                return _not_yet(f"{late} not made {', '.join(sorted(missing))} within {wait_s:.0f} s")
             if uid not in self._held:
                 return _not_yet("the claim was ended meanwhile")
         return None
