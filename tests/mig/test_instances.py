@@ -409,6 +409,23 @@ async def test_a_reload_goes_on_from_the_file_and_what_may_still_be_carried_out(
     assert not hangs.is_set()
 
 
+async def test_a_reload_knows_what_the_driver_refused_to_make(owner: Owner) -> None:
+    """Its record says that it may have been made here, until the GPU was read again."""
+    owner.hardware.by_hand(SMALL)
+    owner.is_answering = False
+    task = owner.begin(owner.hold("a", SMALL))
+    await owner.quiet()
+    task.cancel()
+    before, owner.is_answering = owner.mig, True
+    await owner.stop()
+    owner.mig = owner._new()
+    owner.mig.take_over(before)
+    await owner.start()
+    await owner.later(10_000)
+    assert owner.driver.calls == [("create", SMALL)]
+    assert (owner.on(), owner.mig.made, owner.records.content) == ([("1g.5gb", 6)], set(), [])
+
+
 async def test_a_gpu_that_the_setting_no_longer_names_is_left_to_the_administrator(owner: Owner) -> None:
     await owner.hold("a", SMALL)
     await owner.hold("b", place("1g.5gb", 0))

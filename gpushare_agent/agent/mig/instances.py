@@ -144,7 +144,7 @@ class MigInstances:
 
     def take_over(self, previous: MigInstances) -> None:
         """What the generation before a reload knew and no file has. Its calls may still be carried out."""
-        self._in_doubt = set(previous._in_doubt)
+        self._in_doubt, self._refused = set(previous._in_doubt), set(previous._refused)
         self._idle_since = dict(previous._idle_since)
         self.own_node.take_over(previous.own_node)
 
