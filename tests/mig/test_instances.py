@@ -409,6 +409,24 @@ async def test_a_reload_goes_on_from_the_file_and_what_may_still_be_carried_out(
     assert not hangs.is_set()
 
 
+async def test_an_agent_that_leaves_begins_no_call_and_waits_for_the_last(owner: Owner) -> None:
+    """What a call makes after the next agent's first look would be another's to it, for good."""
+    await owner.hold("a", LARGE)
+    owner.mig.release("a")
+    hangs = owner.driver.hanging[gpu_uuid(0)] = asyncio.Event()
+    call = owner.begin(owner.hold("b", place("1g.5gb", 0)))
+    await owner.quiet()
+    leaving = owner.begin(owner.mig.leave())
+    await owner.quiet()
+    assert owner.mig.is_calling and not leaving.done()
+    hangs.set()
+    await leaving
+    assert await call == ""
+    owner.begin(owner.hold("c", place("1g.5gb", 0, 1)))
+    await owner.later(601)
+    assert owner.driver.calls == [("create", LARGE), ("create", place("1g.5gb", 0))] and not owner.mig.is_calling
+
+
 async def test_a_reload_knows_what_the_driver_refused_to_make(owner: Owner) -> None:
     """Its record says that it may have been made here, until the GPU was read again."""
     owner.hardware.by_hand(SMALL)

@@ -129,13 +129,14 @@ class DraPart:
             lock.release()
 
     async def leave(self) -> None:
-        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try, and the next agent
-        does not see what a call to the driver makes after its first look."""
+        """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try."""
         await self.registration.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                while self.plugin.open_calls or self.mig.is_calling:  # noqa: ASYNC110 - some milliseconds
+                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
                     await asyncio.sleep(0.01)
+        # For the rest of this agent's time, which may be a minute: it waits for a pause between admissions.
+        await self.mig.leave()
 
     def not_served(self) -> list[str]:
         """Why pods can get no claim of this node now; nothing if they can."""

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
@@ -51,6 +52,8 @@ HOLD_S = 10.0
 """The longest that one call waits for a claim's instances. The claim calls again until the kubelet's patience ends."""
 CALL_S = 60.0
 """The driver's own limit is shorter."""
+LEAVE_S = 12.0
+"""The NVML driver answers within 10 s that it got no answer."""
 RETRY_S = 5.0
 RETRY = Backoff(base_s=1.0, cap_s=60.0)
 _DONE = {MigState.CREATING: "made", MigState.DESTROYING: "destroyed"}
@@ -98,7 +101,7 @@ class MigInstances:
         self._steps, self._polls, self._reported = Reconciler(), Reconciler(), ReportOnce()
         self._group: asyncio.TaskGroup | None = None
         self._shown: object = None
-        self._looked_at = 0.0
+        self._looked_at, self._is_leaving = 0.0, False
         self.on_change: Callable[[], None] = lambda: None
         """`gpus`, `made` or `blocked` differ. Called at once, and must not block."""
         if node.settings.mig.on_demand:
@@ -203,6 +206,16 @@ class MigInstances:
             self.changed()
             await self._steps.run(self._step, self._due_s)
         raise AssertionError("unreachable: the loop does not return")
+
+    async def leave(self) -> None:
+        """Begins no further call, and returns once the last one was answered: the next agent takes what a call makes after
+        its first look for another's. One that hangs is waited for
+        LEAVE_S."""
+        self._is_leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while self.is_calling:  # noqa: ASYNC110 - a second
+                    await asyncio.sleep(0.01)
 
     # ---- what is wanted ----
 
@@ -329,7 +342,7 @@ class MigInstances:
         unsettled = {*self._wanted, *(place for place, one in self._made.items() if not one.is_ready)}
         self._failures = {place: one for place, one in self._failures.items() if place in unsettled}
         # An own node that was not read yet may be another's to divide.
-        if self.own_node.is_known:
+        if self.own_node.is_known and not self._is_leaving:
             self._start_calls(layouts)
         self._notify()
         try:
