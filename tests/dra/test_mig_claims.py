@@ -215,6 +215,22 @@ async def test_admin_access_takes_no_place_from_others(tmp_path: Path) -> None:
     assert driver.claims.prepared[uid_of(1)].results[0].gpu == "MIG-2" and len(driver.specs()) == 2
 
 
+async def test_an_instance_that_is_made_again_is_not_given_twice(tmp_path: Path) -> None:
+    """The first pod was deleted by force, and the scheduler has given its place to the second claim."""
+    driver = driver_of(tmp_path, raw_claim(at(6)), raw_claim(at(6, cores=40, memory="4Gi"), number=2))
+    await prepared(driver)
+    driver.mig.lose()
+    await prepared(driver, 2)
+    await driver.claims.refresh()
+    assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 100, GpuUuid("MIG-2"): 40}
+    assert driver.specs() == [f"gpushare-agent-claim-{uid_of(2)}.json"]
+    assert "still used by claim default/claim-2" in (await refused(driver)).detail
+    await driver.claims.unprepare(ref_of(2))
+    assert (await prepared(driver)).places == {place(6): "MIG-2"} and used_cores(driver.cache) == {
+        GpuUuid("MIG-2"): 100
+    }
+
+
 async def test_an_instance_that_was_removed_by_hand_is_made_again_without_a_call(tmp_path: Path) -> None:
     """A container that restarts in its pod gets no Prepare."""
     driver = driver_of(tmp_path, raw_claim(at(6)), raw_claim(result(), number=2))

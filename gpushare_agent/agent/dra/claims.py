@@ -226,7 +226,14 @@ class Claims(Struct, kw_only=True, eq=False):
             log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
 
     def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
-        return prepare_again(claim, self.node.gpus().by_uuid(), self.policy(), self.mig.gpus)
+        inventory = self.node.gpus()
+        made = prepare_again(claim, inventory.by_uuid(), self.policy(), self.mig.gpus)
+        # Another claim may have the new instance: one that the scheduler placed there when this one's pod was deleted by
+        # force.
+        if isinstance(made, Refused) or made.places == claim.places:
+            return made
+        why = shortage(made, self.node.cache.ledger(inventory), self.node.names)
+        return _not_ready(why) if why else made
 
     async def _made_again(self, claim: PreparedClaim, at_most_s: float = HOLD_S) -> PreparedClaim | Refused:
         """With its instances made again where they are gone; under its lock, or one that has ended would hold them."""
