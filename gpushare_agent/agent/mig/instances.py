@@ -158,8 +158,7 @@ class MigInstances:
         self._learn()
         if refused := self._reserve(uid, places):
             return refused
-        wait_s = min(at_most_s, HOLD_S)
-        ends_at = self._clock() + wait_s
+        ends_at = self._clock() + min(at_most_s, HOLD_S)
         while missing := {*places} - self.gpus.keys():
             has_changed = self._has_changed
             reasons = self._blocked_on({self._places[name].parent for name in missing})
@@ -181,7 +180,7 @@ class MigInstances:
                     if self.own_node.is_known
                     else f"node {self.own_node.name} could not be read, so the agent has"
                 )
-                return _not_yet(f"{late} not made {', '.join(sorted(missing))} within {wait_s:.0f} s")
+                return _not_yet(f"{late} not made {', '.join(sorted(missing))} yet")
             if uid not in self._held:
                 return _not_yet("the claim was ended meanwhile")
         return None
