@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from gpushare_agent.agent.admission.part import edit_policy
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
 from gpushare_agent.agent.dra.slices import SlicePublisher
 from gpushare_agent.agent.dra.stale_claims import StaleClaims
@@ -28,7 +29,7 @@ from gpushare_agent.agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
-from gpushare_agent.core.claims.devices import DevicePolicy, slice_devices
+from gpushare_agent.core.claims.devices import DevicePolicy, is_placement_name, slice_devices
 from gpushare_agent.core.claims.mig_devices import pool_slices
 from gpushare_agent.core.kit.supervision import Tasks, start_tasks
 from gpushare_agent.core.kube.claims import SliceContent
@@ -73,7 +74,7 @@ class DraPart:
         )
         self.publisher = SlicePublisher(
             node_name=pool,
-            desired=lambda: _slices(node, mig) if self.ready.is_set() else None,
+            desired=lambda: _slices(node, mig, self.claims.prepared.values()) if self.ready.is_set() else None,
         )
         self.informer = Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
@@ -181,7 +182,7 @@ class DraPart:
         raise AssertionError("the tasks do not return")
 
 
-def _slices(node: Node, mig: MigInstances) -> list[SliceContent] | None:
+def _slices(node: Node, mig: MigInstances, claims: Iterable[PreparedClaim]) -> list[SliceContent] | None:
     """The slices as they should be, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
@@ -198,7 +199,11 @@ def _slices(node: Node, mig: MigInstances) -> list[SliceContent] | None:
         shares=settings.dra.consumable_shares,
     )
     cordoned, excluded = node.inventory.cordoned, settings.excluded_gpus
-    mine = [gpu for gpu in gpus.gpus if gpu.uuid in claimable]
+    # One that is gone stays in the inventory while the ledger has it. Of a place it had no device of its own, and one for
+    # that moment would have the whole pool written twice.
+    named = {one.gpu for claim in claims for one in claim.results if not is_placement_name(one.device)}
+    gone = {gpu.uuid for gpu in gpus.gpus if gpu.mig is not None and gpu.mig.is_gone} - named
+    mine = [gpu for gpu in gpus.gpus if gpu.uuid in claimable - gone]
     parents = tuple(gpu for gpu in gpus.mig_partitioned if not gpu.is_selected(excluded))
     return pool_slices(
         slice_devices(mine, gpus, node.cache.charges(), cordoned, policy),
