@@ -109,6 +109,7 @@ class Owner:
             self.mig.changed()
             self.mig.on_change()
             await gone.wait()
+            await self.mig._save()  # the step that found it may still write, and the process ends with the answer
             return "drained"
         if "unprepare" in command:
             await self.claims.unprepare(ref_of(command["unprepare"]))
