@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,31 @@ async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_nex
     driver.prepared_keys.clear()
     assert (await prepared(driver)).places == {place(6): "MIG-2"} and driver.prepared_keys == [key]
     assert used_cores(driver.cache) == {GpuUuid("MIG-2"): 100}
+
+
+async def test_cut_off_while_the_other_instance_is_recorded_a_claim_has_it(tmp_path: Path) -> None:
+    """The thread writes the record all the same, and the next agent goes by it."""
+    driver = driver_of(tmp_path, raw_claim(at(6)))
+    await prepared(driver)
+    driver.mig.lose()
+    save, begun, may_end = driver.files.save, threading.Event(), threading.Event()
+
+    def slow(claim: PreparedClaim) -> None:
+        begun.set()
+        may_end.wait(DEADLINE_S)
+        save(claim)
+
+    driver.files.save = slow  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(driver.claims.prepare(ref_of()))
+        await eventually(begun.is_set)
+        call.cancel()
+    may_end.set()
+    driver.files.save = save  # type: ignore[method-assign]
+    assert driver.claims.prepared[uid_of(1)].places == {place(6): "MIG-2"}
+    assert used_cores(driver.cache) == {GpuUuid("MIG-2"): 100}
+    await prepared(driver)
+    assert driver.files.load() == [driver.claims.prepared[uid_of(1)]]
 
 
 async def test_admin_access_takes_no_place_from_others(tmp_path: Path) -> None:

@@ -253,16 +253,18 @@ class Claims(Struct, kw_only=True, eq=False):
             return
         # Only what changed is recorded: the record may be a newer agent's, which has more in it.
         write = self.files.write_spec if made is claim else self.files.save
-        is_other = made.places != claim.places
+        is_other, is_saving = made.places != claim.places, False
         try:
             if is_other:
                 # The host's files are made from the ledger. The record is last: cut off before, all is done again.
                 self._charge(made)
                 if (refused := await self._prepare_host(made)) is not None:
                     raise Unavailable(refused.detail)
+            is_saving = True
             await self._in_thread(partial(write, made), f"recording claim {name}")
-        except BaseException:
-            if is_other:
+        except BaseException as e:
+            # Cut off while saving, it is recorded all the same, as in `_try`.
+            if is_other and not (is_saving and isinstance(e, asyncio.CancelledError)):
                 self._charge(claim)
             raise
         self._prepared[uid], self._has_spec[uid] = made, True
