@@ -244,17 +244,22 @@ class Claims(Struct, kw_only=True, eq=False):
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
             self._has_spec[uid] = False
             return
-        # Only what changed is recorded: the record may be a newer agent's, which has more in it.
-        write = self.files.write_spec if made is claim else self.files.save
-        await self._in_thread(partial(write, made), f"recording claim {name}")
+        try:
+            if made.places != claim.places:
+                self._charge(made)
+                if (refused := await self._prepare_host(made)) is not None:
+                    raise Unavailable(refused.detail)
+            # Only what changed is recorded: the record may be a newer agent's, which has more in it.
+            write = self.files.write_spec if made is claim else self.files.save
+            await self._in_thread(partial(write, made), f"recording claim {name}")
+        except BaseException:
+            if made.places != claim.places:
+                self._charge(claim)  # so that the next try does all of it
+            raise
         self._prepared[uid], self._has_spec[uid] = made, True
-        if made is claim:
-            return
-        log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
-        if made.places != claim.places:
-            self._charge(made)
-            if (refused := await self._prepare_host(made)) is not None:
-                raise Unavailable(refused.detail)
+        if made is not claim:
+            why = "the driver numbers its GPUs otherwise now, or has made its instances again"
+            log.warning("claim_made_again", claim=name, claim_uid=uid, why=why)
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
         """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is
