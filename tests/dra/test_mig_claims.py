@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy
@@ -189,6 +190,10 @@ async def test_an_instance_made_again_is_not_given_before_the_host_is_prepared_f
         with pytest.raises(Unavailable, match="the driver is slow"):
             await driver.claims.prepare(ref_of())
     assert driver.claims.prepared[uid_of(1)] == first
+    with capture_logs() as logs:
+        for _ in range(3):
+            await driver.claims.refresh()
+    assert [one["event"] for one in logs].count("claim_spec_not_written") == 1
     driver.refusal, driver.prepared_keys = None, []
     made = await prepared(driver)
     assert made.places == {place(6): "MIG-2"} and driver.prepared_keys and used_cores(driver.cache) == {"MIG-2": 100}

@@ -43,7 +43,7 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.kit.supervision import Reconciler, wait_for
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, wait_for
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
@@ -147,6 +147,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _has_spec: dict[str, bool] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
+    _not_written: ReportOnce = field(default_factory=ReportOnce)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
             "claims", advice="Check the disks of state_directory and cdi.spec_directories."
@@ -222,8 +223,10 @@ class Claims(Struct, kw_only=True, eq=False):
             async with self._lock(claim.ref.uid):
                 if self._prepared.get(claim.ref.uid) is claim:
                     await self._enter(claim, await self._made_again(claim) if may_make else self._again(claim))
+                    self._not_written.is_over(claim.ref.uid)
         except AgentError as e:  # its running containers need it no more, and Prepare writes it again
-            log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
+            if self._not_written.is_new(str(e), claim.ref.uid):
+                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
 
     def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
         return prepare_again(claim, self.node.gpus().by_uuid(), self.policy(), self.mig.gpus)
