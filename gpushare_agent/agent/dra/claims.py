@@ -89,10 +89,10 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     for one in claim.charged:
         if one.is_unlimited:  # the scheduler does not count it either
             continue
-        label = accounts[GpuUuid(one.gpu)].label
+        known = accounts[GpuUuid(one.gpu)]
         # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates. An instance is a GPU to claims:
         # whether it takes shares is their isolation's to say.
-        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True, takes_shares=True, instance="")
+        account = replace(known, is_healthy=True, takes_shares=True, instance="")
         request = WHOLE_GPU
         if not one.is_whole:
             request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)
@@ -100,11 +100,11 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
             others = [other for other in ledger.allocations.values() if account.uuid in other.gpus]
             users = ", ".join(sorted({_user(other) for other in others})[:5])
             return (
-                f"GPU {label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
+                f"GPU {known.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
                 f" still used by {users}; the claim gets its part when their containers have ended"
             )
         # The next result of this claim finds what this one takes.
-        accounts[account.uuid] = replace(account.allocate(request), instance=accounts[account.uuid].instance)
+        accounts[account.uuid] = replace(account.allocate(request), instance=known.instance)
     return ""
 
 

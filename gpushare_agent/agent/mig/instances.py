@@ -151,8 +151,8 @@ class MigInstances:
         self.own_node.take_over(previous.own_node)
 
     async def hold(self, uid: str, places: Collection[str]) -> Refused | None:
-        """Once an instance is at each of these places, and is this claim's until `release`; it is made where there is none.
-        Returns at once, with why not, where that needs what only time brings: the caller tries again. Idempotent. If
+        """Returns once an instance is at each of these places; each is this claim's until `release`, and made where there is
+        none. Returns at once, with why not, where that needs what only time brings: the caller tries again. Idempotent. If
         cancelled, the places stay held."""
         self._learn()
         if refused := self._reserve(uid, places):
@@ -271,10 +271,8 @@ class MigInstances:
             if self._profiles.get(layout.parent) == layout.profiles:
                 continue
             self._profiles[layout.parent] = layout.profiles
-            for profile in layout.profiles:
-                for start in profile.starts:
-                    place = MigPlacement(layout.parent, profile.id, start)
-                    self._places[placement_device_name(place, profile.name)] = place
+            for place, profile in layout.placements.items():
+                self._places[placement_device_name(place, profile.name)] = place
         self._places |= {_name(one): one.place for one in self._made.values()}
 
     # ---- what is ----

@@ -97,8 +97,7 @@ def pool_slices(
 def _in_order(layout: MigLayout) -> list[tuple[MigPlacement, MigProfile]]:
     """From the end of the GPU, where small instances leave the large ones their places; at one place the small ones first,
     and those with special engines last."""
-    profiles = {one.id: one for one in layout.profiles}
-    found = [(place, profiles[place.profile]) for place in layout.placements]
+    found = layout.placements.items()
     return sorted(found, key=lambda one: (-one[0].start, one[1].size, not one[1].name.endswith("gb"), one[1].id))
 
 
@@ -132,9 +131,8 @@ def _conflict(reason: str) -> list[DeviceTaint]:
 
 
 def _totals(layout: MigLayout) -> dict[str, Counter]:
-    slices = max(layout.slices, *(start + one.size for one in layout.profiles for start in one.starts))
     limited = {f"profile-{one.id}": one.most for one in layout.profiles if _is_limited(one)}
-    return _counters(range(slices), _all_engines(layout) | limited)
+    return _counters(range(layout.slices), _all_engines(layout) | limited)
 
 
 def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Counter]:
