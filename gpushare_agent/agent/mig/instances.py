@@ -152,8 +152,8 @@ class MigInstances:
 
     async def hold(self, uid: str, places: Collection[str]) -> Refused | None:
         """Returns once an instance is at each of these places; each is this claim's until `release`, and made where there is
-        none. Returns at once, with why not, where that needs what only time brings: the caller tries again. Idempotent. If
-        cancelled, the places stay held."""
+        none. Returns a refusal at once where waiting here does not help: the caller tries again. Idempotent. If cancelled,
+        the places stay held."""
         self._learn()
         if refused := self._reserve(uid, places):
             return refused

@@ -1,7 +1,7 @@
 """The places for MIG instances as devices that consume counters, and the division of a pool into slices. Pure.
 
-A GPU has a counter set: a counter for each memory slice, for each kind of engine, and for each profile of which the memory
-slices would admit more than the driver does. Two places can be had at once exactly where the counters allow it.
+A GPU has a counter set: a counter for each memory slice, for each kind of engine, and for each profile that the driver
+admits less often than the memory slices would. Two places can be had at once exactly where the counters allow it.
 
 A place stays published while it cannot be had, with a taint: the scheduler takes what a claim uses of the counters from its
 device in the slice, and would give the slices of a device that is missing away (kubernetes #140802).

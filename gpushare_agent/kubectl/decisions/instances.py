@@ -40,7 +40,7 @@ class ClaimJson(KubeObject):
 
 
 class ClaimCluster(Struct, frozen=True):
-    """All that says which instances can be had."""
+    """All that decides which instances a pod can get."""
 
     slices: Sequence[SliceJson]
     claims: Sequence[ClaimJson]

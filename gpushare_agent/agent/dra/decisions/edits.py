@@ -346,7 +346,8 @@ def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbers(gpus: Iterable[Gpu], places: Mapping[str, Gpu]) -> tuple[tuple[str, int], ...]:
-    at, found = {gpu.uuid: [(name, 0)] for name, gpu in places.items() if is_placement_name(name)}, []
+    at = {gpu.uuid: [(name, 0)] for name, gpu in places.items() if is_placement_name(name)}
+    found: list[tuple[str, int]] = []
     for gpu in gpus:
         found += [(gpu.uuid, number) for number in (gpu.minor, *chain(*gpu.cap_nodes.values()))]
         found += at.get(gpu.uuid, [])
