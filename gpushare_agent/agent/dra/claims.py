@@ -209,10 +209,11 @@ class Claims(Struct, kw_only=True, eq=False):
         # A driver that is not loaded yet has said nothing of any GPU; Prepare waits for it.
         if not self.node.inventory.is_read:
             return
+        again = self._again()
         # All at once: one that waits for its instance holds up no other.
         async with asyncio.TaskGroup() as group:
             for uid, claim in self._prepared.items():
-                made = self._again(claim)
+                made = again(claim)
                 is_gone = isinstance(made, Refused)
                 is_to_make = is_gone and may_make and bool(claim.places)
                 if is_to_make or not (is_gone or made is claim) or self._has_spec.get(uid) is not (not is_gone):
@@ -222,20 +223,22 @@ class Claims(Struct, kw_only=True, eq=False):
         try:
             async with self._lock(claim.ref.uid):
                 if self._prepared.get(claim.ref.uid) is claim:
-                    await self._enter(claim, await self._made_again(claim) if may_make else self._again(claim))
+                    await self._enter(claim, await self._made_again(claim) if may_make else self._again()(claim))
                     self._not_written.is_over(claim.ref.uid)
         except AgentError as e:  # its running containers need it no more, and Prepare writes it again
             if self._not_written.is_new(str(e), claim.ref.uid):
                 log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
 
-    def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
-        return prepare_again(claim, self.node.gpus().by_uuid(), self.policy(), self.mig.gpus)
+    def _again(self) -> Callable[[PreparedClaim], PreparedClaim | Refused]:
+        """Makes a claim again by what the node has now, which is looked up once."""
+        gpus, policy, places = self.node.gpus().by_uuid(), self.policy(), self.mig.gpus
+        return lambda claim: prepare_again(claim, gpus, policy, places)
 
     async def _made_again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
         """With its instances made again where they are gone; under its lock, or one that has ended would hold them."""
         if claim.places and (refused := await self.mig.hold(claim.ref.uid, claim.places)) is not None:
             return refused
-        return self._again(claim)
+        return self._again()(claim)
 
     async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
         """Writes what a prepared claim is now, under its lock. Raises Unavailable: a file cannot be written, or the host not
