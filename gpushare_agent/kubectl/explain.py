@@ -270,6 +270,7 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
         mistaken = plain(mistakes(found, cluster_names(settings)))
         return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}".rstrip()
     return (
-        f"it is on node {node}. If that is this one, it requests no share of a GPU, or the decision was before the agent "
-        f"started or too long ago. Its Events: kubectl describe pod -n {found.meta.namespace} {pod}."
+        f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
+        "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "
+        f"{found.meta.namespace} {pod}."
     )

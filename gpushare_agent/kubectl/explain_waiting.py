@@ -6,6 +6,9 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from msgspec import Raw
@@ -15,7 +18,8 @@ from rich.text import Text
 from gpushare_agent.core.cli.command_line import Form
 from gpushare_agent.core.cli.render_text import counted, plain, print_as
 from gpushare_agent.core.kube.client import KubeApi
-from gpushare_agent.core.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
+from gpushare_agent.core.kube.objects import whole_number
+from gpushare_agent.core.kube.pods import ContainerJson, PodJson, mistyped_annotations, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.names import MIB, NVIDIA_MIG_PREFIX, PodUid
@@ -27,7 +31,14 @@ from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.kubectl.cluster_nodes import cluster_names
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_claims, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import Change, Waiting, gpus_text, waiting
-from gpushare_agent.kubectl.decisions.instances import WaitsFor, profiles_of, waits_for
+from gpushare_agent.kubectl.decisions.instances import (
+    ClaimCluster,
+    WaitsFor,
+    attributes_of_instances,
+    instead_of,
+    waits_for,
+    wanted_of,
+)
 
 SCHEMA = 2
 _MOST_ASKED = 10
@@ -78,6 +89,14 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
         asked = "; ".join(describe_request(request, names) for _, request in signature[:_MOST_ASKED])
         refused = read.state.filter(known.pod, None)
         reasons = dict(Counter([*refused.failed.values(), *refused.unresolvable.values()]).most_common())
+        # Where all are Unhealthy, that alone says nothing: they may be for claims.
+        sick = Counter(
+            why
+            for node in view.nodes
+            if not any(gpu.is_healthy for gpu in node.ledger.node.gpus)
+            for why in {gpu.unhealthy_reason for gpu in node.ledger.node.gpus} - {""}
+        )
+        reasons |= dict(sick.most_common(_MOST_REASONS))
     if found.fitting:
         [node] = [one for one in view.nodes if one.name == found.fitting[0]]
         others = f" and {counted(more, 'more node')}" if (more := len(found.fitting) - 1) else ""
@@ -104,17 +123,21 @@ async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> 
     """The same of a pod that asks for MIG instances by claims or by their resources; None where it does not. Raises
     AgentError."""
     claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
-    containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
-    resources = sorted({name for one in containers for name in one.limits if "/" in name})
+    resources = _extended(pod)
     if not claims and not resources:
         return None
     cluster = await read_claims(api)
-    profiles = profiles_of(cluster, pod.meta.namespace or "", claims, resources)
-    named = next((name for name in resources if name.startswith(NVIDIA_MIG_PREFIX)), "")
-    if not profiles and not named:
+    wanted = wanted_of(cluster, pod.meta.namespace or "", claims, resources)
+    named = next((name for name in sorted(resources) if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    if not wanted and not named:
         return None
-    answers = [waits_for(profile, cluster) for profile in profiles] or [_of_plugins(named, read)]
-    found = next((one for one in answers if not one.fits), answers[0])
+    found = waits_for(wanted, cluster) if wanted else _of_plugins(named, read, cluster)
+    # Expressions (CEL) are not evaluated here.
+    if "CEL" in scheduler_message(pod) and (has := attributes_of_instances(cluster)):
+        why = (
+            f"a selector names an attribute that a device of its class does not have; those of MIG instances are {has}"
+        )
+        found = WaitsFor(reasons={why: len(read.view.nodes)})
     return {
         "namespace": pod.meta.namespace,
         "request": asked_by(pod),
@@ -131,7 +154,19 @@ async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> 
     }
 
 
-def _of_plugins(resource: str, read: ReadCluster) -> WaitsFor:
+def _extended(pod: PodJson) -> Mapping[str, int]:
+    """How many of each resource beside CPU and memory: containers together, and init containers one after the other.
+    Raises Corrupt."""
+
+    def of(one: ContainerJson) -> Counter[str]:
+        asked = {name: whole_number(count, name) for name, count in one.limits.items() if "/" in name}
+        return Counter({name: count for name, count in asked.items() if count})
+
+    together = sum(map(of, pod.spec.containers or ()), Counter[str]())
+    return reduce(or_, map(of, pod.spec.init_containers or ()), together)
+
+
+def _of_plugins(resource: str, read: ReadCluster, cluster: ClaimCluster) -> WaitsFor:
     """Of a resource that no DeviceClass has."""
     reasons = Counter(
         gpu.unhealthy_reason
@@ -143,7 +178,7 @@ def _of_plugins(resource: str, read: ReadCluster) -> WaitsFor:
     if resource not in read.state.offer.resources:
         why = (
             f"no node offers {resource}: a device plugin does by nvidia.mig_strategy mixed where there are such instances, "
-            "claims do where a DeviceClass has this extendedResourceName"
+            f"claims do where a DeviceClass has this extendedResourceName{instead_of(resource, cluster)}"
         )
     return WaitsFor(reasons={why: len(read.view.nodes), **reasons})
 

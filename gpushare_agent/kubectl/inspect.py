@@ -24,13 +24,13 @@ from gpushare_agent.core.cli.render_text import (
     counted,
     gib,
     gpu_label,
+    gpus_in_words,
     grid,
     health_reasons,
     health_style,
     health_word,
     in_namespace,
     is_given_whole,
-    out_of_service,
     part_of,
     plain,
     print_as,
@@ -200,9 +200,9 @@ def _uncharged_line(node: SummedNode, with_details: bool) -> Text:
 def _cluster_line(document: InspectionDocument) -> Text:
     totals, number = document["totals"], len(document["nodes"])
     where = f"in {number} nodes" if number != 1 else "of the node"
-    health = out_of_service([gpu for node in document["nodes"] for gpu in node["gpus"]])
+    gpus, more = gpus_in_words([(node["gpus"], node["mig_gpus"]) for node in document["nodes"]])
     allocated = allocated_line(totals["cores"], totals["memory"])
-    return Text(f"{counted(totals['gpus'], 'GPU')} {where}{health}: {allocated}", style="bold")
+    return Text(f"{gpus} {where}{more}: {allocated}", style="bold")
 
 
 _NO_NODE = (

@@ -483,6 +483,7 @@ async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
     async with opened(node, width=1920) as (browser, _):
         titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
         assert sorted(await browser.script(titles, ".gpu h3")) == ["GPU 0", "GPU 1:0", "GPU 1:1"]
+        assert (await browser.script(titles, ".tile"))[0].startswith("GPUs2")
         assert await browser.script(titles, "svg.topology .leaf text") == ["0", "1:0", "1:1"]
         assert await browser.script(titles, "#topology tbody th") == ["GPU 0", "GPU 1:0", "GPU 1:1"]
         free = "return [...document.querySelectorAll('.gpu')].map((one) => one.querySelector('.gpu-free').textContent)"

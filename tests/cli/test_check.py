@@ -238,11 +238,12 @@ async def test_unlike_mig_instances_under_strategy_single_are_an_error(short_dir
 
 
 async def test_gpus_in_mig_mode_are_reported(short_dir: Path) -> None:
-    """With their instances, whether these are made on demand, and who forbids it; and a GPU that should be one of them."""
+    """With their instances, whether these are made on demand, and who forbids it; and a GPU that should be one of them, and
+    a name of none."""
     faults = short_dir / "faults.json"
     faults.write_text('{"mig": {"0": ["1g.10gb", "1g.10gb"], "1": []}, "mig_faults": {"1": {"refused": "no right"}}}')
     async with complete_node(short_dir) as node:
-        flags = (f"--simulated.faults={faults}", f"--state-directory={short_dir / 'state'}", "--mig.on-demand=0,1,2")
+        flags = (f"--simulated.faults={faults}", f"--state-directory={short_dir / 'state'}", "--mig.on-demand=0,1,2,19")
         found = await check_node(node.settings(*flags))
         mig = [(one.level, one.detail, one.cure) for one in found if one.what == "mig"]
         uuids = [text.partition("(")[2].partition(")")[0] for _, text, _ in mig]
@@ -251,8 +252,12 @@ async def test_gpus_in_mig_mode_are_reported(short_dir: Path) -> None:
             (Level.OK, f"number 1 ({uuids[1]}) has instances on demand; now none"),
             (Level.WARNING, "number 1: no right"),
             (Level.WARNING, "number 2 is one of mig.on_demand, and MIG mode is not on"),
+            (Level.WARNING, "mig.on_demand names 19, and this node has no such GPU"),
         ]
         assert " -mig 1`" in mig[3][2]
+        # Nothing is wrong with a GPU that only nobody offers: the kernel's log has no word of it.
+        withheld = next(one for one in await check_node(node.settings(flags[0])) if one.what == "gpu")
+        assert withheld.cure.startswith("see docs/explanation/mig.md")
 
 
 async def test_another_who_divides_the_gpus_is_named(short_dir: Path) -> None:

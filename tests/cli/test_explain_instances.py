@@ -82,10 +82,14 @@ async def told(
     nodes: Sequence[Object] = (),
     **answers: Any,
 ) -> list[str]:
-    """The lines of `explain` for a pod with a claim, for a 3g.40gb unless `wants` is another request, or with limits."""
+    """The lines of `explain` for a pod with a claim, for a 3g.40gb unless `wants` is another request, or with limits.
+    `answers` may have the claim's `constraints` and what the `scheduler` said."""
     waits = pod("w", (0, 0))
     wants = wants or {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
     own = claim("mine", wants)
+    own["spec"]["devices"]["constraints"] = answers.pop("constraints", [])
+    if said := answers.pop("scheduler", ""):
+        waits["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": said}]
     if "limits" not in wants:
         waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
     else:
@@ -218,6 +222,89 @@ async def test_without_the_right_to_list_the_schedulers_words_remain(
 async def test_a_claim_of_another_kind_is_not_explained(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = await told(short_dir, capsys, wants={"limits": {"example.com/fpga": "1"}})
     assert "The pod asks for example.com/fpga: 1" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "changes"),
+    [
+        ({"count": 2}, "there is room for 1 of 2 instances; for the next, every place for an instance 3g.40gb is taken or "
+         "blocked: pod ns/a, the pod's other instances",
+         ["ask for 1: there is room on n", "the end of pod ns/a on GPU 7 of n"]),
+        ({"count": 40}, "there is room for 1 of 40 instances; for the next", ["ask for 1: there is room on n"]),
+        ({"capacity": {"requests": {"cores": "200"}}},
+         "every place for an instance 3g.40gb is too small, taken or blocked: it has cores 100, and 200 is asked", []),
+        ({"capacity": {"requests": {"vram": "1Gi"}}},
+         "every place for an instance 3g.40gb is too small, taken or blocked: it has no capacity vram", []),
+    ],
+)  # fmt: skip
+async def test_the_count_and_the_share_of_a_claim_count(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], more: Object, said: str, changes: list[str]
+) -> None:
+    """One instance has room, and that is not what the pod asks for. A GPU is named by its index, as in other views."""
+    places = every_place()
+    for one in places:
+        one["attributes"]["index"] = {"int": 7}
+    wants = {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb"), **more}}
+    lines = await told(short_dir, capsys, pools=slices(places), claims=[has("gpu-1-mig-3g40gb-0", "a")], wants=wants)
+    assert any(line.startswith(f"  GPUs      1 node: {said}") for line in lines)
+    assert [line.removeprefix("    - ") for line in lines if line.startswith("    - ")] == changes
+
+
+async def test_instances_of_one_gpu_are_looked_for_on_one(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of two GPUs has one place; next to them is a whole GPU."""
+    places = [device("3g.40gb", 0), {**device("3g.40gb", 4), "name": "other", "consumesCounters": []}]
+    places[1]["attributes"] = {**places[1]["attributes"], "parentUUID": {"string": "GPU-2"}}
+    whole = {
+        "name": "whole",
+        "allowMultipleAllocations": True,
+        "capacity": {},
+        "attributes": {"type": {"string": "gpu"}},
+    }
+    wants = {"exactly": {"deviceClassName": "mig", "count": 2, "selectors": selector("3g.40gb")}}
+    pools = slices([*places, whole])
+    lines = await told(short_dir, capsys, pools=pools, wants=wants)
+    assert any(line.startswith("  fits      now on GPUs GPU-1, GPU-2 of n") for line in lines)
+    same = [{"matchAttribute": "gpushare-agent/parentUUID"}]
+    lines = await told(short_dir, capsys, pools=pools, wants=wants, constraints=same)
+    assert any("there is room for 1 of 2 instances" in line for line in lines)
+
+
+async def test_limits_of_all_containers_count(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classes = [
+        {"metadata": {"name": "m"}, "spec": {"extendedResourceName": RESOURCE, "selectors": selector("3g.40gb")}}
+    ]
+    asked = {"pools": slices(every_place()), "classes": classes}
+    lines = await told(short_dir, capsys, wants={"limits": {RESOURCE: "2"}}, **asked)
+    assert any(line.startswith("  fits ") for line in lines)
+    lines = await told(short_dir, capsys, wants={"limits": {RESOURCE: "3"}}, **asked)
+    assert any("there is room for 2 of 3 instances" in line for line in lines)
+
+
+async def test_a_selector_that_cannot_be_evaluated_is_said(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The place is free, and that helps nobody. What could be asked instead is named."""
+    said = "0/1 nodes are available: 1 selector #0: CEL runtime error: no such key: migProfile."
+    lines = await told(short_dir, capsys, pools=slices(every_place()), scheduler=said)
+    assert not any(line.startswith("  fits ") for line in lines)
+    assert any("those of MIG instances are parentUUID, profile, type" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        ("3g.40gb", "GPUs have this profile: the component dra-mig-profiles (Helm: dra.migProfiles) makes its class"),
+        ("3g.41gb", "claims give nvidia.com/mig-1g.10gb"),
+    ],
+)
+async def test_a_resource_without_a_class_says_what_there_is(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], profile: str, said: str
+) -> None:
+    small = {"extendedResourceName": "nvidia.com/mig-1g.10gb", "selectors": selector("1g.10gb")}
+    asked = {"pools": slices(every_place()), "classes": [{"metadata": {"name": "s"}, "spec": small}]}
+    lines = await told(
+        short_dir, capsys, wants={"limits": {f"nvidia.com/mig-{profile}": "1"}}, nodes=[node("n", [16])], **asked
+    )
+    [line] = [one for one in lines if one.startswith("  GPUs  ")]
+    assert line.endswith(said)
 
 
 async def test_hostile_slices_and_claims_end_nothing(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

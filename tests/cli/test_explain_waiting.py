@@ -315,6 +315,20 @@ async def test_a_waiting_pod_is_explained(short_dir: Path, capsys: pytest.Captur
     ]
 
 
+async def test_a_node_whose_gpus_are_all_for_claims_says_so(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the device plugins they are Unhealthy, and nothing is wrong with them."""
+    for_claims = node("n", [16, 16], sick=[0, 1])
+    annotations = for_claims["metadata"]["annotations"]
+    text = annotations["gpushare-agent/gpus"]
+    annotations["gpushare-agent/gpus"] = text.replace(
+        '"is_healthy": false', '"is_healthy": false, "reason": "for claims"'
+    )
+    assert await explained(Cluster([for_claims], [pod("w", (60, 8))]), short_dir) == 0
+    assert "  GPUs      1 node: the node has no healthy GPU; 1 node: for claims" in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 async def test_a_pod_of_another_scheduler_says_which_has_to_place_it(
     short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool

@@ -94,6 +94,11 @@ async def test_a_gpu_of_on_demand_has_a_layout_without_instances(machine: Machin
     found = await machine.new_agent(on_demand=("0",)).read()
     assert [(gpu.index, gpu.is_withheld) for gpu in found.gpus] == [(1, True)]
     assert [layout.parent for layout in found.mig_layouts] == [found.mig_partitioned[0].uuid]
+    # Profiles of instances that claims have get no resource of the device plugin, for which the agent would reload.
+    machine.has({"0": ["3g.20gb"], "1": ["1g.5gb"]})
+    found = await machine.new_agent(on_demand=("0",)).read()
+    assert {gpu.mig.profile for gpu in found.gpus if gpu.mig} == {"3g.20gb", "1g.5gb"}
+    assert found.mig_profiles == {"1g.5gb"}
     found = await machine.new_agent(with_instances=False).read()
     assert ["mig_strategy" in gpu.unhealthy_reason for gpu in found.gpus] == [True, True]
 

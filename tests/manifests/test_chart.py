@@ -414,7 +414,7 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
 
 
 def test_named_mig_profiles_have_classes_and_named_gpus_instances_on_demand(tmp_path: Path) -> None:
-    dra = {"enabled": True, "gpus": [], "migOnDemand": ["0", "NVIDIA H100*"], "migProfiles": ["1g.10gb+me", "3g.40gb"]}
+    dra = {"enabled": True, "gpus": [], "migOnDemand": [0, "NVIDIA H100*"], "migProfiles": ["1g.10gb+me", "3g.40gb"]}
     objects = chart_objects({"dra": dra, "nvidia": {"migMonitor": True}}, tmp_path)
     classes = {name for kind, name in objects if kind == "DeviceClass"}
     own = {"gpu.gpushare-agent", "mig.gpushare-agent"}

@@ -272,7 +272,7 @@ async def test_one_that_is_made_by_hand_since_the_last_look_is_left(owner: Owner
 async def test_nothing_is_made_on_a_gpu_that_is_out_of_service(owner: Owner) -> None:
     await owner.hold("a", SMALL)
     owner.seen.cordoned = {gpu_uuid(0): "fan"}
-    assert "out of service: fan" in await owner.hold("b", place("1g.5gb", 0))
+    assert "is cordoned: fan" in await owner.hold("b", place("1g.5gb", 0))
     assert await owner.hold("a", SMALL) == ""
 
 

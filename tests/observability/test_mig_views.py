@@ -126,7 +126,9 @@ def test_every_view_has_a_gpu_of_instances_on_demand() -> None:
     assert gpu["texts"] == TEXTS
     shown = [line.cells["GPU / CONTAINER"].strip() for line in top_lines(document)]
     assert shown[-len(TEXTS) - 1 :] == [f"1 {gpu['name']}", *TEXTS]
+    assert "  2 GPUs  " in heading(document)[0].plain
     inspected = inspection_document([node_of_document(document)])
+    assert lines_of(inspected)[-1].startswith("2 GPUs of the node: ")
     assert f"n1 GPU 1 ({gpu['name']}, Healthy): {'; '.join(TEXTS)}" in lines_of(inspected)
     assert graph_text(node).splitlines()[-1].endswith(f"allocatableMemory: 0) {'; '.join(TEXTS)}")
     rows = {series.name: dict(series.rows) for series in gpu_series(node)}

@@ -188,8 +188,16 @@ async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
         async with node.open_plugin(SmallPlugin(CORE, device_ids("GPU-11111111", count=100))):
             node.api.create_pod(pod("late", asked))
             await node.kubelet.wait_for(lambda: len(node.messages("FailedScheduling")) >= 3)
-        remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
-        assert set(node.messages("FailedScheduling")[1:]) == {lacks + remedy}
+            remedy = " A sandbox with --nvidia.enabled=true offers nvidia.com/gpu."
+            assert set(node.messages("FailedScheduling")[1:]) == {lacks + remedy}
+            # With a class it is for claims, and the agent has to serve what the class selects.
+            served = {"extendedResourceName": "nvidia.com/gpu", "selectors": []}
+            node.api.create("deviceclasses", {"metadata": {"name": "gpu.nvidia.com"}, "spec": served})
+            node.api.create_pod(pod("last", asked))
+            by_class = " A sandbox with --dra.nvidia_names=true offers nvidia.com/gpu."
+            await node.kubelet.wait_for(
+                lambda: any(one.endswith(by_class) for one in node.messages("FailedScheduling"))
+            )
 
 
 async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:

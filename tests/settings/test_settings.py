@@ -265,6 +265,15 @@ def test_an_empty_file_and_empty_sections_mean_the_defaults(directory: Path) -> 
     assert load_settings(["--config", path], {}).settings.web.port == 5678
 
 
+def test_indexes_of_gpus_in_the_file_may_be_numbers(directory: Path) -> None:
+    """As every person writes them. `true` is no index."""
+    path = write(directory, "excluded_gpus: [0, GPU-1]\nmig: {on_demand: 2}\ndra: {gpus: [1, 12]}\n")
+    settings = load_settings(["--config", path], {}).settings
+    assert (settings.excluded_gpus, settings.mig.on_demand, settings.dra.gpus) == (("0", "GPU-1"), ("2",), ("1", "12"))
+    for wrong in ("true", "[true]", "[1.5]"):
+        assert "mig.on-demand" in problems_of("--config", write(directory, f"mig: {{on_demand: {wrong}}}\n"))[0]
+
+
 def test_dashes_may_replace_underscores_in_the_file(directory: Path) -> None:
     """People copy flag names into files."""
     path = write(directory, "kubelet: {pod-lookup-timeout-s: 1}\nshare-mode: no\n")
@@ -328,5 +337,5 @@ def test_the_nodes_places_follow_from_one_root_but_for_those_that_are_named() ->
 
 
 def test_claims_need_a_place_for_their_records() -> None:
-    with pytest.raises(SettingsError, match=r"dra\.gpus needs state_directory"):
+    with pytest.raises(SettingsError, match=r"dra\.gpus and mig\.on_demand need state_directory"):
         load_settings(["--dra.gpus=all", "--state-directory="], {})

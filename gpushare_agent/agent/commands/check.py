@@ -78,7 +78,8 @@ async def check_driver(settings: Settings) -> list[Finding]:
     for gpu in inventory.gpus:
         if not gpu.is_healthy:
             detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
-            findings.append(warning("gpu", detail, f"{see}; it is not given to pods until it recovers"))
+            cure = _MIG_PAGE if "MIG mode" in gpu.unhealthy_reason else see
+            findings.append(warning("gpu", detail, f"{cure}; it is not given to pods until it recovers"))
         elif gpu.minor < 0:
             remedy = "have it given by NVIDIA's runtime or a CDI spec of nvidia-ctk, not by device-nodes alone"
             findings.append(warning("gpu", f"number {gpu.label}: the driver names no device node of it", remedy))
@@ -107,12 +108,19 @@ def _mig_findings(settings: Settings, inventory: GpuInventory) -> Iterator[Findi
         kind = "on demand; now" if gpu.uuid in problems else "that are there:"
         yield ok("mig", f"number {gpu.label} ({gpu.uuid}) has instances {kind} {has}")
         if problem := problems.get(gpu.uuid):
-            yield warning("mig", f"number {gpu.label}: {problem}", "see docs/explanation/mig.md")
+            yield warning("mig", f"number {gpu.label}: {problem}", _MIG_PAGE)
     named = [one for one in settings.mig.on_demand if one != "all"]
     for gpu in inventory.gpus:
         if gpu.mig is None and gpu.is_selected(named):
             remedy = f"turn it on (`nvidia-smi -i {gpu.bus_id} -mig 1`), or take the GPU out of mig.on_demand"
             yield warning("mig", f"number {gpu.label} is one of mig.on_demand, and MIG mode is not on", remedy)
+    known = [*inventory.gpus, *inventory.mig_partitioned]
+    for name in named:
+        if not any(gpu.is_selected([name]) for gpu in known):
+            remedy = (
+                "write an index, a UUID or a model, such as *H100*; nothing has to be done where other nodes have it"
+            )
+            yield warning("mig", f"mig.on_demand names {name}, and this node has no such GPU", remedy)
     if "all" in settings.mig.on_demand and not problems:
         yield warning(
             "mig", "mig.on_demand is all, and no GPU is in MIG mode", "turn it on: `nvidia-smi -i GPU -mig 1`"
@@ -218,6 +226,7 @@ async def check_files(settings: Settings) -> list[Finding]:
 RUNTIME_TIMEOUT_S = 4.0
 """Less than a probe's, so that the finding names the silent socket."""
 
+_MIG_PAGE = "see docs/explanation/mig.md"
 _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server"
 
 

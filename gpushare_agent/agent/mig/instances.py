@@ -240,7 +240,7 @@ class MigInstances:
         if gpu is not None and gpu.is_selected(settings.excluded_gpus):
             no_making = f"GPU {gpu.label} is excluded (setting excluded_gpus)"
         elif (reason := node.inventory.cordoned.get(parent)) is not None:
-            no_making = f"GPU {parent} is out of service{f': {reason}' if reason else ''}"
+            no_making = f"GPU {parent if gpu is None else gpu.label} is cordoned{f': {reason}' if reason else ''}"
         return Wishes(
             held=held,
             wanted=[place for place in self._wanted if place.parent == parent],

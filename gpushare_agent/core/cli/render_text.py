@@ -247,10 +247,21 @@ def health_style(word: str) -> str:
     return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
 
 
-def out_of_service(gpus: Sequence[ReportedGpu]) -> str:
-    """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
-    counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
-    return "".join(f", {number} {word}" for number, word in counts if number)
+def gpus_in_words(nodes: Sequence[tuple[Sequence[ReportedGpu], Sequence[GpuState]]]) -> tuple[str, str]:
+    """`8 GPUs`, and `, 3 MIG instances, 1 unhealthy, 2 cordoned`. Of each node what is offered, and the GPUs on which
+    instances are made; a GPU that MIG divides is one, whatever instances it has."""
+    labels = [
+        (number, gpu["mig"]["label"] if "mig" in gpu else str(gpu["index"]))
+        for number, (gpus, _) in enumerate(nodes)
+        for gpu in gpus
+    ]
+    labels += [(number, str(gpu["index"])) for number, (_, divided) in enumerate(nodes) for gpu in divided]
+    whole = {(number, label.partition(":")[0]) for number, label in labels}
+    instances = sum(":" in label for _, label in labels)
+    states: list[GpuState] = [gpu for gpus, divided in nodes for gpu in (*gpus, *divided)]
+    counts = ((sum(map(is_unhealthy, states)), "unhealthy"), (sum(map(is_cordoned, states)), "cordoned"))
+    of_mig = f", {counted(instances, 'MIG instance')}" if instances else ""
+    return counted(len(whole), "GPU"), of_mig + "".join(f", {number} {word}" for number, word in counts if number)
 
 
 Report = Callable[[str, int, int], None]

@@ -294,5 +294,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     @property
     def mig_profiles(self) -> frozenset[str]:
-        """The profiles of all its instances."""
-        return frozenset(gpu.mig.profile for gpu in self.gpus if gpu.mig is not None)
+        """The profiles of its instances that device plugins may offer: those of GPUs of mig.on_demand are claims'."""
+        of_claims = {layout.parent for layout in self.mig_layouts}
+        instances = (gpu.mig for gpu in self.gpus if gpu.mig is not None)
+        return frozenset(one.profile for one in instances if one.parent not in of_claims)

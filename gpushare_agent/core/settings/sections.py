@@ -171,7 +171,7 @@ class MigSettings(Section):
 
     on_demand: Texts = ()
     """GPUs in MIG mode on which instances are made on demand: all, indexes, UUIDs or models. Empty: none."""
-    idle_s: Seconds = Field(default=600.0, ge=0)
+    idle_s: Seconds = Field(default=600.0, ge=0, le=31_536_000)
     """How long an instance that no claim has any more is kept to be used again, s."""
 
 

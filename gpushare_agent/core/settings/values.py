@@ -82,6 +82,14 @@ def comma_list(value: object) -> object:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _texts(value: object) -> object:
+    # YAML reads the indexes of `excluded_gpus: [0, 1]` as numbers.
+    parts = comma_list(value)
+    if not isinstance(parts, list | tuple):
+        return parts
+    return tuple(str(one) if type(one) is int else one for one in parts)
+
+
 def pairs_of(value: object) -> object:
     """`k=v,k=v` as a mapping; numbers and booleans that YAML parsed from label values become text again."""
     if isinstance(value, Mapping):
@@ -141,7 +149,7 @@ def _no_empty_path(value: object) -> object:
 
 
 ResourceName = Annotated[str, AfterValidator(check_resource_name)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_duration)]
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 OptionalPath = Annotated[Path | None, BeforeValidator(empty_is_none)]

@@ -51,6 +51,7 @@ EXTENDER_SCHEDULER_NAMES = (DEFAULT_SCHEDULER, "gpushare-scheduler")
 """The second is that of manifests/extender/second-scheduler. A pod that names another scheduler waits for it."""
 _SWITCHES = {NVIDIA_GPU_RESOURCE: "--nvidia.enabled=true", "aliyun.com/gpu-mem": "--gpushare.enabled=true"}
 """What makes an agent offer a resource that it does not offer by default."""
+_NVIDIA_CLASS_SWITCH = "--dra.nvidia_names=true"
 NO_CLAIMS = "the sandbox's scheduler that asks an extender allocates no claims: start it without --extender, with --dra"
 
 
@@ -95,7 +96,9 @@ class NodeFit:
         offered = frozenset(name for raw in nodes for name in _extended(raw))
         # Before an agent has registered, everything is missing.
         missing = [name for name in self.requests(pod) if name in _SWITCHES and offered and name not in offered]
-        found = [f"A sandbox with {_SWITCHES[name]} offers {name}." for name in missing]
+        by_class = {raw["spec"].get("extendedResourceName") for raw in self._api.store.all("deviceclasses")}
+        switches = {name: _NVIDIA_CLASS_SWITCH if name in by_class else _SWITCHES[name] for name in missing}
+        found = [f"A sandbox with {switch} offers {name}." for name, switch in switches.items()]
         if offered and self._names is not None:
             gpus = []
             for raw in nodes:

@@ -191,8 +191,8 @@ def _read_links(handle: Any) -> _GpuLinks | None:
 
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = (
-    "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it, or set nvidia.mig_strategy to"
-    " single or mixed, and its instances are offered, or serve claims (dra.gpus, mig.on_demand)."
+    "MIG mode is enabled, and no setting offers its instances. Name it in mig.on_demand or dra.gpus for claims, set"
+    " nvidia.mig_strategy to single or mixed, or disable MIG."
 )
 _NO_INSTANCES = (
     "MIG mode is enabled and the GPU has no instances. Make some, such as `nvidia-smi mig -i {bus_id} -cgi 19,19 -C`"

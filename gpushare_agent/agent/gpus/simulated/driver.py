@@ -55,7 +55,7 @@ _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
 _NVSWITCH_BUS_ID = "00000000:FE:00.0"
 _MAX_NVLINKS_OF_A_GPU = 36
 _MAX_EVENTS_AT_ONCE = 1024
-_MIG_REASON = "MIG mode is enabled, and nvidia.mig_strategy is none (simulated)"
+_MIG_REASON = "MIG mode is enabled: set nvidia.mig_strategy, dra.gpus or mig.on_demand (simulated)"
 _RESET_REASON = "being reset (simulated)"
 _MIG_TIMEOUT_S = 30.0
 

@@ -100,7 +100,7 @@ function drawSummary(nodes, waiting) {
   const pods = nodes.reduce((sum, node) => sum + node.reservations.length, 0);
   const tiles = [
     ["Nodes", nodes.length, listed(notReady && `${notReady} not ready`, closed && `${closed} cordoned`), notReady ? "bad" : closed ? "warn" : null],
-    ["GPUs", gpus.length, listed(unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`) || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
+    ["GPUs", nodes.reduce((sum, node) => sum + format.gpuCount(node.gpus, node.mig_gpus), 0), listed(unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`) || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
     ["Pods with GPUs", pods, ""],
     ["Waiting pods", waiting, "", waiting ? "warn" : null],
     ["Compute allocated", allCores ? format.percent(cores / allCores) : "–", `${cores} of ${allCores} GPU cores`],
@@ -228,7 +228,7 @@ class NodeView {
     const { gpus } = node;
     const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
-    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores allocated`,
+    const facts = [gpus[0]?.name || node.model, format.count(format.gpuCount(gpus, node.mig_gpus), "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores allocated`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
     const badges = [

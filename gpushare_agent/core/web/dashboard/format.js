@@ -83,4 +83,7 @@ export const isGivenWhole = (gpu) => Boolean(gpu.mig) && !gpu.cores.capacity;
 /** The index, of a MIG instance NVIDIA's name of it: 0:1. */
 export const gpuLabel = (gpu) => gpu.mig?.label ?? String(gpu.index);
 
+/** How many GPUs these are: one that MIG divides counts once, whatever instances it has. */
+export const gpuCount = (gpus, divided = []) => new Set([...gpus.map((gpu) => gpuLabel(gpu).split(":")[0]), ...divided.map((gpu) => String(gpu.index))]).size;
+
 export const gpuNames = (labels) => labels.map((label) => `GPU ${label}`).join(", ");

@@ -76,7 +76,7 @@ export class Summary {
     const out = gpus.filter(isCordoned).length;
     const states = [bad && `${bad} unhealthy`, out && `${out} cordoned`].filter(Boolean);
     const state = states.join(", ") || (gpus.length ? "all healthy" : "");
-    this.#tile("GPUs", String(gpus.length), state, null, bad ? "bad" : out ? "warn" : null);
+    this.#tile("GPUs", String(format.gpuCount(gpus, this.store.node.mig_gpus)), state, null, bad ? "bad" : out ? "warn" : null);
     this.#tile("Pods", String(pods), format.count(this.store.containers.size, "container", "containers"), null);
     this.#tile("Compute allocated", cores ? format.percent(coresAllocated / cores) : "–", `${coresAllocated} of ${cores} GPU cores`, cores ? coresAllocated / cores : 0);
     this.#tile("Compute in use", format.percent(sm), "of all GPUs together", sm ?? 0);
