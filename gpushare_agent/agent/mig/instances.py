@@ -123,10 +123,10 @@ class MigInstances:
     @property
     def blocked(self) -> Mapping[MigPlacement, str]:
         """The places that no claim can get now, with the reason: instances of others, or half-destroyed ones, lie there."""
-        found: dict[MigPlacement, str] = {}
-        for layout in self._layouts().values():
-            found |= blocked(layout, self._made_on(layout.parent), self._wishes(layout.parent))
-        return found
+        return {place: why for one in self._layouts().values() for place, why in self._blocked_on(one).items()}
+
+    def _blocked_on(self, layout: MigLayout) -> Mapping[MigPlacement, str]:
+        return blocked(layout, self._made_on(layout.parent), self._wishes(layout.parent))
 
     @property
     def is_calling(self) -> bool:
@@ -160,17 +160,17 @@ class MigInstances:
         ends_at = self._clock() + HOLD_S
         while missing := {*places} - self.gpus.keys():
             has_changed = self._has_changed
-            reasons = self.blocked
             for name in sorted(missing):
                 place = self._places[name]
-                if place.parent not in self._layouts():
+                if (layout := self._layouts().get(place.parent)) is None:
                     return _not_yet(
                         f"GPU {place.parent} is not in MIG mode now, or the driver does not show it ({name})"
                     )
                 if place not in self._wanted and not self._is_ready(place):
                     self._wanted[place] = None
                     self.changed()
-                if why := reasons.get(place):
+                # Of this GPU alone: many claims wait, and each is woken by each change.
+                if why := self._blocked_on(layout).get(place):
                     return _not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
             if left_s <= 0 or not await wait_for(has_changed, left_s):
