@@ -121,10 +121,10 @@ def inspection_tables(
         if (labels := [gpu_label(gpu) for gpu in node["gpus"] if gpu.get("host_memory") == kind])
     ]
     remarks += [
-        Text(f"{plain(node['node'])} GPU {gpu['index']} ({plain(gpu['name'])}, {health_word(gpu)}): {plain(text)}")
+        Text(f"{plain(node['node'])} GPU {gpu['index']} ({plain(gpu['name'])}, {health_word(gpu)}): {plain(said)}")
         for node in nodes
         for gpu in node["mig_gpus"]
-        for text in ("; ".join([*health_reasons(gpu), *gpu.get("texts", ("MIG on demand",))]),)
+        if (said := "; ".join([*health_reasons(gpu), *gpu.get("texts", ("MIG on demand",))]))
     ]
     uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
     return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]

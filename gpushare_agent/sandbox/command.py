@@ -54,7 +54,7 @@ _OPTIONS = (
     arg("--extender", "run the scheduler extender too, and let the embedded scheduler ask it"),
     arg("--dra", "offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or those of --dra.gpus; the "
         "samples are claims then"),
-    arg("--mig", "with --dra, on H100s of which half are in MIG mode: instances are made when a claim wants them"),
+    arg("--mig", "with --dra, on H100s, half of them in MIG mode: instances are made when a claim wants them"),
     arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
         "standard input", action="append", type=Path, default=[]),
     arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy
@@ -271,6 +272,24 @@ async def test_an_instance_that_was_removed_by_hand_is_made_again_without_a_call
     holds = driver.mig.holds
     await driver.claims.refresh()
     assert driver.mig.holds == holds, "what is there is not asked for"
+
+
+async def test_an_instance_made_again_is_not_given_before_the_host_is_prepared_for_it(tmp_path: Path) -> None:
+    driver = driver_of(tmp_path, raw_claim(at(6)))
+    first = await prepared(driver)
+    driver.mig.lose()
+    driver.refusal = BUSY
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="the driver is slow"):
+            await driver.claims.prepare(ref_of())
+    assert driver.claims.prepared[uid_of(1)] == first
+    with capture_logs() as logs:
+        for _ in range(3):
+            await driver.claims.refresh()
+    assert [one["event"] for one in logs].count("claim_spec_not_written") == 1
+    driver.refusal, driver.prepared_keys = None, []
+    made = await prepared(driver)
+    assert made.places == {place(6): "MIG-2"} and driver.prepared_keys and used_cores(driver.cache) == {"MIG-2": 100}
 
 
 async def test_a_claim_that_has_ended_holds_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""MIG on the fake libnvidia-ml.so.1: a card's profiles as lines of its script, and its instances in the hands of others."""
+"""MIG on the fake libnvidia-ml.so.1: a GPU's profiles as lines of its script, and its instances in the hands of others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CI_PROFILES = {1: 50, 2: 51, 3: 52, 4: 53, 7: 54}
 
 
 def profile_lines(index: int, product: str, memory_mib: int, *, named: bool = True) -> str:
-    """The card's lines of the script. Not `named`: the driver does not name profiles."""
+    """The GPU's lines of the script. Not `named`: the driver does not name profiles."""
     lines = []
     for number, one in numbered_profiles(product, memory_mib).items():
         a = one.attributes

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from struct import Struct as RowFormat
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from gpushare_agent.agent.gpus.nvml.busy_time import GpuBusyTime
+from gpushare_agent.agent.gpus.nvml import busy_time
+from gpushare_agent.agent.gpus.nvml.busy_time import GpuBusyTime, NvmlBusyTime
 from gpushare_agent.agent.gpus.nvml.calls import GpuCalls, ProcessUse
-from gpushare_agent.agent.gpus.nvml.session import CallError
+from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlSession
+from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import GpuBusy
 from tests.gpus.support_nvml import ONE_GPU, running_probe
 from tests.gpus.test_nvml_mig import A100, ONE_G
@@ -263,6 +266,28 @@ async def test_no_permission_is_no_error(library_directory: Path) -> None:
     async with running_probe(library_directory, ONE_GPU + BUSY + denied) as probe:
         read = (await probe.busy("GPU-aaaa"))["GPU-aaaa"]
     assert read["busy_until_ns"] == 0 and [one["pid"] for one in read["processes"]] == [100, 200]
+
+
+def test_instances_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On demand a node has another one every minute."""
+
+    class Session:
+        openings = 1
+
+        def used(self, _what: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def handles(self) -> dict[GpuUuid, object]:
+            return {}
+
+    asked: list[str] = []
+    monkeypatch.setattr(busy_time, "ask", lambda _name, uuid: asked.append(uuid) or object())
+    monkeypatch.setattr(GpuBusyTime, "read", lambda _self: None)
+    read = NvmlBusyTime(cast("NvmlSession", Session()))
+    for number in range(1000):
+        read.read([GpuUuid("MIG-stays"), GpuUuid(f"MIG-{number}")])
+        assert len(read._gpus) <= busy_time.MOST_KEPT + 2
+    assert asked.count("MIG-stays") == 1, "a handle is asked for once"
 
 
 async def test_of_a_mig_instance_the_memory_of_its_processes_is_known(library_directory: Path) -> None:

@@ -29,7 +29,7 @@ DESTROY_CI, DESTROY_GI = "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"
 
 
 def machine_of(*cards: tuple[str, int], named: bool = True) -> str:
-    """Cards in MIG mode, GPU-0 and so on."""
+    """GPUs in MIG mode, GPU-0 and so on."""
     lines = [f"count {len(cards)}\n"]
     for index, (name, mib) in enumerate(cards):
         lines += [f"GPU {index} GPU-{index} {index} 00000000:{index + 1:02X}:00.0 {mib} 1 {name}\n"]

@@ -56,9 +56,7 @@ def test_the_gpus_stand_as_in_top(width: int) -> None:
     """Allocated next to used, by NVIDIA's name of a MIG instance, which is no GPU more; above both together."""
     title, both, header, first, second = lines_of(GPU, GPU | {"mig": {"label": "0:1"}}, width=width)
     assert title.startswith("node a  ready  1 GPU, 1 MIG instance")
-    assert both.startswith(
-        "allocated 60/200 GPU cores (30 %), "
-    )
+    assert both.startswith("allocated 60/200 GPU cores (30 %), ")
     assert ("ALLOC GiB" in header) is (width == 120) and "GPU CORES" in header
     assert [line.split()[:2] for line in (first, second)] == [["0", "T"], ["0:1", "T"]]
     assert "30/100" in first and " 12 " in first

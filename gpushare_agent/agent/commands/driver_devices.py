@@ -80,10 +80,8 @@ class AllNodes:
 async def run(call: Invocation) -> int:
     """Until SIGTERM or SIGINT."""
     settings, dev = call.settings(None), call.options.dev
-    device_plugin_path, nodes = (
-        settings.kubelet.device_plugin_path,
-        AllNodes(dev, with_mig_config=bool(settings.mig.on_demand)),
-    )
+    device_plugin_path = settings.kubelet.device_plugin_path
+    nodes = AllNodes(dev, with_mig_config=bool(settings.mig.on_demand))
     table = DeviceTable(_rows(dev))
     # This process has no metrics: a call is a start of an agent, and in the log.
     plugin = DevicePlugin(RESOURCE, table, nodes, lambda *_: None, DeviceIds())

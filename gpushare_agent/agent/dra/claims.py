@@ -43,7 +43,7 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.kit.supervision import Reconciler, wait_for
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, wait_for
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
@@ -89,10 +89,10 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     for one in claim.charged:
         if one.is_unlimited:  # the scheduler does not count it either
             continue
-        label = accounts[GpuUuid(one.gpu)].label
+        known = accounts[GpuUuid(one.gpu)]
         # Also on an unhealthy GPU: its device has a taint, which the pod then tolerates. An instance is a GPU to claims:
         # whether it takes shares is their isolation's to say.
-        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True, takes_shares=True, instance="")
+        account = replace(known, is_healthy=True, takes_shares=True, instance="")
         request = WHOLE_GPU
         if not one.is_whole:
             request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)
@@ -100,11 +100,11 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
             others = [other for other in ledger.allocations.values() if account.uuid in other.gpus]
             users = ", ".join(sorted({_user(other) for other in others})[:5])
             return (
-                f"GPU {label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
+                f"GPU {known.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
                 f" still used by {users}; the claim gets its part when their containers have ended"
             )
         # The next result of this claim finds what this one takes.
-        accounts[account.uuid] = replace(account.allocate(request), instance=accounts[account.uuid].instance)
+        accounts[account.uuid] = replace(account.allocate(request), instance=known.instance)
     return ""
 
 
@@ -147,6 +147,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _has_spec: dict[str, bool] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
+    _not_written: ReportOnce = field(default_factory=ReportOnce)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
             "claims", advice="Check the disks of state_directory and cdi.spec_directories."
@@ -208,10 +209,11 @@ class Claims(Struct, kw_only=True, eq=False):
         # A driver that is not loaded yet has said nothing of any GPU; Prepare waits for it.
         if not self.node.inventory.is_read:
             return
+        again = self._again()
         # All at once: one that waits for its instance holds up no other.
         async with asyncio.TaskGroup() as group:
             for uid, claim in self._prepared.items():
-                made = self._again(claim)
+                made = again(claim)
                 is_gone = isinstance(made, Refused)
                 is_to_make = is_gone and may_make and bool(claim.places)
                 if is_to_make or not (is_gone or made is claim) or self._has_spec.get(uid) is not (not is_gone):
@@ -221,25 +223,33 @@ class Claims(Struct, kw_only=True, eq=False):
         try:
             async with self._lock(claim.ref.uid):
                 if self._prepared.get(claim.ref.uid) is claim:
-                    await self._enter(claim, await self._made_again(claim) if may_make else self._again(claim))
+                    await self._enter(claim, await self._made_again(claim) if may_make else self._again()(claim))
+                    self._not_written.is_over(claim.ref.uid)
         except AgentError as e:  # its running containers need it no more, and Prepare writes it again
-            log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
+            if self._not_written.is_new(str(e), claim.ref.uid):
+                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
 
-    def _again(self, claim: PreparedClaim) -> PreparedClaim | Refused:
-        inventory = self.node.gpus()
-        made = prepare_again(claim, inventory.by_uuid(), self.policy(), self.mig.gpus)
-        # Another claim may have the new instance: one that the scheduler placed there when this one's pod was deleted by
-        # force.
-        if isinstance(made, Refused) or made.places == claim.places:
-            return made
-        why = shortage(made, self.node.cache.ledger(inventory), self.node.names)
-        return _not_ready(why) if why else made
+    def _again(self) -> Callable[[PreparedClaim], PreparedClaim | Refused]:
+        """Makes a claim again by what the node has now, which is looked up once."""
+        inventory, policy, places = self.node.gpus(), self.policy(), self.mig.gpus
+        gpus = inventory.by_uuid()
+
+        def again(claim: PreparedClaim) -> PreparedClaim | Refused:
+            made = prepare_again(claim, gpus, policy, places)
+            # Another claim may have the new instance: one that the scheduler placed there when this one's pod was deleted by
+            # force.
+            if isinstance(made, Refused) or made.places == claim.places:
+                return made
+            why = shortage(made, self.node.cache.ledger(inventory), self.node.names)
+            return _not_ready(why) if why else made
+
+        return again
 
     async def _made_again(self, claim: PreparedClaim, at_most_s: float = HOLD_S) -> PreparedClaim | Refused:
         """With its instances made again where they are gone; under its lock, or one that has ended would hold them."""
         if claim.places and (refused := await self.mig.hold(claim.ref.uid, claim.places, at_most_s)) is not None:
             return refused
-        return self._again(claim)
+        return self._again()(claim)
 
     async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
         """Writes what a prepared claim is now, under its lock. Raises Unavailable: a file cannot be written, or the host not
@@ -269,7 +279,8 @@ class Claims(Struct, kw_only=True, eq=False):
             raise
         self._prepared[uid], self._has_spec[uid] = made, True
         if made is not claim:
-            log.warning("claim_made_again", claim=name, claim_uid=uid, why="the driver numbers its GPUs otherwise now")
+            why = "the driver numbers its GPUs otherwise now, or has made its instances again"
+            log.warning("claim_made_again", claim=name, claim_uid=uid, why=why)
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
         """Idempotent by UID. If cancelled, nothing is charged, unless the claim was being recorded already: then it is

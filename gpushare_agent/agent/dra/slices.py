@@ -2,8 +2,8 @@
 
 Level, not edge: the slices are watched, and what is there is compared with what should be. The kubelet deletes the slices of
 all drivers when it starts and does not make them again, so a missing one is written at once. The scheduler takes no device
-of a pool that lacks one of its generation: so a slice is changed in place where no device comes from another slice and the
-counters stay, else all are written with the next generation; then what is left of others is deleted. The slice of a pool
+of a pool that lacks a slice of its generation. So a slice is changed in place where no device comes from another one and the
+counters stay. Else all are written with the next generation; then what is left of others is deleted. The slice of a pool
 that has no other is one object, never seen half written, and each write of it has the next generation. A change of the order
 alone waits `ORDER_PERIOD_S`, so that a burst of claims does not make a burst of writes; so does the end of a conflict.
 

@@ -300,7 +300,7 @@ class GpuHealthObserver:
         gpus, was_cordoned = self._gpus, self._cordoned
         why = () if self._is_settled else self._node.inventory.held.values()
         divided = {gpu.mig.parent for gpu in inventory.gpus if gpu.mig is not None}
-        # One on demand without instances: nothing else tells of it.
+        # One on demand without instances: it is in no other list.
         alone = [gpu for gpu in inventory.mig_partitioned if gpu.uuid not in divided]
         gpus_now = (*inventory.gpus, *alone)
         shown = [replace(gpu, health=Health.HEALTHY) if gpu.unhealthy_reason in why else gpu for gpu in gpus_now]

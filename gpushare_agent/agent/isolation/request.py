@@ -14,7 +14,6 @@ from gpushare_agent.agent.isolation.kept import NOTHING_KEPT, Kept, kept_togethe
 from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu, KernelModule
-from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import ENV_LIBRARY_PATH, LIBRARY_DIRECTORY, PodUid, touches
 from gpushare_agent.core.model.pods import ContainerSpec
 
@@ -178,17 +177,15 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
             )
         # A whole instance is the hardware's own limit.
         for gpu in (share.gpu for share in request.shares if not share.is_whole):
-            if gpu.mig is not None and (why := self._why_not_in(gpu.mig)):
+            has_others = self.limits and gpu.mig is not None and not gpu.mig.has_own_memory
+            why = self.why_not_in_mig or ("other compute instances have the same memory" if has_others else "")
+            if gpu.mig is not None and why:
                 return invalid(
                     f"container {request.container.name} cannot have a share of MIG instance {gpu.label} under isolation"
                     f" {self.name}: {why}. Nothing was allocated; request a whole instance, or a share of a GPU that is not"
                     " MIG-partitioned."
                 )
         return self.edit(request)
-
-    def _why_not_in(self, mig: MigPlace) -> str:
-        has_others = self.limits and not mig.has_own_memory
-        return self.why_not_in_mig or ("other compute instances have the same memory" if has_others else "")
 
 
 def invalid(detail: str) -> Refused:

@@ -127,7 +127,10 @@ class MigInstances:
     @property
     def blocked(self) -> Mapping[MigPlacement, str]:
         """The places that no claim can get now, with the reason: instances of others, or half-destroyed ones, lie there."""
-        return self._blocked_on(self._layouts())
+        return {place: why for one in self._layouts().values() for place, why in self._blocked_on(one).items()}
+
+    def _blocked_on(self, layout: MigLayout) -> Mapping[MigPlacement, str]:
+        return blocked(layout, self._made_on(layout.parent), self._wishes(layout.parent))
 
     @property
     def is_calling(self) -> bool:
@@ -152,26 +155,26 @@ class MigInstances:
         self.own_node.take_over(previous.own_node)
 
     async def hold(self, uid: str, places: Collection[str], at_most_s: float = HOLD_S) -> Refused | None:
-        """Once an instance is at each of these places, and is this claim's until `release`; it is made where there is none.
-        Returns at once, with why not, where that needs what only time brings: the caller tries again. Idempotent. If
-        cancelled, the places stay held."""
+        """Returns once an instance is at each of these places; each is this claim's until `release`, and made where there is
+        none. Returns a refusal at once where waiting here does not help: the caller tries again. Idempotent. If cancelled,
+        the places stay held."""
         self._learn()
         if refused := self._reserve(uid, places):
             return refused
         ends_at = self._clock() + min(at_most_s, HOLD_S)
         while missing := {*places} - self.gpus.keys():
             has_changed = self._has_changed
-            reasons = self._blocked_on({self._places[name].parent for name in missing})
             for name in sorted(missing):
                 place = self._places[name]
-                if place.parent not in self._layouts():
+                if (layout := self._layouts().get(place.parent)) is None:
                     return _not_yet(
                         f"GPU {place.parent} is not in MIG mode now, or the driver does not show it ({name})"
                     )
                 if place not in self._wanted and not self._is_ready(place):
                     self._wanted[place] = None
                     self.changed()
-                if why := reasons.get(place):
+                # Of this GPU alone: many claims wait, and each is woken by each change.
+                if why := self._blocked_on(layout).get(place):
                     return _not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
             if left_s <= 0 or not await wait_for(has_changed, left_s):
@@ -287,23 +290,14 @@ class MigInstances:
             if self._profiles.get(layout.parent) == layout.profiles:
                 continue
             self._profiles[layout.parent] = layout.profiles
-            for profile in layout.profiles:
-                for start in profile.starts:
-                    place = MigPlacement(layout.parent, profile.id, start)
-                    self._places[placement_device_name(place, profile.name)] = place
+            for place, profile in layout.placements.items():
+                self._places[placement_device_name(place, profile.name)] = place
         self._places |= {_name(one): one.place for one in self._made.values()}
 
     # ---- what is ----
 
     def _layouts(self) -> dict[GpuUuid, MigLayout]:
         return {one.parent: one for one in self._node.gpus().mig_layouts}
-
-    def _blocked_on(self, parents: Collection[GpuUuid]) -> dict[MigPlacement, str]:
-        found: dict[MigPlacement, str] = {}
-        for parent, layout in self._layouts().items():
-            if parent in parents:
-                found |= blocked(layout, self._made_on(parent), self._wishes(parent))
-        return found
 
     def _made_on(self, parent: GpuUuid) -> list[MadeInstance]:
         return [one for one in self._made.values() if one.place.parent == parent]

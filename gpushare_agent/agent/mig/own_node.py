@@ -1,5 +1,5 @@
 """This node's object, as far as it says who may change the GPUs' instances: whether the node drains, and whether NVIDIA's
-mig-manager divides its GPUs. It is read again and again, which needs no more than the right to get it.
+mig-manager divides its GPUs. It is polled, which needs no more than the right to get it.
 
 Source: NVIDIA/mig-parted, deployments/gpu-operator (the label of the wanted division, by which its manager removes all
 instances that are not in it); NVIDIA GPU Operator, "Operands" (the label by which it is left out).
@@ -32,7 +32,7 @@ class ReadsNodes(Protocol):
 
 
 class OwnNode(Struct, kw_only=True, eq=False):
-    """`changed` is called when something of it did. `is_known`: it was read once, or cannot be."""
+    """`changed` is called after each change of the last three. `is_known`: it was read once, or cannot be."""
 
     name: str
     changed: Callable[[], None] = lambda: None
@@ -41,7 +41,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
     is_known: bool = False
     is_draining: bool = False
     managed: str = ""
-    """Why no instance may be made or destroyed, empty where that is nobody else's."""
+    """Why no instance may be made or destroyed, empty where it may."""
 
     async def run(self, api: ReadsNodes) -> NoReturn:
         """Reads it until cancelled. One that cannot be read now stays as it was."""

@@ -3,7 +3,7 @@
     {"version": 1, "boot_id": "…", "instances": [{"place": {"parent": "GPU-…", "profile": 19, "start": 6},
      "profile": "1g.10gb", "state": "ready", "gi": 7, "uuid": "MIG-…"}]}
 
-It is written before the driver is called, so an instance of which it says nothing is another's. A reboot ends all
+It is written before the driver is called, so an instance that is not in it is another's. A reboot ends all
 instances. State owned: the file, by kit/state_file.py, which also says what becomes of one that is not this format.
 """
 
@@ -24,9 +24,7 @@ from gpushare_agent.core.kit.state_file import StateFile
 log = structlog.get_logger(__name__)
 
 VERSION: Final = 1
-_LOST = (
-    "instances that were made on demand count as made by hand, but for those of prepared claims; remove them by hand"
-)
+_LOST = "instances made on demand count as made by hand, but for those of prepared claims; remove them by hand"
 
 
 class _Document(Struct, kw_only=True):

@@ -244,7 +244,7 @@ def _mig_gpu(gpu: Gpu, layout: MigLayout, snapshot: NodeSnapshot) -> documents.M
     }
     uuids = {one.gi: shown.get(one.gi, one.compute[0].uuid) if one.compute else "" for one in layout.instances}
     states = {gi: _mig_state(GpuUuid(uuid), snapshot) for gi, uuid in uuids.items()}
-    # One that is idle makes way for another.
+    # One that is idle is destroyed where another needs its slices.
     taken = tuple(one for one in layout.instances if states[one.gi] != "idle")
     blocked = {place: why for place, why in snapshot.mig_blocked.items() if place.parent == gpu.uuid}
     fits = room(layout, taken, frozenset(blocked))

@@ -1,7 +1,7 @@
 """The places for MIG instances as devices that consume counters, and the division of a pool into slices. Pure.
 
-A GPU has a counter set: a counter for each memory slice, for each kind of engine, and for each profile of which the memory
-slices would admit more than the driver does. Two places can be had at once exactly where the counters allow it.
+A GPU has a counter set: a counter for each memory slice, for each kind of engine, and for each profile that the driver
+admits less often than the memory slices would. Two places can be had at once exactly where the counters allow it.
 
 A place stays published while it cannot be had, with a taint: the scheduler takes what a claim uses of the counters from its
 device in the slice, and would give the slices of a device that is missing away (kubernetes #140802).
@@ -123,8 +123,7 @@ def _tainted(device: Device, *taints: DeviceTaint) -> Device:
 def _in_order(layout: MigLayout) -> list[tuple[MigPlacement, MigProfile]]:
     """From the end of the GPU, where small instances leave the large ones their places; at one place the small ones first,
     and those with special engines last."""
-    profiles = {one.id: one for one in layout.profiles}
-    found = [(place, profiles[place.profile]) for place in layout.placements]
+    found = layout.placements.items()
     return sorted(found, key=lambda one: (-one[0].start, one[1].size, not one[1].name.endswith("gb"), one[1].id))
 
 
@@ -158,9 +157,8 @@ def _conflict(reason: str) -> list[DeviceTaint]:
 
 
 def _totals(layout: MigLayout) -> dict[str, Counter]:
-    slices = max(layout.slices, *(start + one.size for one in layout.profiles for start in one.starts))
     limited = {f"profile-{one.id}": one.most for one in layout.profiles if _is_limited(one)}
-    return _counters(range(slices), _all_engines(layout) | limited)
+    return _counters(range(layout.slices), _all_engines(layout) | limited)
 
 
 def _used(layout: MigLayout, profile: MigProfile, start: int) -> dict[str, Counter]:

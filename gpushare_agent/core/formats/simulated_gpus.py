@@ -8,13 +8,13 @@ warning that was logged last. Every key is optional (docs/reference/sandbox.md):
   IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have `"kind":
   "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
   `mig` are the GPUs in MIG mode, with the instances that somebody has made there; `"mig_faults": {"<index>": {"refused":
-  "<reason>", "create_s": 2, "in_use": "gpu"}}` is what befalls those that the agent makes and destroys.
+  "<reason>", "create_s": 2, "in_use": "gpu"}}` is how making and destroying fails.
 - Usage, what processes use: `{"processes": [{"pid": 123, "gpu": 0, "sm": 0.25, "memory_bytes": 1073741824}]}`. Ratios are
   of the whole GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
   The values of the whole GPU are computed from it.
 
-The driver itself keeps the MIG instances in the file whose name is the faults file's and `.mig`, as a GPU keeps them while
-no agent runs: `{"boot_id": "…", "gpus": {"<index>": [{"gi": 1, "name": "1g.10gb", "profile": 19, "start": 6, "uuid":
+The driver itself keeps the MIG instances next to the faults file, in a file with `.mig` after its name, as a GPU keeps them
+while no agent runs: `{"boot_id": "…", "gpus": {"<index>": [{"gi": 1, "name": "1g.10gb", "profile": 19, "start": 6, "uuid":
 "MIG-…"}]}}`. After a reboot it counts no more.
 """
 

@@ -114,6 +114,6 @@ class MigLayout(Struct, frozen=True, kw_only=True):
         return next((one for one in self.profiles if one.id == number), None)
 
     @property
-    def placements(self) -> tuple[MigPlacement, ...]:
-        """Every place for an instance, in the order of the profiles and of their starts."""
-        return tuple(MigPlacement(self.parent, one.id, start) for one in self.profiles for start in one.starts)
+    def placements(self) -> dict[MigPlacement, MigProfile]:
+        """Every place for an instance, with its profile."""
+        return {MigPlacement(self.parent, one.id, start): one for one in self.profiles for start in one.starts}

@@ -333,7 +333,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True, dict=True):
         return None
 
     def takes_shares(self, gpu: Gpu) -> bool:
-        """False for a MIG instance whose share the isolation cannot limit, or whose memory others have, too."""
+        """False for a MIG instance if the isolation cannot limit a share of it, or others have the same memory."""
         return gpu.mig is None or (self.shares_in_mig and gpu.mig.has_own_memory)
 
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:

@@ -84,7 +84,7 @@ class Wanted(Struct, frozen=True):
 
 
 class ClaimCluster(Struct, frozen=True):
-    """All that says which instances can be had."""
+    """All that decides which instances a pod can get."""
 
     slices: Sequence[SliceJson]
     claims: Sequence[ClaimJson]

@@ -347,12 +347,12 @@ def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _numbers(gpus: Iterable[Gpu], places: Mapping[str, Gpu]) -> tuple[tuple[str, int], ...]:
-    at = {gpu.uuid: ((name, 0),) for name, gpu in places.items() if is_placement_name(name)}
-    return tuple(
-        one
-        for gpu in gpus
-        for one in (*((gpu.uuid, n) for n in (gpu.minor, *chain(*gpu.cap_nodes.values()))), *at.get(gpu.uuid, ()))
-    )
+    at = {gpu.uuid: [(name, 0)] for name, gpu in places.items() if is_placement_name(name)}
+    found: list[tuple[str, int]] = []
+    for gpu in gpus:
+        found += [(gpu.uuid, number) for number in (gpu.minor, *chain(*gpu.cap_nodes.values()))]
+        found += at.get(gpu.uuid, [])
+    return tuple(found)
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:

@@ -179,8 +179,7 @@ def _gpu(session: NvmlSession, uuid: GpuUuid, what: str, conflict: str) -> Itera
         except CallError as error:
             kinds: dict[str, tuple[type[AgentError], str]] = {
                 "NO_PERMISSION": (Rejected, _NO_RIGHT.format(error=error)),
-                "INSUFFICIENT_RESOURCES": (Conflict, f"{error}: {conflict}"),
-                "IN_USE": (Conflict, f"{error}: {conflict}"),
+                **dict.fromkeys(("INSUFFICIENT_RESOURCES", "IN_USE"), (Conflict, f"{error}: {conflict}")),
                 "NOT_SUPPORTED": (NotFound, f"{error}: MIG mode is off"),
                 **dict.fromkeys(_GONE, (Conflict, f"{error}: it was removed meanwhile")),
             }

@@ -415,8 +415,7 @@ class NvmlReader(Struct, eq=False):
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(instance, parent, gpu.handle, caps, seen)
             if self._is_on_demand(parent):
-                places = [(one.uuid, seen[one.uuid].mig) for one in instances]
-                devices = {(mig.gi, mig.ci): uuid for uuid, mig in places if mig is not None}
+                devices = {(mig.gi, mig.ci): one.uuid for one in instances if (mig := seen[one.uuid].mig) is not None}
                 self.layouts.read(parent, gpu.handle, devices)
                 partitioned.add(gpu.uuid)
             elif instances or any(

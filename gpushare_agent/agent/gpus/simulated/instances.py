@@ -202,16 +202,11 @@ def _gpu_instance(one: SimulatedInstance, profile: MigProfile, start: int) -> Mi
 def layout_of(gpu: Gpu, own: Iterable[SimulatedInstance], problem: str) -> MigLayout:
     """The GPU in MIG mode as NVML describes it."""
     profiles = mig_profiles(gpu.name, gpu.memory_mib)
-    by_id = {one.id: one for one in profiles}
     return MigLayout(
         parent=gpu.uuid,
         slices=max(one.size for one in profiles),
         profiles=profiles,
-        instances=tuple(
-            _gpu_instance(one, by_id[one.profile], one.start)
-            for one in own
-            if one.profile in by_id and one.start is not None
-        ),
+        instances=tuple(_gpu_instance(one, *placed) for one in own for placed in _placed(profiles, [one])),
         problem=problem,
     )
 

@@ -122,7 +122,7 @@ def next_step(layout: MigLayout, made: Collection[MadeInstance], wishes: Wishes)
         ours, others = _in_the_way(layout, by_place, place)
         if others:
             continue
-        # What else it lacks, such as media engines, no slices tell: what is idle gives way.
+        # It may lack media engines, which slices do not show: what is idle is destroyed.
         more = [one for one in made if one.place != place] if place in wishes.short else []
         steps = [step for one in (*ours, *more) if (step := destroys(one)) is not None]
         if steps:
