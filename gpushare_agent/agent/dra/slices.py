@@ -186,12 +186,9 @@ class SlicePublisher(Handler):
         # A replace writes the whole object, so the owners are written again as they are.
         owner, version = (seen.meta.raw_owners, seen.meta.version) if seen is not None else (owner, "")
         spec = SliceSpec(
-            driver=DRIVER,
-            node_name=self._node_name,
-            pool=pool,
-            devices=content.devices,
+            driver=DRIVER, node_name=self._node_name, pool=pool, devices=content.devices,
             shared_counters=content.shared_counters,
-        )
+        )  # fmt: skip
         metadata = SliceMeta(name=name, resource_version=version, owner_references=owner)
         made = ResourceSlice(metadata=metadata, spec=spec)
         try:

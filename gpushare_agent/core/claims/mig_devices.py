@@ -138,16 +138,9 @@ def _capacity_of(gpu: Gpu, policy: DevicePolicy) -> dict[str, DeviceCapacity]:
 def _at(parent: Gpu, profile: MigProfile, place: MigPlacement) -> Gpu:
     """An instance at a place as far as it is known before it is made."""
     mig = MigPlace(
-        profile=profile.name,
-        number=-1,
-        parent=parent.uuid,
-        parent_index=parent.index,
-        gi=-1,
-        ci=-1,
-        attributes=profile.attributes,
-        profile_id=profile.id,
-        start=place.start,
-    )
+        profile=profile.name, profile_id=profile.id, attributes=profile.attributes, start=place.start, parent=parent.uuid,
+        parent_index=parent.index, number=-1, gi=-1, ci=-1,
+    )  # fmt: skip
     return replace(parent, uuid=GpuUuid(""), memory_mib=profile.attributes.memory_mib, mig=mig)
 
 

@@ -270,10 +270,7 @@ def _prepared(
 
 
 def prepare_again(
-    claim: PreparedClaim,
-    gpus: Mapping[GpuUuid, Gpu],
-    policy: EditPolicy,
-    places: Mapping[str, Gpu] = MappingProxyType({}),
+    claim: PreparedClaim, gpus: Mapping[GpuUuid, Gpu], policy: EditPolicy, places: Mapping[str, Gpu]
 ) -> PreparedClaim | Refused:
     """The claim with the driver's numbers of now, which are others after a reboot: unchanged where each view's GPUs have the
     numbers and the order that its edits were made from, whatever the settings are now. `places` has the instances by the
