@@ -298,7 +298,7 @@ def test_places_are_made_once_and_their_taints_each_time() -> None:
     """Slices are compared at each allocation: of sixteen GPUs they would hold up the loop for a tenth of a second."""
     found = on_demand(2)
     first = [device for one in published(found) for device in one.devices]
-    layout, place = found.mig_layouts[0], found.mig_layouts[0].placements[3]
+    layout, place = found.mig_layouts[0], [*found.mig_layouts[0].placements][3]
     sick = replace(found.mig_partitioned[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
     changed = replace(
         found,
