@@ -77,8 +77,11 @@ def test_an_excluded_gpu_is_nobodys(excluded: str) -> None:
     assert "excluded_gpus" in dict(found.not_plugins)[GpuUuid("GPU-2")]
 
 
-def test_mig_instances_are_never_claims() -> None:
-    """No slice has them: they stay the device plugins', whatever the setting chooses."""
-    found = gpu_split(("all",), [GPUS.gpus[0], mig_instance(4, 1, 0)], [])
-    assert claimable(found) == ["GPU-0"]
-    assert "MIG-4" not in dict(found.not_plugins)
+def test_mig_instances_follow_the_setting_as_gpus_do() -> None:
+    """And all of a GPU on which instances are made on demand are claims'."""
+    instance = mig_instance(4, 1, 0)
+    assert claimable(gpu_split(("all",), [GPUS.gpus[0], instance], [])) == ["GPU-0", "MIG-4"]
+    assert claimable(gpu_split((), [GPUS.gpus[0], instance], [])) == []
+    found = gpu_split((), [GPUS.gpus[0], instance], [], on_demand=("all",))
+    assert claimable(found) == ["MIG-4"]
+    assert "mig.on_demand" in dict(found.not_plugins)[instance.uuid]

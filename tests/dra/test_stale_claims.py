@@ -75,3 +75,21 @@ async def test_a_claim_that_is_used_stays(tmp_path: Path) -> None:
     await stale.poll(driver.api)
     await stale.poll(driver.api)
     assert not driver.claims.prepared
+
+
+async def test_a_claim_that_was_never_prepared_holds_its_place_no_longer(tmp_path: Path) -> None:
+    """A kubelet that has lost its state never unprepares what it asked for in vain."""
+    driver, running = Driver(tmp_path, raw_claim(result())), Running()
+    driver.unavailable = "not ready"
+    await driver.claims.prepare(ref_of())
+    driver.mig.held[uid_of(1)] = {"a place"}
+    stale = StaleClaims(driver.claims, running)
+    driver.api.claims.clear()
+    await stale.poll(driver.api)
+    await stale.poll(driver.api)
+    assert driver.claims.asked and driver.mig.held, "its pod is still there"
+    driver.store.replace_all([])
+    await stale.poll(driver.api)
+    assert driver.mig.held
+    await stale.poll(driver.api)
+    assert not driver.claims.asked and not driver.mig.held

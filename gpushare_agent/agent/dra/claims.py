@@ -143,6 +143,9 @@ class Claims(Struct, kw_only=True, eq=False):
     _api: KubeApi | None = None
     _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
     _refusals: dict[str, Refused] = field(default_factory=dict)
+    asked: dict[str, ClaimRef] = field(default_factory=dict)
+    """The claims that the kubelet asked for, by UID, and that are neither prepared nor unprepared: such a one may hold places
+    for instances. Others only read it."""
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _has_spec: dict[str, bool] = field(default_factory=dict)
@@ -289,9 +292,12 @@ class Claims(Struct, kw_only=True, eq=False):
             # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
             # still runs.
             known = ref.uid in self._prepared
+            if not known:
+                self.asked[ref.uid] = ref
             made = await self._prepare(ref, self.clock() + self.prepare_wait_s)
             if isinstance(made, PreparedClaim):
                 self._refusals.pop(ref.uid, None)
+                self.asked.pop(ref.uid, None)
                 if not known:
                     record_prepared(self.node, made)
             else:
@@ -308,6 +314,7 @@ class Claims(Struct, kw_only=True, eq=False):
             # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
             self._refusals.pop(ref.uid, None)
+            self.asked.pop(ref.uid, None)
             self.mig.release(ref.uid)
             if self._release(ref.uid):
                 log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
