@@ -144,8 +144,8 @@ class Claims(Struct, kw_only=True, eq=False):
     _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
     _refusals: dict[str, Refused] = field(default_factory=dict)
     asked: dict[str, ClaimRef] = field(default_factory=dict)
-    """The claims that the kubelet asked for, by UID, and that are neither prepared nor unprepared: such a one may hold places
-    for instances. Others only read it."""
+    """The claims that the kubelet asked for, by UID, and that are neither prepared nor unprepared: such a one may hold
+    places for instances. Others only read it."""
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _has_spec: dict[str, bool] = field(default_factory=dict)
