@@ -210,6 +210,6 @@ async def test_a_divided_gpu_on_demand_is_no_fault(script: Path) -> None:
         checked = await run_program("check", *node.arguments(*on_demand))
         becomes(script, script.read_text() + "rights config monitor\n")
         allowed = await run_program("check", *node.arguments(*on_demand))
-    assert "add the component mig-on-demand" in checked.out
+    assert "component driver-from-host" in checked.out
     assert "no GPU" not in checked.out and "unhealthy" not in checked.out
     assert "mig-on-demand" not in allowed.out
