@@ -24,9 +24,9 @@ from gpushare_agent.core.model.usage import ContainerUse, UsageRound
 
 K = TypeVar("K", GpuUuid, ContainerKey)
 
-MAX_GPUS = 16
+MAX_GPUS = 64
 MAX_CONTAINERS = 512
-"""The most curves at once; all of them take 1.5 MiB."""
+"""The most curves at once, of MIG instances as of GPUs; all of them take 1.6 MiB."""
 HISTORY_POINTS = 180
 """Points of one curve."""
 RATIO_DIGITS = 4
