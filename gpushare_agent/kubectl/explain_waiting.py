@@ -155,7 +155,7 @@ async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> 
 
 
 def _extended(pod: PodJson) -> Mapping[str, int]:
-    """How many of each resource beside CPU and memory: containers together, and init containers one after the other.
+    """How many of each resource next to CPU and memory: containers together, and init containers one after the other.
     Raises Corrupt."""
 
     def of(one: ContainerJson) -> Counter[str]:

@@ -595,7 +595,10 @@ def _nvidia_dra_suites() -> str:
             f"examples of shares by {', '.join(SHARING)}",
             "all run, each with its value of `dra.consumable_shares`",
         ),
-        ("example gpu-test 4, mig-1g-12gb, four specs of MIG", "all run, on GPUs in MIG mode with `mig-on-demand`"),
+        (
+            "example gpu-test 4, mig-1g-12gb, four specs of MIG",
+            "all run, on GPUs in MIG mode with `mig-on-demand`; in the class of mig-1g-12gb the driver's name was replaced",
+        ),
     ]
     return _joined([["what you have", "here"], *map(list, rows)])
 

@@ -17,6 +17,7 @@ from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.agent.node import GpuSplit, Node
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Refused
@@ -286,3 +287,9 @@ class Driver:
         self.prepared_keys += keys
         await asyncio.sleep(0)
         return self.refusal
+
+
+async def prepared(driver: Driver, number: int = 1) -> PreparedClaim:
+    made = await driver.claims.prepare(ref_of(number))
+    assert isinstance(made, PreparedClaim), made
+    return made

@@ -29,6 +29,7 @@ from tests.dra.support_claims import (
     admin,
     edit_policy,
     gpu_config,
+    prepared,
     raw_claim,
     ref_of,
     result,
@@ -40,12 +41,6 @@ from tests.extender.support_extender import eventually
 from tests.support_core import NAMES, inventory, isolation_config, mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
-
-
-async def prepared(driver: Driver, number: int = 1) -> PreparedClaim:
-    made = await driver.claims.prepare(ref_of(number))
-    assert isinstance(made, PreparedClaim), made
-    return made
 
 
 async def refused(driver: Driver, number: int = 1) -> str:

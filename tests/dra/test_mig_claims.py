@@ -24,6 +24,7 @@ from tests.dra.support_claims import (
     RawClaim,
     edit_policy,
     gpu_config,
+    prepared,
     raw_claim,
     ref_of,
     result,
@@ -55,12 +56,6 @@ def driver_of(directory: Path, *claims: RawClaim, wait_s: float = 0.0) -> Driver
     driver = Driver(directory, *claims, wait_s=wait_s)
     driver.policy = replace(edit_policy("none"), strategies=NODES)
     return driver
-
-
-async def prepared(driver: Driver, number: int = 1) -> PreparedClaim:
-    made = await driver.claims.prepare(ref_of(number))
-    assert isinstance(made, PreparedClaim), made
-    return made
 
 
 async def refused(driver: Driver, number: int = 1) -> Refused:
