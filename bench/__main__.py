@@ -1,5 +1,5 @@
-"""`python -m bench [--quick] [--extender | --imports | --cluster | --scheduler DIR | --beside PLUGIN] [--json FILE]`:
-measures, and prints the table.
+"""`python -m bench [--quick] [--extender | --growth | --imports | --cluster | --scheduler DIR | --beside PLUGIN]
+[--json FILE]`: measures, and prints the table.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -20,6 +20,7 @@ from rich.console import Console
 from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.beside import beside_rows
 from bench.extender import extender_rows
+from bench.growth import SHARES, growth_rows
 from bench.imports import import_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
@@ -57,6 +58,7 @@ class Extent:
     scheduler_rounds: int = 3
     cluster_pods: int = 30
     cluster_burst: int = 100
+    lives: int = 60
     settle_s: float = 40.0
     """Until the first comparisons of everything with the kubelet are over."""
     idle_s: float = 60.0
@@ -67,6 +69,7 @@ _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
     registrations=20, scrapes=4, samplings=10, imports=1, extender_nodes=500,
     extender_pods=60, extender_resyncs=1, scheduler_pods=300, scheduler_rounds=1, cluster_pods=5, cluster_burst=20,
+    lives=15,
 )  # fmt: skip
 
 
@@ -75,6 +78,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer runs: half a minute, and p99 means the worst one")
     parser.add_argument(
         "--extender", action="store_true", help="measure the scheduler extender instead, on 5,000 nodes"
+    )
+    parser.add_argument(
+        "--growth", action="store_true", help="measure a pod's life with 100, 500 and 1,500 shares instead"
     )
     parser.add_argument("--imports", action="store_true", help="measure the memory of the agent's imports instead")
     parser.add_argument(
@@ -115,6 +121,8 @@ def main() -> int:
 async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
     if options.extender:
         return await _measure_extender(extent)
+    if options.growth:
+        return await _measure_growth(extent)
     if options.imports:
         return await import_rows(extent.imports)
     if options.scheduler is not None:
@@ -180,6 +188,14 @@ async def _measure_observation(extent: Extent) -> list[Row]:
         rows += await sampling_rows(Path(state), extent.samplings)
     _say("the dashboard's polls")
     return rows + poll_rows()
+
+
+async def _measure_growth(extent: Extent) -> list[Row]:
+    rows = []
+    for shares in SHARES:
+        _say(f"{extent.lives} pods on a node with {shares:,} shares")
+        rows += await growth_rows(shares, extent.lives, max(extent.settle_s / 4, 4.0))
+    return rows
 
 
 async def _measure_extender(extent: Extent) -> list[Row]:

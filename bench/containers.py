@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,3 +27,6 @@ class Containers:
         directory = self._root / "kubepods" / "burstable" / f"pod{uid}" / self.id_of(uid)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
+
+    def remove(self, uid: str) -> None:
+        shutil.rmtree(self._root / "kubepods" / "burstable" / f"pod{uid}")

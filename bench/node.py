@@ -47,13 +47,13 @@ class BenchNode:
             text = f"the agent is not registered after {timeout_s:g} s; its log:\n{self.agent.log_tail()}"
             raise RuntimeError(text) from None
 
-    async def start_agent(self) -> None:
+    async def start_agent(self, timeout_s: float = 20.0) -> None:
         """Returns when it is ready and its first comparison with the kubelet is over."""
         await self.agent.start()
         await self.agent.wait_ready()
         await self.wait_registered()
         await asyncio.sleep(0.3)
-        await self.kubelet.wait_quiet(0.3, 20.0)
+        await self.kubelet.wait_quiet(0.3, timeout_s)
 
     def served(self) -> int:
         """How many containers have a vDevice socket."""
@@ -74,14 +74,14 @@ class BenchNode:
         own.mkdir(parents=True, exist_ok=True)
         (own / "cgroup").write_text(cgroup_text)
 
-    def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS) -> None:
+    def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS, gpus: int = GPUS) -> None:
         """The 100 pods with 5,000 IDs, spread over the GPUs in turn; or others. Each has a container with 20
         processes."""
         containers = Containers(self.state / "cgroup")
-        left = {gpu: [0, 0] for gpu in range(GPUS)}
+        left = {gpu: [0, 0] for gpu in range(gpus)}
         for number in range(pods):
             pod = bench_pod(f"filled-{number:03d}", cores, blocks)
-            gpu = number % GPUS
+            gpu = number % gpus
             uuid, numa = simulated_uuid(NODE_NAME, gpu), gpu // GPUS_PER_NUMA_NODE
             ids = DeviceIds([uuid])
             for index, (resource, count) in enumerate(pod.requests.items()):
