@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,13 @@ class Node:
         return load_settings(self.flags(*more), {}).settings
 
 
-def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = (), **meta: Any) -> Callable[..., Any]:
-    """Answers for the node, and access reviews that allow all but the named verbs."""
+def node_api(
+    version: str = "v1.34.2",
+    forbidden: tuple[str, ...] = (),
+    taints: Sequence[Mapping[str, str]] = (),
+    **meta: Any,
+) -> Callable[..., Any]:
+    """Answers for the node of 96 CPUs, and access reviews that allow all but the named verbs."""
 
     async def behave(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         if seen.path == REVIEWS:
@@ -70,7 +75,8 @@ def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = (), **meta: 
             allowed = f"{attributes['verb']} {attributes['resource']}{subresource}" not in forbidden
             return await answers(201, {"status": {"allowed": allowed}})(server, seen, request)
         elif seen.path == f"/api/v1/nodes/{NODE}":
-            raw_node = {"metadata": {"name": NODE, **meta}, "status": {"nodeInfo": {"kubeletVersion": version}}}
+            status = {"nodeInfo": {"kubeletVersion": version}, "allocatable": {"cpu": "96"}}
+            raw_node = {"metadata": {"name": NODE, **meta}, "spec": {"taints": taints}, "status": status}
             return await answers(200, raw_node)(server, seen, request)
         else:
             return await answers(404, raw_status(404, "not found"))(server, seen, request)

@@ -32,6 +32,20 @@ _POLICY_REMEDY = (
     " annotations.gpushare-agent: apply manifests/base and manifests/extender of one version; in other policies except it"
 )
 
+_OTHER_PODS_REMEDY = (
+    "taint the nodes with GPUs, such as with tencent.com/vcuda-core:NoSchedule, or set facts.taint_above: 0.5"
+    " (docs/how-to/install.md)"
+)
+_MOST_CPU_OF_OTHERS = 0.1
+"""The part of a node's CPUs that a cluster's own pods may have."""
+_NODES_OWN = {"DaemonSet", "Node"}
+"""Owners of pods that taints keep nowhere away; Node is that of static pods."""
+_PASSING_TAINTS = (
+    "node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "karpenter.sh/", "ToBeDeletedByClusterAutoscaler",
+    "startup-taint.cluster-autoscaler.kubernetes.io/", "readiness.k8s.io/",
+)  # fmt: skip
+"""Keys of taints that a node has for a while: its condition's, its start's, its removal's."""
+
 NEEDED_RIGHTS = (
     ("get", "nodes"),
     ("list", "pods"),
@@ -73,7 +87,7 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     managed = managed_by_another(read_node_json(raw_node).meta.labels) if settings.mig.on_demand else ""
     why, _, remedy = managed.partition(": ")
     findings = [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
-    return [*findings, *([error("mig", why, remedy)] if why else ())]
+    return [*findings, *([error("mig", why, remedy)] if why else ()), await _check_other_pods(api, settings, raw_node)]
 
 
 def _kubelet_version(raw_node: Raw) -> Finding:
@@ -87,6 +101,36 @@ def _kubelet_version(raw_node: Raw) -> Finding:
         return ok("kubelet version", text)
     detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
     return error("kubelet version", detail, "update the kubelet")
+
+
+async def _check_other_pods(api: KubeApi, settings: Settings, raw_node: Raw) -> Finding:
+    """Whether something keeps pods without GPUs from the CPUs that free GPUs need, and else what such pods have now."""
+    from gpushare_agent.core.kube.client import UNFINISHED, pods
+    from gpushare_agent.core.kube.pods import read_pod_json
+    from gpushare_agent.core.kube.scheduling import CPU, node_offer, pod_needs
+
+    what, offer = "pods without GPUs", node_offer(raw_node)
+    if keeping := [taint for taint in offer.taints if not taint.key.startswith(_PASSING_TAINTS)]:
+        return ok(what, f"the taint {keeping[0]} keeps them away")
+    if settings.facts.is_written and settings.facts.taint_above < 1:
+        return ok(
+            what, f"they go elsewhere while much is free here: facts.taint_above is {settings.facts.taint_above:g}"
+        )
+    try:
+        running = pods(fields=f"spec.nodeName={settings.node_name},{UNFINISHED}")
+        found, _ = await api.list_all(running, read_pod_json)
+    except AgentError as failure:
+        return ok(what, f"not known, and nothing keeps them away: {failure}")
+    needs = [pod_needs(pod.spec) for pod in found if not _NODES_OWN & {one.kind for one in pod.meta.owners}]
+    # A device plugin's resources have a domain; claims are named among what is not checked.
+    others = [
+        one for one in needs if not any("/" in name for name in one.requests) and "resourceClaims" not in one.unchecked
+    ]
+    has, used = offer.allocatable.get(CPU, 0), sum(one.requests.get(CPU, 0) for one in others)
+    detail = f"nothing keeps them away, and they have {used / 1000:g} of {has / 1000:g} CPUs now"
+    if used > has * _MOST_CPU_OF_OTHERS:
+        return warning(what, f"{detail}; GPUs without CPUs are of use to nobody", _OTHER_PODS_REMEDY)
+    return ok(what, f"{detail}; whether more come is not known")
 
 
 async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
