@@ -157,7 +157,7 @@ def inflate(
     chance = Random(seed)
     all_parts = WHOLE * sum(host.gpus for host in hosts)
     # Drawn before the policy is at work: with one seed every policy sees the same pods in the same order.
-    queue = _queue(pods, all_parts, chance)
+    queue = shuffled_pods(pods, all_parts, chance)
     hosts = list(hosts)
     Random(f"{seed}/nodes").shuffle(hosts)
     rank_cpu_pod = _kube_scheduler(cpu_pods)
@@ -184,7 +184,8 @@ def inflate(
     return Inflated(policy=policy, seed=seed, allocated_percent=percents)
 
 
-def _queue(pods: Sequence[PodKind], all_parts: int, chance: Random) -> list[PodKind]:
+def shuffled_pods(pods: Sequence[PodKind], all_parts: int, chance: Random) -> list[PodKind]:
+    """Those that come to a cluster of so many parts of GPUs, in their order."""
     queue = list(pods)
     # In random order, as in the paper.
     chance.shuffle(queue)

@@ -1,25 +1,29 @@
-"""`python -m bench.packing TRACES [--rules] [--json FILE]`: how full the public trace's cluster gets by each policy, next to
-the published means; or by each way to place pods without GPUs.
+"""`python -m bench.packing TRACES [--rules | --scheduler DIR] [--json FILE]`: how full the public trace's cluster gets by
+each policy, next to the published means; or by each way to place pods without GPUs, simulated or by the real kube-scheduler.
 
 TRACES is a folder with the openb files of github.com/hkust-adsl/kubernetes-scheduler-simulator, data/csv, and optionally
-`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Ten minutes on one core.
+`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Ten minutes on one core. The programs
+in DIR are those of `python -m bench --scheduler`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import csv
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct, convert, to_builtins
 
 from bench.inflation import CpuPods, CpuRule, InflationPolicy, inflate, read_hosts, read_kinds
+from bench.real_packing import WAYS, Filled, fill_clusters
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.values import ClusterPolicy
 
@@ -66,7 +70,7 @@ RULES = tuple(
         ),
     )
 )
-RULES_SEEDS = 1
+RULES_SEEDS, SCHEDULER_SEEDS = 1, 5
 
 
 def measured(folder: Path, seeds: int, cases: Iterable[tuple[str, Case]]) -> Iterator[PackingRow]:
@@ -108,24 +112,43 @@ def _published(path: Path) -> dict[tuple[str, str], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.packing", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="TRACES")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"from {FIRST_SEED} on (%(default)s)")
+    parser.add_argument("--seeds", type=int, help=f"from {FIRST_SEED} on ({SEEDS}, with --scheduler {SCHEDULER_SEEDS})")
     parser.add_argument("--rules", action="store_true", help=f"what places pods without GPUs, {RULES_SEEDS} seeds")
+    parser.add_argument(
+        "--scheduler", type=Path, metavar="DIR", help="the real kube-scheduler on the trace scaled down"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the rows there; what it has is not measured again"
     )
     options = parser.parse_args()
     rows = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else []
-    known = {(row["trace"], row["policy"], row["cpu_pods"], row["taint_above"]) for row in rows}
-    seeds, cases = (RULES_SEEDS, RULES) if options.rules else (options.seeds, POLICIES)
-    for row in measured(
-        options.folder, seeds, ((trace, case) for case, trace in product(cases, TRACES) if (trace, *case) not in known)
-    ):
+
+    def add(row: Struct) -> None:
         sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
         rows.append(to_builtins(row))
         # After each row: it takes long.
         if options.json is not None:
             options.json.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+
+    if options.scheduler is not None:
+        asyncio.run(_add_filled(options, convert(rows, list[Filled]), add))
+        return
+    known = {(row["trace"], row["policy"], row["cpu_pods"], row["taint_above"]) for row in rows}
+    seeds, cases = (RULES_SEEDS, RULES) if options.rules else (options.seeds or SEEDS, POLICIES)
+    for row in measured(
+        options.folder, seeds, ((trace, case) for case, trace in product(cases, TRACES) if (trace, *case) not in known)
+    ):
+        add(row)
+
+
+async def _add_filled(options: argparse.Namespace, rows: Iterable[Filled], add: Callable[[Struct], None]) -> None:
+    known = {(row.way, row.seed) for row in rows}
+    seeds = range(FIRST_SEED, FIRST_SEED + (options.seeds or SCHEDULER_SEEDS))
+    wanted = [(way, seed) for seed, way in product(seeds, WAYS) if (way, seed) not in known]
+    with tempfile.TemporaryDirectory(prefix="packing-") as state:
+        async for row in fill_clusters(options.scheduler, Path(state), options.folder, wanted):
+            add(row)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class _Run:
         return (len(self.bound_at) - 1) / (self.bound_at[-1] - self.bound_at[0])
 
 
-class _Programs:
+class Programs:
     """The cluster's processes, and how to ask them. `state` has their files."""
 
     def __init__(self, programs: Path, state: Path) -> None:
@@ -109,7 +109,8 @@ class _Programs:
     def resident_mib(self, name: str) -> float:
         return resident_mib(self._running[name].pid)
 
-    async def start_cluster(self) -> None:
+    async def start_cluster(self, *options: str) -> None:
+        """`options` are more of the API server's."""
         state = self._state
         etcd, peer, api = free_port(), free_port(), free_port()
         endpoint = f"http://127.0.0.1:{etcd}"
@@ -129,7 +130,7 @@ class _Programs:
             f"--service-account-key-file={state / 'accounts.key'}",
             f"--service-account-signing-key-file={state / 'accounts.key'}",
             # No controller makes accounts, and none removes the taint of nodes that are not ready.
-            "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition", "--endpoint-reconciler-type=none",
+            "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition", "--endpoint-reconciler-type=none", *options,
         )  # fmt: skip
         await self.wait("kube-apiserver", f"https://127.0.0.1:{api}/readyz")
         cluster = {"server": f"https://127.0.0.1:{api}", "insecure-skip-tls-verify": True}
@@ -272,7 +273,7 @@ async def scheduler_rows(
     if state.exists():
         shutil.rmtree(state)
     state.mkdir()
-    running = _Programs(programs, state)
+    running = Programs(programs, state)
     try:
         await running.start_cluster()
         async with open_kube_session(running.kubeconfig, KubeTimeouts(), "the benchmark's own") as session:
@@ -299,7 +300,7 @@ async def scheduler_rows(
     ]
 
 
-async def _lone_waits(running: _Programs, objects: _Objects, options: Sequence[str]) -> list[float]:
+async def _lone_waits(running: Programs, objects: _Objects, options: Sequence[str]) -> list[float]:
     """Seconds from the creation to the bind, of one pod after the other."""
     port = await running.start_extender(options)
     await running.start_scheduler(running.extended_configuration(port, is_partial=True))
@@ -320,7 +321,7 @@ async def _lone_waits(running: _Programs, objects: _Objects, options: Sequence[s
 
 
 async def _one_run(
-    running: _Programs, objects: _Objects, pods: int, options: Sequence[str] | None, *, is_partial: bool = False
+    running: Programs, objects: _Objects, pods: int, options: Sequence[str] | None, *, is_partial: bool = False
 ) -> _Run:
     """With the extender where `options` are given."""
     run = _Run(load=os.getloadavg()[0])
