@@ -79,3 +79,13 @@ async def test_pods_without_gpus_that_take_much_of_the_cpu_are_a_warning_where_n
         found = await only("pods without GPUs", node, *flags)
     assert (found.level, words in found.detail) == (level, True), found
     assert ("taint_above" in found.cure) == (level is Level.WARNING)
+
+
+async def test_on_a_node_of_karpenters_the_agents_taint_is_a_warning(short_dir: Path) -> None:
+    """It takes every taint for one that forbids the node."""
+    labels = {"karpenter.sh/nodepool": "gpus"}
+    async with complete_node(short_dir, node_api(labels=labels)) as node:
+        node.api.listed = []
+        assert (await only("pods without GPUs", node)).level is Level.OK
+        found = await only("pods without GPUs", node, "--facts.taint-above=0.5")
+    assert (found.level, "Karpenter" in found.detail, "scale-nodes.md" in found.cure) == (Level.WARNING, True, True)

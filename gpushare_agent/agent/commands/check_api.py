@@ -32,7 +32,7 @@ _POLICY_REMEDY = (
     " annotations.gpushare-agent: apply manifests/base and manifests/extender of one version; in other policies except it"
 )
 
-_OTHER_PODS_REMEDY = (
+OTHER_PODS_REMEDY = (
     "taint the nodes with GPUs, such as with tencent.com/vcuda-core:NoSchedule, or set facts.taint_above: 0.5"
     " (docs/how-to/install.md)"
 )
@@ -113,6 +113,10 @@ async def _check_other_pods(api: KubeApi, settings: Settings, raw_node: Raw) -> 
     if keeping := [taint for taint in offer.taints if not taint.key.startswith(_PASSING_TAINTS)]:
         return ok(what, f"the taint {keeping[0]} keeps them away")
     if settings.facts.is_written and settings.facts.taint_above < 1:
+        if any(name.startswith("karpenter.sh/") for name in offer.labels):
+            # From its source: it asks for a toleration of every taint, whatever the effect.
+            detail = "Karpenter made this node, and takes the taint of facts.taint_above for one that forbids it"
+            return warning(what, detail, "set it to 1, and taints in the NodePool (docs/how-to/scale-nodes.md)")
         return ok(
             what, f"they go elsewhere while much is free here: facts.taint_above is {settings.facts.taint_above:g}"
         )
@@ -129,7 +133,7 @@ async def _check_other_pods(api: KubeApi, settings: Settings, raw_node: Raw) -> 
     has, used = offer.allocatable.get(CPU, 0), sum(one.requests.get(CPU, 0) for one in others)
     detail = f"nothing keeps them away, and they have {used / 1000:g} of {has / 1000:g} CPUs now"
     if used > has * _MOST_CPU_OF_OTHERS:
-        return warning(what, f"{detail}; GPUs without CPUs are of use to nobody", _OTHER_PODS_REMEDY)
+        return warning(what, f"{detail}; GPUs without CPUs are of use to nobody", OTHER_PODS_REMEDY)
     return ok(what, f"{detail}; whether more come is not known")
 
 
