@@ -121,10 +121,8 @@ async def fill_clusters(
             for way, seed in wanted:
                 cluster = Cluster(session, way, [*hosts, *_cpu_hosts(way.cpu_nodes)])
                 await cluster.make_nodes()
-                configuration = running.plain_configuration()
-                if way.policy:
-                    port = await running.start_extender(("--extender.node-policy", way.policy))
-                    configuration = running.extended_configuration(port, is_partial=False)
+                port = await running.start_extender(("--extender.node-policy", way.policy)) if way.policy else None
+                configuration = running.configuration(port, {})
                 await running.start_scheduler(configuration)
                 pods = shuffled_pods(kinds, WHOLE * sum(host.gpus for host in hosts), Random(seed))
                 yield await cluster.fill(pods, seed, configuration["profiles"][0]["schedulerName"])

@@ -2,7 +2,7 @@
 
 etcd, kube-apiserver and kube-scheduler are programs of this machine. The nodes are objects that no kubelet serves, so a
 pod's way ends with its bind. The scheduler with the extender has the configuration that is shipped for a second scheduler,
-over TLS. A run has its pods made beforehand, and a scheduler (and an extender) of its own; the two kinds take turns.
+over TLS. A run has its pods made beforehand, and a scheduler (and an extender) of its own; all kinds of runs take turns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION
 
 FILTER_P99_MS = 20.0
 MEMORY_MIB = 300.0
+LONE_MS = 500.0
 _ROOT = Path(__file__).parents[1]
 _SHIPPED = _ROOT / "manifests/extender/second-scheduler/scheduler.yaml"
 _NAMESPACE = _USER = "bench"
@@ -41,6 +43,12 @@ _AT_ONCE = 16
 _LONE_CORES, _LONE_PODS, _PAUSE_S = 400, 8, 1.0
 _OPEN_PATHS = "/healthz,/readyz,/livez,/metrics"
 _VERBS = ("filter", "prioritize", "bind")
+_LIMITS: Mapping[str, Mapping[str, int]] = {
+    "default client limit": {},
+    "client limit lifted": {"qps": 5_000, "burst": 5_000},
+}
+"""Of the requests that kube-scheduler's own client sends: by default 50 a second, with which it binds 50 pods a second."""
+_PLAIN, _OURS = _KINDS = "plain", "extender"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +57,6 @@ class _Run:
 
     bound_at: list[float] = field(default_factory=list)
     processor_s: dict[str, float] = field(default_factory=dict)
-    scheduler: Counts = field(default_factory=dict)
     extender: Counts = field(default_factory=dict)
     extender_mib: float = 0.0
     load: float = 0.0
@@ -57,6 +64,12 @@ class _Run:
     @property
     def pods_per_s(self) -> float:
         return (len(self.bound_at) - 1) / (self.bound_at[-1] - self.bound_at[0])
+
+    @property
+    def processor_ms(self) -> dict[str, float]:
+        """For each pod, by program; together for all but this benchmark."""
+        of_pod = {name: used * 1000 / len(self.bound_at) for name, used in self.processor_s.items()}
+        return {"all programs": sum(of_pod.values()), **of_pod}
 
 
 class Programs:
@@ -102,9 +115,7 @@ class Programs:
 
     def processor_s(self) -> dict[str, float]:
         """Used so far, by program."""
-        return {name: _processor_s(process.pid) for name, process in self._running.items()} | {
-            "this benchmark": _processor_s(os.getpid())
-        }
+        return {name: _processor_s(process.pid) for name, process in self._running.items()}
 
     def resident_mib(self, name: str) -> float:
         return resident_mib(self._running[name].pid)
@@ -150,8 +161,7 @@ class Programs:
             *("-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate),
         )
 
-    async def start_scheduler(self, configuration: Mapping[str, Any]) -> str:
-        """The address of its metrics."""
+    async def start_scheduler(self, configuration: Mapping[str, Any]) -> None:
         port, path = free_port(), self._state / "scheduler.yaml"
         path.write_text(json.dumps(configuration))
         await self.start(
@@ -160,7 +170,6 @@ class Programs:
             f"--authentication-kubeconfig={self.kubeconfig}", f"--authorization-kubeconfig={self.kubeconfig}",
             f"--authorization-always-allow-paths={_OPEN_PATHS}",
         )  # fmt: skip
-        return f"https://127.0.0.1:{port}/metrics"
 
     async def start_extender(self, options: Sequence[str]) -> int:
         """Its port, once it is ready."""
@@ -173,24 +182,15 @@ class Programs:
         await self.wait("extender", f"https://127.0.0.1:{port}/readyz")
         return port
 
-    def plain_configuration(self) -> dict[str, Any]:
-        """kube-scheduler's defaults."""
-        return {
-            "apiVersion": "kubescheduler.config.k8s.io/v1",
-            "kind": "KubeSchedulerConfiguration",
-            "clientConnection": {"kubeconfig": str(self.kubeconfig)},
-            "leaderElection": {"leaderElect": False},
-            "profiles": [{"schedulerName": _scheduler_name(_shipped())}],
-        }
-
-    def extended_configuration(self, port: int, *, is_partial: bool) -> dict[str, Any]:
-        """What is shipped, with this machine's addresses and files. `is_partial`: with kube-scheduler's default, by which it
-        looks at a part of a large cluster; else at all nodes."""
+    def configuration(self, port: int | None, limit: Mapping[str, int]) -> dict[str, Any]:
+        """What is shipped, with this machine's addresses and files; without a port without the extender, which is
+        kube-scheduler's defaults."""
         shipped = _shipped()
-        if not is_partial:
-            shipped["percentageOfNodesToScore"] = 100
-        shipped["clientConnection"] = {**shipped.get("clientConnection", {}), "kubeconfig": str(self.kubeconfig)}
+        shipped["clientConnection"] = {**limit, "kubeconfig": str(self.kubeconfig)}
         shipped["leaderElection"] = {"leaderElect": False}
+        if port is None:
+            del shipped["extenders"]
+            return shipped
         extender = shipped["extenders"][0]
         extender["urlPrefix"] = f"https://127.0.0.1:{port}/scheduler"
         key, certificate = str(self._state / "tls.key"), str(self._state / "tls.crt")
@@ -280,30 +280,32 @@ async def scheduler_rows(
             objects = _Objects(session)
             await objects.make_nodes(SampleCluster(nodes=nodes))
             lone_s = await _lone_waits(running, objects, options)
-            plain, extended, partial = [], [], []
+            runs: dict[tuple[str, str], list[_Run]] = {}
             for _ in range(rounds):
-                plain.append(await _one_run(running, objects, pods, None))
-                extended.append(await _one_run(running, objects, pods, options))
-                partial.append(await _one_run(running, objects, pods, options, is_partial=True))
+                for limit, kind in itertools.product(_LIMITS, _KINDS):
+                    run = await _one_run(running, objects, pods, kind, _LIMITS[limit], options)
+                    runs.setdefault((limit, kind), []).append(run)
     except AgentError as error:
         raise RuntimeError(str(error)) from error
     finally:
         await running.stop()
-    label = f"{nodes:,} nodes, extender, a part of the nodes: the wait of a pod that fits one node alone"
-    lone = row(label, [wait * 1000 for wait in lone_s])
-    goal = sorted(run.pods_per_s for run in plain)[rounds // 2]
     return [
-        *_rows(f"{nodes:,} nodes, plain", plain),
-        *_rows(f"{nodes:,} nodes, extender", extended, goal),
-        *_rows(f"{nodes:,} nodes, extender, a part of the nodes", partial, goal),
-        lone,
+        *itertools.chain.from_iterable(
+            _rows(f"{nodes:,} nodes, {limit}", runs[limit, _PLAIN], runs[limit, _OURS], goal=goal)
+            for (limit, _), goal in zip(_LIMITS.items(), (1.0, 0.8), strict=True)
+        ),
+        row(
+            f"{nodes:,} nodes: a pod that fits one of them alone waits",
+            [wait * 1000 for wait in lone_s],
+            target_p99=LONE_MS,
+        ),
     ]
 
 
 async def _lone_waits(running: Programs, objects: _Objects, options: Sequence[str]) -> list[float]:
     """Seconds from the creation to the bind, of one pod after the other."""
     port = await running.start_extender(options)
-    await running.start_scheduler(running.extended_configuration(port, is_partial=True))
+    await running.start_scheduler(running.configuration(port, {}))
     waits = []
     for _ in range(_LONE_PODS):
         began = time.perf_counter()
@@ -321,16 +323,18 @@ async def _lone_waits(running: Programs, objects: _Objects, options: Sequence[st
 
 
 async def _one_run(
-    running: Programs, objects: _Objects, pods: int, options: Sequence[str] | None, *, is_partial: bool = False
+    running: Programs,
+    objects: _Objects,
+    pods: int,
+    kind: str,
+    limit: Mapping[str, int],
+    options: Sequence[str],
 ) -> _Run:
-    """With the extender where `options` are given."""
     run = _Run(load=os.getloadavg()[0])
     await objects.make_pods(pods)
-    port = await running.start_extender(options) if options is not None else None
-    configuration = (
-        running.plain_configuration() if port is None else running.extended_configuration(port, is_partial=is_partial)
-    )
-    metrics = await running.start_scheduler(configuration)
+    port = await running.start_extender(options) if kind != _PLAIN else None
+    configuration = running.configuration(port, limit)
+    await running.start_scheduler(configuration)
     before: dict[str, float] = {}
     try:
         async with asyncio.timeout(_RUN_S):
@@ -343,7 +347,6 @@ async def _one_run(
         raise RuntimeError(f"only {len(run.bound_at)} of {pods} pods are bound after {_RUN_S:g} s") from error
     after = running.processor_s()
     run.processor_s = {name: used - before[name] for name, used in after.items() if name in before}
-    run.scheduler = read_counts(await fetch(metrics))
     if port is not None:
         run.extender = read_counts(await fetch(f"https://127.0.0.1:{port}/metrics"))
         run.extender_mib = running.resident_mib("extender")
@@ -352,25 +355,32 @@ async def _one_run(
     return run
 
 
-def _rows(label: str, runs: Sequence[_Run], plain: float | None = None) -> list[Row]:
-    """`plain`: pods a second without the extender."""
-    rates = [run.pods_per_s for run in runs]
-    shown = ", ".join(f"{run.pods_per_s:.1f} (load {run.load:.1f})" for run in runs)
-    missed = "" if plain is None or sorted(rates)[len(rates) // 2] >= plain else "slower than the plain scheduler"
-    rows = [row(f"{label}: pods a second", rates, unit="/s", failed=missed, note=f"in turn {shown}")]
-    name = "scheduler_scheduling_algorithm_duration_seconds"
-    rows += histogram_row(f"{label}: a pod's decision, by the scheduler", name, (), [run.scheduler for run in runs])
-    if plain is not None:
-        name = "gpushare_extender_request_duration_seconds"
-        for verb in _VERBS:
-            target = FILTER_P99_MS if verb == "filter" else None
-            counts = [run.extender for run in runs]
-            rows += histogram_row(f"{label}: {verb}", name, (("verb", verb),), counts, target_p99=target)
-        memory = [run.extender_mib for run in runs]
-        rows.append(row(f"{label}: resident memory", memory, unit="MiB", target_median=MEMORY_MIB))
-    for program in runs[0].processor_s:
-        used = [run.processor_s[program] * 1000 / len(run.bound_at) for run in runs]
-        rows.append(row(f"{label}: processor time of {program} for each pod", used))
+def _rows(label: str, plain: Sequence[_Run], ours: Sequence[_Run], *, goal: float) -> list[Row]:
+    """The ratio to the plain scheduler first; its `goal`."""
+    ratios = [mine.pods_per_s / other.pods_per_s for mine, other in zip(ours, plain, strict=True)]
+    low = "" if statistics.median(ratios) >= goal else f"less than {goal:g}"
+    shown = ", ".join(
+        f"{mine.pods_per_s:.0f} and {other.pods_per_s:.0f} (load {mine.load:.1f})"
+        for mine, other in zip(ours, plain, strict=True)
+    )
+    rows = [
+        row(f"{label}: pods a second, of plain", ratios, unit="", failed=low, note=f"in turn with and without {shown}"),
+        *(
+            row(f"· {kind}: pods a second", [run.pods_per_s for run in runs], unit="/s")
+            for kind, runs in ((_PLAIN, plain), (_OURS, ours))
+        ),
+    ]
+    rows += [
+        row(f"· {kind}: processor time of a pod, {program}", [run.processor_ms[program] for run in runs])
+        for kind, runs in ((_PLAIN, plain), (_OURS, ours))
+        for program in runs[0].processor_ms
+    ]
+    name = "gpushare_extender_request_duration_seconds"
+    counts = [run.extender for run in ours]
+    for verb in _VERBS:
+        target = FILTER_P99_MS if verb == "filter" else None
+        rows += histogram_row(f"· {verb}", name, (("verb", verb),), counts, target_p99=target)
+    rows.append(row("· resident memory", [run.extender_mib for run in ours], unit="MiB", target_median=MEMORY_MIB))
     return rows
 
 
