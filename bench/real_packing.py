@@ -207,9 +207,6 @@ class Cluster:
 
     async def _keep_taint(self, name: str) -> None:
         gpus = self._inventories[name].gpus
-        # A node without GPUs has no agent.
-        if not gpus:
-            return
         path = f"/api/v1/nodes/{name}"
         raw = await self._session.fetch_object(Request(what=f"get {name}", method="GET", path=path), timeout_s=_CALL_S)
         desired = free_gpus(gpus, self._charges[name], _NAMES, self._way.taint_above)
