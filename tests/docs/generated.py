@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
 from pathlib import Path
+from statistics import mean
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast, get_type_hints
 
 import pytest
 import yaml
 from annotated_types import Ge, Le
+from msgspec import convert
 from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +33,7 @@ from bench import generator
 from bench.inflation import CpuPods, InflationPolicy
 from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
+from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
 from bench.results import from_json, shown
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
@@ -372,8 +375,8 @@ def _numbers() -> str:
             [f"the same on one {gpu_page.gpu_name()}", gpu_page.gpu_error(), "`nox -s gpu`"],
             [
                 "GPUs allocated on [the public trace](docs/how-to/simulate.md#how-full-a-cluster-can-get)",
-                f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler spreads pods "
-                "without GPUs",
+                f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler "
+                "[spreads pods without GPUs](docs/how-to/install.md#keep-gpus-usable)",
                 "`python -m bench.packing TRACES`",
             ],
         ]
@@ -622,6 +625,30 @@ def _packing(*, of_rules: bool) -> str:
     )
 
 
+def _packing_scheduler() -> str:
+    """The rows that `python -m bench.packing --scheduler DIR TRACES --json bench/measured/packing_scheduler.json` wrote."""
+    runs = convert(
+        json.loads((ROOT / "bench/measured/packing_scheduler.json").read_text(encoding="utf-8")), list[Filled]
+    )
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for way in WAYS:
+        of_way = [run for run in runs if run.way == way]
+        kept = (
+            "NoSchedule"
+            if way.is_reserved
+            else f"`facts.taint_above` {way.taint_above:g}"
+            if way.taint_above < 1
+            else ""
+        )
+        allocated = [run.allocated for run in of_way]
+        cell = f"{mean(allocated):.1f} ({min(allocated):.1f} to {max(allocated):.1f})"
+        waiting = "" if any(run.cpu_pods for run in of_way) else ", pods without GPUs wait"
+        policy = f"`{way.policy}`" if way.policy else "kube-scheduler alone, whole GPUs"
+        cells.setdefault((policy, kept or "nothing"), []).append(f"{cell}{waiting}")
+    nodes = [f"{NODES} nodes", f"and {CPU_NODES} without GPUs"]
+    return _joined([["policy", "kept away by", *nodes], *([*names, *parts] for names, parts in cells.items())])
+
+
 def _benchmark(name: str, shown_rows: str = "") -> str:
     """The rows of one part of the benchmark's run, those of the pattern, and where."""
     part = _PARTS[name]
@@ -718,6 +745,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "workload": _workload,
     "packing": lambda: _packing(of_rules=False),
     "packing_rules": lambda: _packing(of_rules=True),
+    "packing_scheduler": _packing_scheduler,
     "measured_beside": lambda: _benchmark("beside"),
     "endurance": _endurance,
     "measured_scheduler": lambda: _benchmark("scheduler", _OF_SCHEDULER),
