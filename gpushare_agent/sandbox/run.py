@@ -606,20 +606,14 @@ async def _draw(session: Session, notes: Sequence[str]) -> None:
 
 
 async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
-    while True:
-        seen = controller.api.signal.count
-        document = await controller.document()
-        view.document = document
+    async for view.document in _documents(controller):
         screen.is_changed.set()
-        await _wait_for_change(controller, seen)
 
 
 async def _print_changes(controller: SandboxController, notify: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
-    signal_, shown = controller.api.signal, dict[str, str]()
-    while True:
-        seen = signal_.count
-        document = await controller.document()
+    shown: dict[str, str] = {}
+    async for document in _documents(controller):
         lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
@@ -628,13 +622,14 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
         for uid in shown.keys() - lines.keys():
             notify(f"gone: {shown[uid]}")
         shown = lines
-        await _wait_for_change(controller, seen)
 
 
-async def _wait_for_change(controller: SandboxController, seen: int) -> None:
-    """After the next change, or a while; never at once."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_READ_AGAIN_S):
-            await controller.api.signal.wait(seen)
-    # A pod's start is a burst of events: one drawing for all of them.
-    await asyncio.sleep(_REDRAW_S)
+async def _documents(controller: SandboxController) -> AsyncIterator[SandboxDocument]:
+    """The document now, and again after each change, or a while; without an end."""
+    while True:
+        # Before the reading: a change during it is seen at once.
+        seen = controller.api.signal.count
+        yield await controller.document()
+        await controller.api.signal.wait(seen, _READ_AGAIN_S)
+        # A pod's start is a burst of events: one drawing for all of them.
+        await asyncio.sleep(_REDRAW_S)

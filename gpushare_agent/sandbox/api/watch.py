@@ -159,12 +159,9 @@ class Watch:
                 marked_at = now
             if now >= self._ends_at:
                 return
-            try:
-                async with asyncio.timeout(min(self._ends_at, marked_at + bookmark_interval_s) - now):
-                    await signal.wait(seen)
-            except TimeoutError:
-                continue
-            await running.wait()
+            await signal.wait(seen, min(self._ends_at, marked_at + bookmark_interval_s) - now)
+            if signal.count != seen:
+                await running.wait()
 
     async def _send_bookmark(self, **metadata: Any) -> None:
         if self._request.query.get("allowWatchBookmarks") in TRUE:

@@ -116,9 +116,7 @@ class PodWorker:
             seen = signal.count
             due_s = await self._restart_ended()
             if self.state is PodState.ADMITTED:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(due_s):
-                        await signal.wait(seen)
+                await signal.wait(seen, due_s)
 
     async def terminate(self, grace_s: float) -> None:
         """Stops the processes; the devices are free once they have gone. Then the API object may go."""

@@ -400,9 +400,7 @@ class ExtenderScheduler:
         now = time.monotonic()
         # What each pod waits for next: its back-off, or the longest wait.
         dues = [w.due_at if w.epoch != self._epoch else w.latest_at for w in self._waiting.values()]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, min(dues) - now) if dues else None):
-                await self._api.signal.wait(seen)
+        await self._api.signal.wait(seen, max(0.0, min(dues) - now) if dues else None)
 
     # --- one pod ---
 
