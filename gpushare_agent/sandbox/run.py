@@ -16,10 +16,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from rich.text import Text
@@ -30,7 +31,7 @@ from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.kit.logs import setup_logging
-from gpushare_agent.core.kit.supervision import forever, set_by_signals, stop_task
+from gpushare_agent.core.kit.supervision import forever, set_by_signals
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
@@ -46,13 +47,7 @@ from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.held_port import HOST, free_port
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node import (
-    EmbeddedCluster,
-    EmbeddedNode,
-    open_embedded_cluster,
-    paths_of_node,
-    running_task,
-)
+from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.render import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.report import SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
@@ -98,10 +93,11 @@ async def run(plan: Plan) -> int:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         await _check_port(loaded.settings.web.addr, loaded.settings.web.port)
         # Before the cluster, because its scheduler must know the address.
-        extender = plan_extender(paths, plan.flags, notify) if plan.has_extender else None
+        extender_url = f"http://{HOST}:{free_port()}/scheduler" if plan.has_extender else ""
+        extender = _extender(paths, plan.flags, notify, extender_url) if extender_url else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
-            extender_url=extender.url if extender is not None else "", names=resource_names(loaded.settings),
+            extender_url=extender_url, names=resource_names(loaded.settings),
         ) as cluster:  # fmt: skip
             nodes = [
                 await build_node(
@@ -115,22 +111,15 @@ async def run(plan: Plan) -> int:
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
-            controller = SandboxController(
-                nodes=tuple(nodes),
-                extender=extender.process if extender is not None else None,
-            )
+            controller = SandboxController(nodes=tuple(nodes), extender=extender)
             session = Session(
                 plan=plan, controller=controller, notify=notify,
                 players=[node.player for node in nodes if node.player is not None],
                 next_steps=_next_steps(cluster, plan, nodes),
             )  # fmt: skip
-            notes = _introduce(cluster, plan, nodes, extender, notify)
+            notes = _introduce(cluster, plan, nodes, extender_url, notify)
             # The control socket ends last, so that a late command gets an answer while agents end.
-            async with (
-                open_control(paths.control_socket, controller.handle),
-                running_extender(extender),
-                running(nodes),
-            ):
+            async with open_control(paths.control_socket, controller.handle), running(nodes, extender):
                 work = run_once(session) if plan.is_once else run_live(session, notes)
                 # Ctrl-C is how a live sandbox ends; a check that was interrupted has failed.
                 return await _until_stopped(work, stop, INTERRUPTED if plan.is_once else 0)
@@ -140,14 +129,14 @@ def _introduce(
     cluster: EmbeddedCluster,
     plan: Plan,
     nodes: Sequence[RunningNode],
-    extender: PlannedExtender | None,
+    extender_url: str,
     notify: Callable[[str], None],
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0]
     webs = " ".join(node.addresses["web"] for node in nodes)
     logs = first.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
-    asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
+    asked = f"  extender {extender_url}, log {cluster.paths.extender_log}" if extender_url else ""
     places = f"web {webs}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
@@ -161,7 +150,7 @@ def _introduce(
     return [
         f"other terminal: {runnable()} sandbox{_state_flag(plan)} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
-        f"kill-agent{' | kill-extender' if extender is not None else ''}",
+        f"kill-agent{' | kill-extender' if extender_url else ''}",
         places,
         "\n".join(["its agent:" if len(nodes) == 1 else of_all, *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
@@ -325,28 +314,24 @@ def agent_lines(node: NodeController) -> list[str]:
 
 
 @asynccontextmanager
-async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
-    """Runs agents, players and polls until the block ends."""
+async def running(nodes: Sequence[RunningNode], extender: AgentProcess | None) -> AsyncIterator[None]:
+    """Runs agents, extender and players until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
             # Before the agents, which refuse shares under mps until the daemon answers.
             await stack.enter_async_context(_fake_mps(node))
         async with asyncio.TaskGroup() as group:
-            agents, others = [], []
-            for node in nodes:
-                name = node.name
-                agents.append(group.create_task(forever("agent process", node.agent.run), name=f"agent {name}"))
-                if node.player is not None:
-                    others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
+            processes = [*(node.agent for node in nodes), *([extender] if extender is not None else ())]
+            bodies = [(one.name, one.run) for one in processes]
+            bodies += [(f"workload {one.name}", one.player.run) for one in nodes if one.player is not None]
+            tasks = [group.create_task(forever(name, body), name=name) for name, body in bodies]
             try:
                 yield
             finally:
-                for task in others:
-                    await stop_task(task)
-                for task in agents:
+                for task in tasks:
                     task.cancel()
                 # Together: each agent may need seconds to end.
-                await asyncio.wait(agents)
+                await asyncio.wait(tasks)
 
 
 def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
@@ -364,19 +349,9 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
         yield
 
 
-# --- the extender ---
-
-
-class PlannedExtender(Struct, frozen=True, kw_only=True):
-    """`url` is the prefix before the verbs."""
-
-    url: str
-    process: AgentProcess
-
-
-def plan_extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]) -> PlannedExtender:
+def _extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None], url: str) -> AgentProcess:
     """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
-    port = free_port()
+    port = urlsplit(url).port
     arguments = [
         f"--kubeconfig={paths.kubeconfig}",
         "--extender.leader-elect=false",
@@ -384,15 +359,7 @@ def plan_extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str]
         f"--extender.addr={HOST}",
         f"--extender.port={port}",
     ]
-    process = AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
-    return PlannedExtender(url=f"http://{HOST}:{port}/scheduler", process=process)
-
-
-@asynccontextmanager
-async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
-    """Runs the extender until the block ends; nothing where none is planned."""
-    async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
-        yield
+    return AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
 
 
 # --- the two modes: once, until every pod runs, has ended or fits nowhere, and live, until Ctrl-C ---
