@@ -20,6 +20,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
     parse_faults,
     read_regular,
 )
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
 from gpushare_agent.core.model.names import GpuUuid
@@ -125,14 +126,10 @@ class GpuFaults:
             ) from error
 
     def _write(self, faults: Faults) -> None:
-        path = self._file()
-        new = path.with_name(f".{path.name}")
         try:
-            new.write_text(encode_faults(faults))
-            # By rename: the agent reads the file at every poll.
-            new.replace(path)
+            replace_whole(self._file(), encode_faults(faults).encode())
         except OSError as error:
-            raise Unavailable(f"the faults file {path} cannot be written: {error.strerror or error}") from error
+            raise Unavailable(f"the faults file {self._path} cannot be written: {error.strerror or error}") from error
 
     def _file(self) -> Path:
         if self._path is None:

@@ -12,7 +12,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from gpushare_agent.core.kube import objects
+from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.kube.scheduling import pod_needs
 from gpushare_agent.core.model.errors import Corrupt, Rejected
 from gpushare_agent.core.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
@@ -39,6 +43,14 @@ _SPEC_DEFAULTS = {
     "restartPolicy": "Always", "terminationGracePeriodSeconds": 30, "schedulerName": "default-scheduler",
     "dnsPolicy": "ClusterFirst",
 }  # fmt: skip
+
+
+def at(raw: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value at a path such as `spec.nodeName`; `default` where there is none, or an empty text."""
+    value: Any = raw
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return default if value is None or value == "" else value
 
 
 def timestamp() -> str:
@@ -93,19 +105,9 @@ def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
 
 
 def pod_requests(raw: RawObject) -> dict[str, int]:
-    """What the scheduler counts: main containers and sidecars together, or an init container with the sidecars before it,
-    if that is more.
-    """
-    running: dict[str, int] = {}
-    peak: dict[str, int] = {}
-    for container in containers_of(raw):
-        for resource, count in container.requests.items():
-            if container.kind is ContainerKind.INIT:
-                # An init container runs next to the sidecars that were started before it.
-                peak[resource] = max(peak.get(resource, 0), running.get(resource, 0) + count)
-            else:
-                running[resource] = running.get(resource, 0) + count
-    return {name: max(running.get(name, 0), peak.get(name, 0)) for name in sorted({*running, *peak})}
+    """What the scheduler counts of extended resources."""
+    needs = pod_needs(read_pod_json(msgspec.json.encode(raw)).spec)
+    return {name: count for name, count in sorted(needs.requests.items()) if is_extended(name)}
 
 
 def annotation_number(raw: RawObject, name: str) -> float | None:

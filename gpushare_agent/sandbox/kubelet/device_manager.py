@@ -27,6 +27,7 @@ import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.core.kit.protobuf import bytes_field, string_list
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
@@ -131,10 +132,7 @@ class DeviceRecords:
         # By msgspec: a node has tens of thousands of IDs, and each admission writes the file.
         data = {"PodDeviceEntries": [record.entry for record in self.all()], "RegisteredDevices": registered}
         text = msgspec.json.encode(data)
-        temporary = self._path.with_name(f".{self._path.name}")
-        temporary.write_bytes(b'{"Data":%b,"Checksum":%d}' % (text, zlib.crc32(text)))
-        # As the real one: a reader never finds half of it.
-        temporary.replace(self._path)
+        replace_whole(self._path, b'{"Data":%b,"Checksum":%d}' % (text, zlib.crc32(text)))
 
     def read(self) -> set[str]:
         """Takes the records from the file; returns the resources that were registered. Starts empty without one."""
