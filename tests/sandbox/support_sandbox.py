@@ -339,8 +339,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         channel = Channel(path=str(self.paths.device_plugin_path / "kubelet.sock"))
         try:
             request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
-            async with asyncio.timeout(DEADLINE_S):
-                await RegistrationStub(channel).register(request)
+            await RegistrationStub(channel).register(request)
         finally:
             channel.close()
 
