@@ -79,12 +79,7 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         await self.refresh()
         gpus = self.agent_document.get("gpus", ()) if is_offered(self) else ()
         is_healthy = any(gpu["index"] == index and gpu["is_healthy"] for gpu in gpus)
-        healed = self.faults.heal(index, is_offered=is_healthy)
-        if healed.done:
-            return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
-        if healed.spared:
-            return f"GPU {index} is not ill ({healed.spared}); nothing was done to it"
-        return f"nothing is wrong with GPU {index}"
+        return self.faults.heal(index, is_offered=is_healthy)
 
     async def refresh(self) -> None:
         """Reads what the agent shows of its node. An agent that does not answer has not started yet, or is restarting. Its
