@@ -193,7 +193,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> Inspe
     containers = [one for uid, pod in by_uid.items() for one in _containers_of(pod, allocated.get(uid, {}), report)]
     gone = "the API server lists no such pod on the node that runs"
     containers += [
-        _container("", uid, "", charges, _charged(charges, report), gone)
+        inspected_container("", uid, "", charges, _charged(charges, report), gone)
         for uid, charges in allocated.items()
         # The report is a little behind: such a pod may have ended, and still has its GPUs for its agent.
         if uid not in by_uid
@@ -219,25 +219,26 @@ def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) 
     # With one container all of the pod's charges are its own.
     if charges and len(asking) <= 1:
         name = asking[0].name if asking else ""  # it asks by a name that the settings here do not have
-        return [_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
+        return [inspected_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
     remark = "the node's agent reports the GPUs of the whole pod" if len(charges) > 1 else ""
     remark = remark if charges else "the node's agent has not reported it"
     sizes = [(one.name, (request_of(one, names).cores, names.memory_mib(one) * MIB)) for one in asking]
-    return [_container(pod.namespace, pod.name, name, charges, size, remark) for name, size in sizes]
+    return [inspected_container(pod.namespace, pod.name, name, charges, size, remark) for name, size in sizes]
 
 
-def _container(
+def inspected_container(
     namespace: str, pod: str, name: str, gpus: Collection[int], size: tuple[int, int], remark: str = ""
 ) -> InspectedContainer:
+    """`size` is its cores and bytes."""
     cores, memory_bytes = size
     return {
         "namespace": namespace,
         "pod": pod,
         "container": name,
         "gpus": list(gpus),
-        "remark": remark,
         "cores": cores,
         "memory_bytes": memory_bytes,
+        "remark": remark,
     }
 
 

@@ -19,7 +19,7 @@ from gpushare_agent.core.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.node_report.documents import NodeDocument
-from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
+from gpushare_agent.kubectl.agent_client import node_of, open_agent, read_node
 from gpushare_agent.kubectl.render_top import (
     Choice,
     columns_for,
@@ -54,7 +54,7 @@ async def run(call: Invocation) -> int:
     """Prints or shows the node; `-o wide` lists processes. Raises AgentError where the first request fails."""
     options, form = call.options, call.options.output
     choice = Choice(sort=options.sort, has_processes=form == "wide")
-    async with open_agent(call.settings(), target_of(call)) as agent:
+    async with open_agent(call, call.settings(), node_of(call)) as agent:
 
         async def read() -> NodeDocument:
             document = await read_node(agent)
