@@ -8,13 +8,15 @@ prints.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
 
 from msgspec import Struct
 
 from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected
 from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.kubectl.agent_client import open_agent_client, read_node
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
@@ -36,6 +38,8 @@ from gpushare_agent.sandbox.scheduler.claim_objects import read_devices
 from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES
 
 READY_TIMEOUT_S = 30.0
+_AGENT_TIMEOUT_S = 2.0
+"""It listens on this machine; the report waits for its answer."""
 _UNSCHEDULABLE = "Unschedulable"
 _Item = TypeVar("_Item")
 
@@ -45,8 +49,6 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
 
     agent: AgentProcess
     faults: GpuFaults
-    read_agent: Callable[[], Awaitable[Mapping[str, Any]]]
-    """Its /api/v1/node. Raises AgentError."""
 
     @property
     def name(self) -> str:
@@ -84,11 +86,9 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
     async def refresh(self) -> None:
         """Reads what the agent shows of its node. An agent that does not answer has not started yet, or is restarting. Its
         last document stays."""
-        try:
-            found = await self.read_agent()
-        except AgentError:
-            return
-        self.agent_document.update(found)
+        with suppress(AgentError):
+            async with open_agent_client(self.addresses["web"], timeout_s=_AGENT_TIMEOUT_S) as agent:
+                self.agent_document.update(await read_node(agent))
 
 
 class SandboxController(Struct, frozen=True, kw_only=True):

@@ -17,9 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -37,7 +35,7 @@ from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
-from gpushare_agent.kubectl.agent_client import local_url, open_agent_client, read_node
+from gpushare_agent.kubectl.agent_client import local_url
 from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
@@ -52,9 +50,6 @@ from gpushare_agent.sandbox.render import has_several_nodes, pod_line, print_doc
 from gpushare_agent.sandbox.report import SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-
-if TYPE_CHECKING:
-    from gpushare_agent.core.node_report.documents import NodeDocument
 
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 
@@ -196,8 +191,6 @@ async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Eve
 # --- the nodes ---
 
 NODE_NAME = "sandbox"
-_AGENT_TIMEOUT_S = 2.0
-"""It listens on this machine; the report waits for its answer."""
 
 
 class RunningNode(NodeController, kw_only=True, eq=False):
@@ -258,20 +251,14 @@ async def build_node(
     made = RunningNode(
         node=node, gpus=tuple(sorted(inventory.known, key=lambda gpu: gpu.index)),
         names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
-        by_claims=settings.has_claims, settings=settings, read_agent=partial(_read_agent, addresses["web"]),
+        by_claims=settings.has_claims, settings=settings, faults=faults,
         agent=AgentProcess(arguments, node.paths.agent_log, notify, name=name),
-        faults=faults,
     )  # fmt: skip
     # None where the settings name another usage file, or none.
     usage = node.paths.usage
     if settings.driver == "simulated" and settings.simulated.usage == usage:
         made.player = WorkloadPlayer(made, usage, isolation=settings.isolation, allowed=settings.isolations_allowed)
     return made
-
-
-async def _read_agent(url: str) -> NodeDocument:
-    async with open_agent_client(url, timeout_s=_AGENT_TIMEOUT_S) as agent:
-        return await read_node(agent)
 
 
 async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> str:

@@ -17,7 +17,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire import v1
@@ -266,17 +265,13 @@ def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set
 
 def controller_of(node: EmbeddedNode) -> NodeController:
     """Of a node without an agent."""
-
-    async def no_agent() -> dict[str, Any]:
-        raise Unavailable("nothing listens")
-
     return NodeController(
         node=node,
         gpus=(),
         names=ResourceNames(vcore=CORE, vmemory=MEMORY),
         agent=AgentProcess([], node.paths.agent_log, lambda _: None),
         faults=GpuFaults(node.paths.faults, 2),
-        read_agent=no_agent,
+        addresses={"web": "http://localhost:1"},
     )
 
 

@@ -75,9 +75,9 @@ def _entries(kind: Kind) -> Iterator[RawObject]:
         **common, "name": name, "singularName": kind.name.lower(), "verbs": _VERBS, "shortNames": list(kind.short_names),
         **({"categories": ["all"]} if "all" in kind.marks else {}),
     }  # fmt: skip
-    if kind.has_status:
+    if "status" in kind.marks:
         yield {**common, "name": f"{name}/status", "verbs": ["patch", "update"]}
-    if kind.is_scalable:
+    if "scale" in kind.marks:
         scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
         yield {**common, "name": f"{name}/scale", **scale}
     if name == "pods":

@@ -86,7 +86,7 @@ class ApiHandlers(ApiObjects):
                 one: {"GET": self._get, "DELETE": self._delete, **on_object},
                 f"{one}/status": on_object,
             }
-            if kind.is_scalable:
+            if "scale" in kind.marks:
                 verbs[f"{one}/scale"] = dict.fromkeys(("GET", "PUT", "PATCH"), self._scale)
             if kind.resource == "pods":
                 verbs |= {f"{one}/binding": {"POST": self._bind}, f"{one}/eviction": {"POST": self._evict}}
