@@ -23,7 +23,6 @@ from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report import (
@@ -119,21 +118,22 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         except TimeoutError:
             return False
 
-    def apply(self, manifests: Iterable[Manifest]) -> list[str]:
+    def apply(self, manifests: Iterable[RawObject]) -> list[str]:
         """Returns, in order, `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
         done = []
-        for manifest in manifests:
-            kind = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
-            resource = kind.resource
-            metadata = manifest.raw["metadata"]
+        for raw in manifests:
+            kind = APPLIED_KINDS[raw.get("kind", "Pod")]
+            resource, metadata = kind.resource, raw["metadata"]
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = namespace if kind.is_namespaced else "", name
             # Looked up before, because apply also creates: the outcome depends on what was there.
             before = self.api.object_of(resource, key) if name else None
-            if name:
-                made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
-            else:  # generateName
-                made = self.api.create(resource, manifest.raw, namespace)
+            # Else it has a generateName.
+            made = (
+                self.api.apply(resource, raw, namespace, "sandbox")
+                if name
+                else self.api.create(resource, raw, namespace)
+            )
             outcome = "created" if before is None else "unchanged" if made is before else "configured"
             where = "/".join(filter(None, (made["metadata"].get("namespace"), made["metadata"]["name"])))
             remedy = self.api.claims_remedy(resource, made)
@@ -197,8 +197,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
                     raise Rejected(
                         'the request cannot be read: "pods" must hold manifests, each an object with metadata'
                     )
-                manifests = [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in request.pods]
-                return _each(lambda manifest: self.apply([manifest])[0], manifests)
+                return _each(lambda raw: self.apply([raw])[0], request.pods)
             case "delete":
                 return _each(lambda name: self._delete(request.namespace, name), request.names)
             case "exec":

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from aiohttp import ClientSession
 from msgspec import Struct, structs
 
 from gpushare_agent.core.kit.supervision import forever, stop_task
@@ -26,9 +27,9 @@ from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.runtime.cri_server import cri_socket
 from gpushare_agent.sandbox.scheduler.scheduler import (
     EmbeddedScheduler,
+    ExtenderCalls,
     ExtenderScheduler,
     SchedulerTimes,
-    open_extender_calls,
 )
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
@@ -150,8 +151,9 @@ async def open_embedded_cluster(
         await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
         scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api, names=names)
         if extender_url:
-            extender = await stack.enter_async_context(open_extender_calls(extender_url))
-            scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times)
+            # One for all calls: connections to the extender are used again.
+            session = await stack.enter_async_context(ClientSession())
+            scheduler = ExtenderScheduler(api=api, extender=ExtenderCalls(extender_url, session), times=scheduler_times)
         await stack.enter_async_context(running_task("scheduler", scheduler.run))
         nodes = []
         for number, name in enumerate(node_names):

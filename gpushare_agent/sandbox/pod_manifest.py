@@ -12,11 +12,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from gpushare_agent.core.kube import objects
-from gpushare_agent.core.kube.pods import read_pod_json
-from gpushare_agent.core.kube.scheduling import pod_needs
 from gpushare_agent.core.model.errors import Corrupt, Rejected
 from gpushare_agent.core.model.names import MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
@@ -105,9 +101,19 @@ def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
 
 
 def pod_requests(raw: RawObject) -> dict[str, int]:
-    """What the scheduler counts of extended resources."""
-    needs = pod_needs(read_pod_json(msgspec.json.encode(raw)).spec)
-    return {name: count for name, count in sorted(needs.requests.items()) if is_extended(name)}
+    """What the scheduler counts: main containers and sidecars together, or an init container with the sidecars before it,
+    if that is more.
+    """
+    running: dict[str, int] = {}
+    peak: dict[str, int] = {}
+    for container in containers_of(raw):
+        for resource, count in container.requests.items():
+            if container.kind is ContainerKind.INIT:
+                # An init container runs next to the sidecars that were started before it.
+                peak[resource] = max(peak.get(resource, 0), running.get(resource, 0) + count)
+            else:
+                running[resource] = running.get(resource, 0) + count
+    return {name: max(running.get(name, 0), peak.get(name, 0)) for name in sorted({*running, *peak})}
 
 
 def annotation_number(raw: RawObject, name: str) -> float | None:

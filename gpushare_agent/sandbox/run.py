@@ -419,7 +419,7 @@ async def _create(session: Session) -> None:
             "The end of its log:\n"
             f"{last_lines(late.node.paths.agent_log)}"
         )
-    for line in controller.apply(session.plan.manifests):
+    for line in controller.apply(one.raw for one in session.plan.manifests):
         notify(line)
 
 

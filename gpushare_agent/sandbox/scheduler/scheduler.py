@@ -17,8 +17,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -107,6 +107,7 @@ class NodeFit:
             most_mib = max((gpu.memory_mib for of_node in gpus for gpu in of_node), default=0)
             offer = Offer(offered, max(map(len, gpus), default=0), most_mib)
             found.append(mistakes(read_pod_json(msgspec.json.encode(pod)), self._names, offer))
+        found.append(self._api.claims_remedy("pods", pod))
         return "".join(f" {text}" for text in found if text)
 
     def reasons_against(
@@ -215,8 +216,7 @@ class EmbeddedScheduler:
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found], claimed)
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
-                remedy = self._fit.remedy(pod) + self._claims.remedy(pod)
-                report_waiting(self._api, pod, waiting_text(len(free), reasons) + remedy)
+                report_waiting(self._api, pod, waiting_text(len(free), reasons) + self._fit.remedy(pod))
                 continue
             # The next pod of this pass sees what is left.
             take(free[chosen], {name: count for name, count in requests.items() if name not in claimed.get(chosen, ())})
@@ -252,16 +252,9 @@ class _BindAnswer(Struct, frozen=True, rename="pascal"):
     error: str = ""
 
 
-@asynccontextmanager
-async def open_extender_calls(url: str) -> AsyncIterator[ExtenderCalls]:
-    """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`."""
-    # One for all calls: connections to the extender are used again.
-    async with ClientSession() as session:
-        yield ExtenderCalls(url=url.rstrip("/"), session=session)
-
-
-class ExtenderCalls(Struct, frozen=True, kw_only=True):
-    """All methods raise Unavailable where no usable answer came, Rejected where the extender gave an error."""
+class ExtenderCalls(Struct, frozen=True):
+    """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`. All methods raise Unavailable where
+    no usable answer came, Rejected where the extender gave an error."""
 
     url: str
     session: ClientSession
