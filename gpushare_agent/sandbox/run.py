@@ -96,16 +96,13 @@ async def run(plan: Plan) -> int:
         ) as cluster:  # fmt: skip
             nodes = [
                 await build_node(
-                    node,
-                    (*plan.flags, *flags),
-                    driver,
-                    notify,
-                    is_first=node is cluster.nodes[0],
-                    is_only=len(names) == 1,
-                    has_mig=plan.has_mig,
+                    node, (*plan.flags, *flags), driver, notify, is_only=len(names) == 1, has_mig=plan.has_mig
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
+            # All nodes have the same settings for it.
+            if note := await _check_isolation(nodes[0].settings, nodes[0].node.paths, drivers[0]):
+                notify(note)
             controller = SandboxController(nodes=tuple(nodes), extender=extender)
             session = Session(
                 plan=plan, controller=controller, notify=notify,
@@ -225,7 +222,6 @@ async def build_node(
     driver: NodeDriver,
     notify: Callable[[str], None],
     *,
-    is_first: bool = True,
     is_only: bool = True,
     has_mig: bool = False,
 ) -> RunningNode:
@@ -237,10 +233,6 @@ async def build_node(
     # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
     arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
-    note = await _check_isolation(settings, node.paths, driver)
-    # All nodes have the same settings for it.
-    if note and is_first:
-        notify(note)
     count, addresses = len((await driver.read()).known), addresses_of(settings)
     faults = GpuFaults(settings.simulated.faults, count, health_policy(settings))
     if has_mig:
@@ -305,8 +297,11 @@ async def running(nodes: Sequence[RunningNode], extender: AgentProcess | None) -
     """Runs agents, extender and players until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
+            settings, paths = node.settings, node.node.paths
             # Before the agents, which refuse shares under mps until the daemon answers.
-            await stack.enter_async_context(_fake_mps(node))
+            if any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
+                mps = open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control)
+                await stack.enter_async_context(mps)
         async with asyncio.TaskGroup() as group:
             processes = [*(node.agent for node in nodes), *([extender] if extender is not None else ())]
             bodies = [(one.name, one.run) for one in processes]
@@ -322,18 +317,8 @@ async def running(nodes: Sequence[RunningNode], extender: AgentProcess | None) -
 
 
 def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
+    """Not where a person has named the directory of a daemon."""
     return isolation == "mps" and settings.mps.pipe_directory == paths.mps_pipe
-
-
-@asynccontextmanager
-async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
-    """A daemon for isolation mps, unless a person has named the directory of one."""
-    settings, paths = node.settings, node.node.paths
-    if not any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
-        yield
-        return
-    async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):
-        yield
 
 
 def _extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None], url: str) -> AgentProcess:
