@@ -62,7 +62,7 @@ async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: 
         faults.report_xid(1, 79)
         assert failing(tmp_path / "faults.json") == {1}
         assert [event.xid for event in await driver.events()] == [79, 48, 79]
-        assert faults.heal(1).done == "was reset after Xid 79, Xid 48"
+        assert faults.heal(1) == f"GPU 1 was reset after Xid 79, Xid 48{TAKEN_BACK}"
         assert failing(tmp_path / "faults.json") == set()
         assert [[gpu.is_healthy for gpu in (await driver.read()).gpus] for _ in range(2)] == [
             [True, False, True], [True, True, True],
@@ -78,7 +78,7 @@ async def test_what_a_person_has_written_stays(tmp_path: Path) -> None:
     faults.report_xid(1, 79)
     faults.lose(1)
     assert failing(path) == {0, 1}
-    assert faults.heal(1).done == "is no longer lost (GPU is lost) and was reset after Xid 79"
+    assert faults.heal(1) == f"GPU 1 is no longer lost (GPU is lost) and was reset after Xid 79{TAKEN_BACK}"
     assert json.loads(path.read_text()) == {
         "lost": {"0": "mine"}, "xids": [{"id": 40, "gpu": 0, "xid": 48}], "resets": [{"id": 42, "gpu": 1}],
     }  # fmt: skip

@@ -183,12 +183,11 @@ class _Resource(Struct):
     """The state of one resource. Without an endpoint it is only known from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None
-    is_connected: bool = False
-    """Whether `endpoint`, the newest registration, is connected."""
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()
     stopped_at: float | None = None
+    """When the plugin that registered last was disconnected; None while it is connected."""
 
 
 class DeviceManager:
@@ -204,7 +203,6 @@ class DeviceManager:
         self._allocated = self.records.allocated()
         # Only those of the newest pod, because admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
-        self._pending_uid = ""
         self._active_pods = active_pods
         self._parts = parts
         self._rng = parts.rng
@@ -217,7 +215,7 @@ class DeviceManager:
         """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
         resource = self._resources.setdefault(endpoint.resource, _Resource())
         # The devices of before stay until the new plugin's first list.
-        resource.endpoint, resource.is_connected, resource.stopped_at = endpoint, True, None
+        resource.endpoint, resource.stopped_at = endpoint, None
         self._endpoints.append(endpoint)
 
     async def follow(self, endpoint: PluginEndpoint) -> None:
@@ -228,8 +226,7 @@ class DeviceManager:
         resource = self._resources[endpoint.resource]
         # By the resource's name, as the real one: the stream that ended may belong to another plugin than the one that is
         # disconnected.
-        if resource.is_connected and resource.endpoint is not None:
-            resource.is_connected = False
+        if resource.endpoint is not None and resource.stopped_at is None:
             resource.endpoint.close()
             # Unhealthy and not gone: capacity stays, allocatable is 0.
             resource.healthy = frozenset()
@@ -276,7 +273,7 @@ class DeviceManager:
     def update_allocated(self) -> None:
         """Forgets the records of ended pods, and then rebuilds the allocated set. PodResources List does this too."""
         # Never the pod under admission, as in the real one: it may be in no list of active pods yet.
-        gone = self.records.pods() - self._active_pods() - {self._pending_uid}
+        gone = self.records.pods() - self._active_pods() - {self._reusable[0]}
         # Until all pods were seen once, a missing pod may only not have been taken up yet.
         if self.is_ready and gone:
             self.records.remove(gone)
@@ -286,7 +283,6 @@ class DeviceManager:
 
     async def allocate(self, pod: PodIdentity, container: ContainerSpec) -> None:
         """Raises AllocationFailed. What earlier resources of the container got is kept until the pod is forgotten."""
-        self._pending_uid = pod.uid
         # Init containers' IDs pass to later containers of their pod, and to no others.
         if self._reusable[0] != pod.uid:
             self._reusable = (pod.uid, {})

@@ -71,8 +71,8 @@ class NodeFit:
             found = self._requests[uid] = pod_requests(pod)
         return found
 
-    def free(self, assumed: Mapping[str, tuple[RawObject, str]]) -> dict[str, dict[str, int]]:
-        """What is free by node and resource. `assumed` are pods that are being bound, by UID, each with its node."""
+    def free(self, assumed: Mapping[str, str]) -> dict[str, dict[str, int]]:
+        """What is free by node and resource. `assumed` are the nodes of pods that are being bound, by UID."""
         pods = self._api.store.in_creation_order("pods")
         nodes = {raw["metadata"]["name"]: _extended(raw) for raw in self._api.store.all("nodes")}
         # What is known of pods that have gone is dropped below: a burst has thousands.
@@ -81,7 +81,7 @@ class NodeFit:
             uid = pod["metadata"]["uid"]
             living[uid] = None
             # A pod that is being bound counts as on its node.
-            node_name = pod["spec"].get("nodeName") or (assumed[uid][1] if uid in assumed else "")
+            node_name = pod["spec"].get("nodeName") or assumed.get(uid)
             # A node may be gone; a pod that has ended uses nothing.
             if node_name in nodes and not is_terminal(pod):
                 take(nodes[node_name], self.requests(pod))
@@ -333,7 +333,7 @@ class ExtenderScheduler:
         self._times = times or SchedulerTimes()
         self._rng = random.Random(seed)
         self._fit = NodeFit(api)
-        self._assumed: dict[str, tuple[RawObject, str]] = {}
+        self._assumed: dict[str, str] = {}
         self._waiting: dict[str, _Waiting] = {}
         # kube-scheduler binds in the background too; a bound keeps a burst from opening a hundred connections.
         self._places = asyncio.Semaphore(BINDS_AT_ONCE)
@@ -426,7 +426,7 @@ class ExtenderScheduler:
         # Among equals at random, as kube-scheduler.
         chosen = self._rng.choice([name for name in names if scores.get(name, 0) == best])
         uid = pod["metadata"]["uid"]
-        self._assumed[uid] = pod, chosen  # before the wait: the next pod must not be given the same place
+        self._assumed[uid] = chosen  # before the wait: the next pod must not be given the same place
         await self._places.acquire()
         binds.create_task(self._bind(pod, chosen, is_ours=not requests), name=f"bind {pod['metadata']['name']}")
 
