@@ -6,7 +6,7 @@ A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first c
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -246,15 +246,11 @@ def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
     return _row(names, widths, style="bold")
 
 
-def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> Group:
+def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> tuple[Text, list[Text]]:
     """Header and rows."""
     choice = choice or Choice()
     widths = columns_for(lines, width, has_bars=choice.has_bars)
-    return Group(header_line(widths, choice.sort), *rows_of(lines, widths, width))
-
-
-def rows_of(lines: Sequence[Line], widths: Mapping[str, int], width: int) -> Iterator[Text]:
-    return (_line(line, widths, width) for line in lines)
+    return header_line(widths, choice.sort), [_line(line, widths, width) for line in lines]
 
 
 def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
@@ -343,4 +339,5 @@ def node_tables(document: documents.NodeDocument, width: int, choice: Choice) ->
     """The whole view of the node."""
     lines = top_lines(document, width, choice)
     note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
-    return [*heading(document, width), top_table(lines, width, choice), *note]
+    header, rows = top_table(lines, width, choice)
+    return [*heading(document, width), Group(header, *rows), *note]

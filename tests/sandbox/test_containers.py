@@ -22,7 +22,6 @@ from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgrou
 from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime
 from tests.runtime.support_cgroups import find_cgroup
 from tests.sandbox.support_containers import (
-    DEADLINE_S,
     KINDS,
     UID,
     config,
@@ -31,7 +30,7 @@ from tests.sandbox.support_containers import (
     shell,
     wait_ended,
 )
-from tests.support_deadline import poll_until
+from tests.support_deadline import DEADLINE_S, poll_until
 
 TWO_CHILDREN = "sleep 600 & sleep 600 & wait"
 LEAVES_A_CHILD = "(trap '' TERM; sleep 600 & echo $! > {file}.new; mv {file}.new {file}; wait) & wait"
