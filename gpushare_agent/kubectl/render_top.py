@@ -79,10 +79,12 @@ class Line(Struct, frozen=True, kw_only=True):
     style: str = ""
 
 
-def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
+ALL = Choice()
+
+
+def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice = ALL) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
     each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
-    choice = choice or Choice()
     containers = [one for one in document["containers"] if choice.filter in _name(one)]
     lines: list[Line] = []
     for gpu in sorted(document["gpus"], key=_order(choice.sort, _gpu_loads)):
@@ -246,9 +248,8 @@ def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
     return _row(names, widths, style="bold")
 
 
-def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> tuple[Text, list[Text]]:
+def top_table(lines: Sequence[Line], width: int, choice: Choice = ALL) -> tuple[Text, list[Text]]:
     """Header and rows."""
-    choice = choice or Choice()
     widths = columns_for(lines, width, has_bars=choice.has_bars)
     return header_line(widths, choice.sort), [_line(line, widths, width) for line in lines]
 

@@ -85,7 +85,7 @@ async def open_embedded_node(
     """A node with an API server and a scheduler of its own. `cgroups` insists on a kind: v2, v1 or none."""
     paths = prepare_state_directory(state)
     async with (
-        EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
+        EmbeddedApiServer(version=kubelet_version) as api,
         running_task("scheduler", EmbeddedScheduler(api=api).run),
         open_node_on(
             api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)

@@ -349,10 +349,9 @@ class EmbeddedApiServer(ApiHandlers):
         version: str = "1.36",
         history_limit: int = 2000,
         bookmark_interval_s: float = 60.0,
-        seed: int = 0,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        super().__init__(version=version, history_limit=history_limit, seed=seed)
+        super().__init__(version=version, history_limit=history_limit)
         self.port = port
         self.certificate = certificate
         self.access = ApiAccess()
