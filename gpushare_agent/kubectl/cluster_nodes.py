@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import itemgetter
 from typing import TypedDict
 
 from msgspec import Raw, Struct
@@ -55,17 +56,14 @@ async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
     names = cluster_names(settings)
     # Nodes first: the nodes' reports decide which pods are read.
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
-    of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
-    reported = {uid for node in nodes for uid in node.report.allocated or ()}
+    of_node: dict[str, list[Pod]] = {name: [] for name, _ in nodes}
+    reported = {uid for _, report in nodes for uid in report.allocated or ()}
     found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names, reported))
     for pod in found:
         # A node without GPUs is not shown, nor what pods ask for on it.
         if pod.node_name in of_node:
             of_node[pod.node_name].append(pod)
-    return [
-        report_document(node.name, node.report, of_node[node.name])
-        for node in sorted(nodes, key=lambda node: node.name)
-    ]
+    return [report_document(name, report, of_node[name]) for name, report in sorted(nodes, key=itemgetter(0))]
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
@@ -74,19 +72,15 @@ def cluster_names(settings: Settings) -> ResourceNames:
     return resource_names(settings.model_copy(update={"gpushare": enabled}))
 
 
-class _Node(Struct, frozen=True, kw_only=True):
-    name: str
-    report: NodeReport
-
-
-def _node(raw: Raw, names: ResourceNames) -> _Node | None:
+def _node(raw: Raw, names: ResourceNames) -> tuple[str, NodeReport] | None:
+    """With its name."""
     node = read_node_json(raw)
     if not node.meta.name:
         return None
     quantities = node.status.capacity or {}
     capacity = {resource: _count(quantities.get(resource)) for resource in names.names}
     report = read_report(node.meta.annotations, capacity, names)
-    return _Node(name=node.meta.name, report=report) if report is not None else None
+    return (node.meta.name, report) if report is not None else None
 
 
 def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:

@@ -24,7 +24,6 @@ from gpushare_agent.sandbox.kubelet.container_config import container_config, co
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
 from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
 from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.runtime.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -237,8 +236,7 @@ class PodWorker:
                 # By name: the order in which resources were allocated is random.
                 answers = [records[name].response for name in sorted(records)]
                 claimed = self._dra.cdi_names(self._newest(), container_of(self.raw, spec.name))
-                cdi = CdiResolver([self._parts.paths.cdi])
-                config = container_config(self.raw, spec, answers, cdi, claimed)
+                config = container_config(self.raw, spec, answers, self._parts.paths.cdi, claimed)
                 self._runtime.start(config)
                 self._record_start(config.name, config.note)
                 break
