@@ -17,8 +17,9 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
-from gpushare_agent.core.kube.objects import Quantity, read_node_json, whole_number
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.kube.scheduling import amount_of
 from gpushare_agent.core.kube.session import KubeTimeouts
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.core.model.errors import Corrupt
@@ -78,7 +79,8 @@ def _node(raw: Raw, names: ResourceNames) -> tuple[str, NodeReport] | None:
     if not node.meta.name:
         return None
     quantities = node.status.capacity or {}
-    capacity = {resource: _count(quantities.get(resource)) for resource in names.names}
+    # A node whose capacity cannot be read has none: it is left out, and the others are shown.
+    capacity = {resource: amount_of(quantities.get(resource), is_cpu=False) for resource in names.names}
     report = read_report(node.meta.annotations, capacity, names)
     return (node.meta.name, report) if report is not None else None
 
@@ -91,14 +93,6 @@ def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | 
     except Corrupt:
         return None
     return pod if names.wants_any(pod) or pod.uid in reported else None
-
-
-def _count(quantity: Quantity | None) -> int:
-    try:
-        # A node whose capacity cannot be read is left out, and the others are shown.
-        return whole_number(quantity, "capacity") if quantity is not None else 0
-    except Corrupt:
-        return 0
 
 
 class InspectedContainer(TypedDict):
