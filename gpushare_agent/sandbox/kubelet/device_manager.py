@@ -304,7 +304,7 @@ class DeviceManager:
             self.update_allocated()
         is_changed = False
         for name, count in requests:
-            subject = _subject(pod, container, name)
+            subject = CallSubject(pod.uid, pod.name, container.name, name)
             ids = await self._choose(subject, count, reusable.get(name, set()))
             # None: the container has them already, from before a restart.
             if ids:
@@ -433,7 +433,7 @@ class DeviceManager:
         """
         is_missing = False
         for name, _ in self._known_requests(container):
-            await self._pre_start(_subject(pod, container, name))
+            await self._pre_start(CallSubject(pod.uid, pod.name, container.name, name))
             # The resource became known after the admission: the pod worker allocates it when the container starts, while
             # other admissions run.
             is_missing = is_missing or name not in self.records.of_container(pod.uid, container.name)
@@ -464,7 +464,3 @@ class DeviceManager:
     def _write_checkpoint(self) -> None:
         resources = sorted(self._resources.items())
         self.records.write({name: [one for one in known.devices if one in known.healthy] for name, known in resources})
-
-
-def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
-    return CallSubject(pod.uid, pod.name, container.name, resource)
