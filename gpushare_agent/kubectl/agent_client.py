@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw, Struct
 
-from gpushare_agent.core.cli.command_line import AGENT_NAMESPACE, KUBECTL, Invocation
+from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.kit.tcp_listeners import host_port
 from gpushare_agent.core.kube.client import KubeApi, pods
 from gpushare_agent.core.kube.objects import object_meta
@@ -146,39 +146,23 @@ HTTP_PORT = "http"
 _GET_TIMEOUT_S = 15.0
 
 
-class AgentTarget(Struct, frozen=True, kw_only=True):
-    """The node that is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
-    `is_remote` without one means the node that the pod is on, or the only one with an agent. An empty `agent_namespace`
-    means all."""
-
-    server: str = ""
-    node: str = ""
-    is_remote: bool = False
-    agent_namespace: str = AGENT_NAMESPACE
-
-
-def target_of(call: Invocation) -> AgentTarget:
-    """The target that the options of a command name: kubectl gpushare has no --server, and some commands take a node only by
-    --node."""
-    return AgentTarget(
-        server=getattr(call.options, "server", None) or "",
-        node=call.options.node or getattr(call.options, "node_name", ""),
-        is_remote=call.program == KUBECTL,
-        agent_namespace=call.options.agent_namespace,
-    )
+def node_of(call: Invocation) -> str:
+    """The node that the options of a command name, empty where they name none; some take it only by --node."""
+    return str(call.options.node or getattr(call.options, "node_name", None) or "")
 
 
 @asynccontextmanager
-async def open_agent(settings: Settings, target: AgentTarget) -> AsyncIterator[AgentClient]:
-    """Raises AgentError."""
+async def open_agent(call: Invocation, settings: Settings, node: str) -> AsyncIterator[AgentClient]:
+    """The agent of that node; where it is empty, of this host, and for kubectl gpushare of the only node that has one.
+    Raises AgentError."""
+    server = getattr(call.options, "server", None)  # kubectl gpushare has no such option
     # The agent's own address first: it needs no rights in the cluster.
-    if target.server or not (target.node or target.is_remote):
-        url = target.server or local_url(settings.web.addr, settings.web.port)
-        async with open_agent_client(url) as agent:
+    if server or not (node or call.program == KUBECTL):
+        async with open_agent_client(server or local_url(settings.web.addr, settings.web.port)) as agent:
             yield agent
         return
     async with open_cluster(settings) as api:
-        agent_pod = await find_agent(api, settings, node=target.node, namespace=target.agent_namespace)
+        agent_pod = await find_agent(api, settings, node=node, namespace=call.options.agent_namespace)
         yield _behind_api_server(api, agent_pod)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import itemgetter
 from typing import TypedDict
 
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
-from gpushare_agent.core.kube.objects import Quantity, read_node_json, whole_number
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
+from gpushare_agent.core.kube.scheduling import amount_of
 from gpushare_agent.core.kube.session import KubeTimeouts
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.core.model.errors import Corrupt
@@ -55,17 +57,14 @@ async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
     names = cluster_names(settings)
     # Nodes first: the nodes' reports decide which pods are read.
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
-    of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
-    reported = {uid for node in nodes for uid in node.report.allocated or ()}
+    of_node: dict[str, list[Pod]] = {name: [] for name, _ in nodes}
+    reported = {uid for _, report in nodes for uid in report.allocated or ()}
     found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names, reported))
     for pod in found:
         # A node without GPUs is not shown, nor what pods ask for on it.
         if pod.node_name in of_node:
             of_node[pod.node_name].append(pod)
-    return [
-        report_document(node.name, node.report, of_node[node.name])
-        for node in sorted(nodes, key=lambda node: node.name)
-    ]
+    return [report_document(name, report, of_node[name]) for name, report in sorted(nodes, key=itemgetter(0))]
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
@@ -74,19 +73,16 @@ def cluster_names(settings: Settings) -> ResourceNames:
     return resource_names(settings.model_copy(update={"gpushare": enabled}))
 
 
-class _Node(Struct, frozen=True, kw_only=True):
-    name: str
-    report: NodeReport
-
-
-def _node(raw: Raw, names: ResourceNames) -> _Node | None:
+def _node(raw: Raw, names: ResourceNames) -> tuple[str, NodeReport] | None:
+    """With its name."""
     node = read_node_json(raw)
     if not node.meta.name:
         return None
     quantities = node.status.capacity or {}
-    capacity = {resource: _count(quantities.get(resource)) for resource in names.names}
+    # A node whose capacity cannot be read has none: it is left out, and the others are shown.
+    capacity = {resource: amount_of(quantities.get(resource), is_cpu=False) for resource in names.names}
     report = read_report(node.meta.annotations, capacity, names)
-    return _Node(name=node.meta.name, report=report) if report is not None else None
+    return (node.meta.name, report) if report is not None else None
 
 
 def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:
@@ -97,14 +93,6 @@ def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | 
     except Corrupt:
         return None
     return pod if names.wants_any(pod) or pod.uid in reported else None
-
-
-def _count(quantity: Quantity | None) -> int:
-    try:
-        # A node whose capacity cannot be read is left out, and the others are shown.
-        return whole_number(quantity, "capacity") if quantity is not None else 0
-    except Corrupt:
-        return 0
 
 
 class InspectedContainer(TypedDict):
@@ -193,7 +181,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> Inspe
     containers = [one for uid, pod in by_uid.items() for one in _containers_of(pod, allocated.get(uid, {}), report)]
     gone = "the API server lists no such pod on the node that runs"
     containers += [
-        _container("", uid, "", charges, _charged(charges, report), gone)
+        inspected_container("", uid, "", charges, _charged(charges, report), gone)
         for uid, charges in allocated.items()
         # The report is a little behind: such a pod may have ended, and still has its GPUs for its agent.
         if uid not in by_uid
@@ -219,25 +207,26 @@ def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) 
     # With one container all of the pod's charges are its own.
     if charges and len(asking) <= 1:
         name = asking[0].name if asking else ""  # it asks by a name that the settings here do not have
-        return [_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
+        return [inspected_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
     remark = "the node's agent reports the GPUs of the whole pod" if len(charges) > 1 else ""
     remark = remark if charges else "the node's agent has not reported it"
     sizes = [(one.name, (request_of(one, names).cores, names.memory_mib(one) * MIB)) for one in asking]
-    return [_container(pod.namespace, pod.name, name, charges, size, remark) for name, size in sizes]
+    return [inspected_container(pod.namespace, pod.name, name, charges, size, remark) for name, size in sizes]
 
 
-def _container(
+def inspected_container(
     namespace: str, pod: str, name: str, gpus: Collection[int], size: tuple[int, int], remark: str = ""
 ) -> InspectedContainer:
+    """`size` is its cores and bytes."""
     cores, memory_bytes = size
     return {
         "namespace": namespace,
         "pod": pod,
         "container": name,
         "gpus": list(gpus),
-        "remark": remark,
         "cores": cores,
         "memory_bytes": memory_bytes,
+        "remark": remark,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -104,20 +105,14 @@ class _Reader:
     def node(self, raw: Raw) -> tuple[ClusterNode, NodeFacts] | None:
         text = read_node_json(raw).meta.annotations.get(GPUS_ANNOTATION)
         if text is not None and not self._has_report:
-            self._take_block_size(text)
+            with suppress(Corrupt):
+                if (size_mib := parse_gpus(text).memory_block_mib) is not None:
+                    self._has_report = True
+                    self.names = replace(self.names, memory_block_mib=size_mib)
         labels = self._labels
         node = read_node(raw, self.names, model_label=labels.model_label, pool_label=labels.pool_label).node
         self.resources |= resources_of_node(raw)
         return (node, node_facts(raw, node)) if node is not None else None
-
-    def _take_block_size(self, text: str) -> None:
-        try:
-            size_mib = parse_gpus(text).memory_block_mib
-        except Corrupt:
-            return
-        if size_mib is not None:
-            self._has_report = True
-            self.names = replace(self.names, memory_block_mib=size_mib)
 
 
 def node_facts(raw: Raw, node: ClusterNode) -> NodeFacts:

@@ -239,12 +239,6 @@ class ClusterPage:
             self._facts[reading.node.name] = node_facts(raw, reading.node)
         return reading
 
-    def _read_cluster(self, quota_problem: str) -> ReadCluster:
-        """The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted."""
-        self._facts = {name: self._facts[name] for name in self._state.node_names()}
-        view = view_of(self._state, self._facts, self._pods.views, _hosted)
-        return ReadCluster(view=view, state=self._state, quota_problem=quota_problem)
-
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
         try:
@@ -261,7 +255,10 @@ class ClusterPage:
             quota, problem = Quota(), str(e)
         self._state.quota.quota = quota
         pod = self._pods.waiting.get(PodUid(asked["uid"]))
-        read = self._read_cluster(problem)
+        self._facts = {name: self._facts[name] for name in self._state.node_names()}
+        # The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted.
+        view = view_of(self._state, self._facts, self._pods.views, _hosted)
+        read = ReadCluster(view=view, state=self._state, quota_problem=problem)
         if pod is None or (found := waiting_document(read, pod)) is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
         return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read)})

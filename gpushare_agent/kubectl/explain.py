@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.core.cli.command_line import Invocation
+from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
@@ -27,7 +26,7 @@ from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
 from gpushare_agent.core.placement.mistakes import mistakes
-from gpushare_agent.kubectl.agent_client import AgentClient, open_agent, read_decisions, read_node, read_pod, target_of
+from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
 
@@ -159,22 +158,22 @@ _ASKED_FOR_S = 10.0
 
 async def run(call: Invocation) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
-    options, settings, target = call.options, call.settings(), target_of(call)
+    options, settings, node = call.options, call.settings(), node_of(call)
+    is_remote = call.program == KUBECTL
     named, slash, pod = options.pod.rpartition("/")
     if named in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
         slash = ""
     # The agent searches its decisions by name alone; through the API server the pod is fetched first, which needs a
     # namespace: kubectl's own default.
-    is_in_default = (target.is_remote or target.node) and not options.all_namespaces
+    is_in_default = (is_remote or node) and not options.all_namespaces
     namespace = (named if slash else options.namespace) or ("default" if is_in_default else "")
-    if target.is_remote and not target.node:
+    if is_remote and not node:
         async with open_cluster(settings) as api:
             raw = await read_pod(api, namespace, pod)
-            node = read_pod_json(raw).spec.node_name
+            node = read_pod_json(raw).spec.node_name or ""
             if not node:
                 return await explain_waiting(api, settings, raw, form=options.output)
-        target = replace(target, node=node)
-    async with open_agent(settings, target) as agent:
+    async with open_agent(call, settings, node) as agent:
         decisions = await read_decisions(agent, pod=pod, namespace=namespace)
         chosen = newest_of_containers(decisions, options.container)
         if not chosen:

@@ -6,9 +6,6 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from functools import reduce
-from operator import or_
 from typing import Any
 
 from msgspec import Raw
@@ -18,8 +15,7 @@ from rich.text import Text
 from gpushare_agent.core.cli.command_line import Form
 from gpushare_agent.core.cli.render_text import counted, plain, print_as
 from gpushare_agent.core.kube.client import KubeApi
-from gpushare_agent.core.kube.objects import whole_number
-from gpushare_agent.core.kube.pods import ContainerJson, PodJson, mistyped_annotations, read_pod_json, scheduler_message
+from gpushare_agent.core.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.names import MIB, NVIDIA_MIG_PREFIX, PodUid
@@ -101,15 +97,13 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
         [node] = [one for one in view.nodes if one.name == found.fitting[0]]
         others = f" and {counted(more, 'more node')}" if (more := len(found.fitting) - 1) else ""
         fits = f"now on {gpus_text(node, found.gpus)}{others}"
-    return {
-        "namespace": pod.meta.namespace,
+    return _document(pod, read) | {
         "request": asked,
         # The sandbox's scheduler ends with the mistake.
         "scheduler": scheduler_message(pod).removesuffix(mistake).rstrip(),
         "mistake": mistake,
         # From the pod as it is: the cluster's view keeps only what placement reads.
         "ignored": mistyped_annotations(pod.meta.annotations),
-        "nodes": found.nodes,
         "reasons": reasons,
         "fitting": {"nodes": found.fitting, "gpus": found.gpus},
         "fits": fits,
@@ -119,11 +113,29 @@ def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     }
 
 
+def _document(pod: PodJson, read: ReadCluster) -> dict[str, Any]:
+    """What is the same whatever is found, and nothing found."""
+    return {
+        "namespace": pod.meta.namespace,
+        "request": asked_by(pod),
+        "scheduler": scheduler_message(pod),
+        "mistake": "",
+        "ignored": "",
+        "nodes": len(read.view.nodes),
+        "reasons": {},
+        "fitting": {"nodes": [], "gpus": []},
+        "fits": "",
+        "changes": [],
+        "other_reasons": {},
+        "not_checked": [],
+    }
+
+
 async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     """The same of a pod that asks for MIG instances by claims or by their resources; None where it does not. Raises
     AgentError."""
     claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
-    resources = _extended(pod)
+    resources = {name: count for name, count in pod_needs(pod.spec).requests.items() if "/" in name}
     if not claims and not resources:
         return None
     cluster = await read_claims(api)
@@ -138,32 +150,12 @@ async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> 
             f"a selector names an attribute that a device of its class does not have; those of MIG instances are {has}"
         )
         found = WaitsFor(reasons={why: len(read.view.nodes)})
-    return {
-        "namespace": pod.meta.namespace,
-        "request": asked_by(pod),
-        "scheduler": scheduler_message(pod),
-        "mistake": "",
-        "ignored": "",
-        "nodes": len(read.view.nodes),
+    return _document(pod, read) | {
         "reasons": found.reasons,
-        "fitting": {"nodes": [], "gpus": []},
         "fits": found.fits,
         "changes": found.changes,
-        "other_reasons": {},
         "not_checked": ["what else the claim, its class and the pod ask of the device and the node"],
     }
-
-
-def _extended(pod: PodJson) -> Mapping[str, int]:
-    """How many of each resource next to CPU and memory: containers together, and init containers one after the other.
-    Raises Corrupt."""
-
-    def of(one: ContainerJson) -> Counter[str]:
-        asked = {name: whole_number(count, name) for name, count in one.limits.items() if "/" in name}
-        return Counter({name: count for name, count in asked.items() if count})
-
-    together = sum(map(of, pod.spec.containers or ()), Counter[str]())
-    return reduce(or_, map(of, pod.spec.init_containers or ()), together)
 
 
 def _of_plugins(resource: str, read: ReadCluster, cluster: ClaimCluster) -> WaitsFor:

@@ -15,7 +15,7 @@ from typing import TypedDict, cast
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.core.cli.command_line import Invocation
+from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
@@ -38,8 +38,8 @@ from gpushare_agent.core.cli.render_text import (
 )
 from gpushare_agent.core.model.gpus import HOST_MEMORY_TEXTS
 from gpushare_agent.core.node_report.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
-from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
-from gpushare_agent.kubectl.cluster_nodes import InspectedNode, open_cluster, read_cluster
+from gpushare_agent.kubectl.agent_client import node_of, open_agent, read_node
+from gpushare_agent.kubectl.cluster_nodes import InspectedNode, inspected_container, open_cluster, read_cluster
 
 SCHEMA = 2
 
@@ -213,18 +213,18 @@ _NO_NODE = (
 
 async def run(call: Invocation) -> int:
     """Raises AgentError."""
-    options, settings, target = call.options, call.settings(), target_of(call)
+    options, settings, node = call.options, call.settings(), node_of(call)
     # On a person's own machine no node is the obvious one; on a node it is this node.
-    if (target.is_remote and not target.node) or getattr(options, "all_nodes", False):
+    if (call.program == KUBECTL and not node) or getattr(options, "all_nodes", False):
         async with open_cluster(settings) as api:
             nodes = await read_cluster(api, settings)
     else:
-        async with open_agent(settings, target) as agent:
+        async with open_agent(call, settings, node) as agent:
             nodes = [node_of_document(await read_node(agent))]
     document = inspection_document(nodes)
-    for node in document["nodes"]:
+    for one in document["nodes"]:
         # After the sums, which are of the whole node whatever namespace is shown.
-        node["containers"] = in_namespace(node["containers"], options.namespace)
+        one["containers"] = in_namespace(one["containers"], options.namespace)
     is_wide = options.output == "wide"
     show = partial(inspection_tables, document, with_details=options.details, is_wide=is_wide)
     print_as(options.output, document, lambda width: show(width=width) if nodes else [Text(_NO_NODE)])
@@ -249,15 +249,11 @@ def node_of_document(document: NodeDocument) -> InspectedNode:
         "gpus": [reported_part(gpu) for gpu in document["gpus"]],
         "mig_gpus": [*document.get("mig_gpus", ())],
         "containers": [
-            {
-                "namespace": container["namespace"],
-                "pod": container["pod"],
-                "container": container["container"],
-                "cores": _charged(container["cores"], container.get("allocated")),
-                "memory_bytes": container["memory_bytes"],
-                "gpus": [gpu["index"] for gpu in container["gpus"]],
-                "remark": "",
-            }
-            for container in document["containers"]
+            inspected_container(
+                *(one["namespace"], one["pod"], one["container"]),
+                gpus=[gpu["index"] for gpu in one["gpus"]],
+                size=(_charged(one["cores"], one.get("allocated")), one["memory_bytes"]),
+            )
+            for one in document["containers"]
         ],
     }

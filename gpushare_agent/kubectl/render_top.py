@@ -6,7 +6,7 @@ A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first c
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -79,10 +79,12 @@ class Line(Struct, frozen=True, kw_only=True):
     style: str = ""
 
 
-def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
+ALL = Choice()
+
+
+def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice = ALL) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
     each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
-    choice = choice or Choice()
     containers = [one for one in document["containers"] if choice.filter in _name(one)]
     lines: list[Line] = []
     for gpu in sorted(document["gpus"], key=_order(choice.sort, _gpu_loads)):
@@ -246,15 +248,10 @@ def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
     return _row(names, widths, style="bold")
 
 
-def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> Group:
+def top_table(lines: Sequence[Line], width: int, choice: Choice = ALL) -> tuple[Text, list[Text]]:
     """Header and rows."""
-    choice = choice or Choice()
     widths = columns_for(lines, width, has_bars=choice.has_bars)
-    return Group(header_line(widths, choice.sort), *rows_of(lines, widths, width))
-
-
-def rows_of(lines: Sequence[Line], widths: Mapping[str, int], width: int) -> Iterator[Text]:
-    return (_line(line, widths, width) for line in lines)
+    return header_line(widths, choice.sort), [_line(line, widths, width) for line in lines]
 
 
 def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
@@ -343,4 +340,5 @@ def node_tables(document: documents.NodeDocument, width: int, choice: Choice) ->
     """The whole view of the node."""
     lines = top_lines(document, width, choice)
     note = notes(lines) if lines else [Text("this node has no GPU that the driver can name")]
-    return [*heading(document, width), top_table(lines, width, choice), *note]
+    header, rows = top_table(lines, width, choice)
+    return [*heading(document, width), Group(header, *rows), *note]

@@ -19,17 +19,8 @@ from gpushare_agent.core.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.node_report.documents import NodeDocument
-from gpushare_agent.kubectl.agent_client import open_agent, read_node, target_of
-from gpushare_agent.kubectl.render_top import (
-    Choice,
-    columns_for,
-    header_line,
-    heading,
-    node_tables,
-    notes,
-    rows_of,
-    top_lines,
-)
+from gpushare_agent.kubectl.agent_client import node_of, open_agent, read_node
+from gpushare_agent.kubectl.render_top import Choice, heading, node_tables, notes, top_lines, top_table
 
 _ERASE, _END, _CANCEL = ("\x7f", "\b"), ("\n", "\r"), "\x1b"
 _MAX_FILTER_CHARS = 100
@@ -54,7 +45,7 @@ async def run(call: Invocation) -> int:
     """Prints or shows the node; `-o wide` lists processes. Raises AgentError where the first request fails."""
     options, form = call.options, call.options.output
     choice = Choice(sort=options.sort, has_processes=form == "wide")
-    async with open_agent(call.settings(), target_of(call)) as agent:
+    async with open_agent(call, call.settings(), node_of(call)) as agent:
 
         async def read() -> NodeDocument:
             document = await read_node(agent)
@@ -120,13 +111,9 @@ class _Top:
         if self._has_help:
             return View(head=head, body=Text(_HELP), foot=[*problem, Text("? back  q ends", style="dim")])
         lines = top_lines(self.document, width, self._choice)
-        widths = columns_for(lines, width, has_bars=self._choice.has_bars)
-        body = Group(*rows_of(lines, widths, width)) if lines else Text("no GPU or container to show", style="yellow")
-        return View(
-            head=[*head, header_line(widths, self._choice.sort)],
-            body=body,
-            foot=[*notes(lines), *problem, self._foot()],
-        )
+        header, rows = top_table(lines, width, self._choice)
+        body = Group(*rows) if lines else Text("no GPU or container to show", style="yellow")
+        return View(head=[*head, header], body=body, foot=[*notes(lines), *problem, self._foot()])
 
     def _foot(self) -> Text:
         if self._is_typing:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from gpushare_agent.core.cli.command_line import (
     AGENT_NAMESPACE,
     SORTS,
@@ -57,7 +59,6 @@ _CONTAINERS = _namespace("only the containers of this namespace", "those of all 
 
 def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     """The commands as one of the two programs has them."""
-    note = _PLUGIN_NOTE if is_plugin else ""
     # A person's machine has no agent, so web.addr and web.port say nothing there.
     agent_settings = _CLUSTER_SETTINGS if is_plugin else (*_CLUSTER_SETTINGS, "web")
     through = "whose agent to ask, through the API server"
@@ -69,7 +70,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     )
     node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *target)
     all_nodes = arg("--all-nodes", "every node of the cluster, by the API server")
-    return (
+    commands = (
         Command(
             name="top",
             summary="live table of the GPUs, their containers and their usage",
@@ -89,7 +90,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 *node,
             ),
             settings=agent_settings,
-            help_note=note,
         ),
         Command(
             name="inspect",
@@ -104,7 +104,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 *node,
             ),
             settings=(*agent_settings, *_SUMS_SETTINGS),
-            help_note=note,
         ),
         Command(
             name="explain",
@@ -126,7 +125,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 *target,
             ),
             settings=agent_settings,
-            help_note=note,
         ),
         Command(
             name="defragment",
@@ -140,7 +138,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 add_output,
             ),
             settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),
-            help_note=note,
         ),
         Command(
             name="dashboard",
@@ -159,6 +156,6 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 _agent_namespace("whose GPUs' use is shown"),
             ),
             settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),
-            help_note=note,
         ),
     )
+    return tuple(replace(one, help_note=_PLUGIN_NOTE if is_plugin else "") for one in commands)

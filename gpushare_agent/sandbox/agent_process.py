@@ -7,7 +7,6 @@ State owned: the running process. Only this process is ever signalled, by its PI
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ import structlog
 from msgspec import Struct
 
 import gpushare_agent
+from gpushare_agent.core.kit.process import end_process
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.sandbox.runtime.containers import end_with_parent
 
@@ -147,7 +147,4 @@ class AgentProcess(Struct, eq=False):
                 await process.wait()
         except TimeoutError:
             log.warning("agent_stop_slow", pid=process.pid, waited_s=_STOP_TIMEOUT_S, next="SIGKILL")
-            # It may have ended in the moment before.
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await end_process(process, _STOP_TIMEOUT_S)

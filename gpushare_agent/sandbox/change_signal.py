@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 class ChangeSignal:
-    """`count` grows with every change; `wait` returns when it is no longer the one seen."""
+    """`count` grows with every change."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -25,11 +26,12 @@ class ChangeSignal:
         event, self._event = self._event, asyncio.Event()
         event.set()
 
-    async def wait(self, seen: int) -> int:
-        """Returns the new count; the caller bounds it."""
-        while self.count == seen:
-            await self._event.wait()
-        return self.count
+    async def wait(self, seen: int, at_most_s: float | None = None) -> None:
+        """Returns when the count is no longer the one seen, or after that time (None: without a limit)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                while self.count == seen:
+                    await self._event.wait()
 
     async def wait_until(self, found: Callable[[], T], deadline_s: float, what: str = "") -> T:
         """The first true value of `found`, which is asked again after every change.

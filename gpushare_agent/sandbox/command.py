@@ -17,12 +17,11 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gpushare_agent.core.cli.command_line import Argument, add_output, arg, one_of, runnable
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
-from gpushare_agent.sandbox.control import Answer, ask
+from gpushare_agent.sandbox.control import Answer, Request, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
 from gpushare_agent.sandbox.held_port import free_port
 from gpushare_agent.sandbox.manifests import SAMPLE_SETS, ManifestError, read_manifests, sample_manifests
@@ -219,19 +218,12 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
     # Flags of settings are for agents, and the running ones have theirs already.
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
-    request: dict[str, Any] = {"command": args.command}
+    if args.command == "exec" and not inner_command:
+        raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
+    # The options of a command have the names of the request's fields.
+    request = {name: value for name in Request.__struct_fields__ if (value := getattr(args, name, None)) is not None}
     if args.command == "apply":
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
-    elif args.command == "delete":
-        request |= {"names": args.names, "namespace": args.namespace}
-    elif args.command in ("fail-gpu", "heal-gpu"):
-        request |= {name: value for name in ("gpu", "xid", "lost") if (value := getattr(args, name, None)) is not None}
-    if getattr(args, "node", None) is not None:
-        request["node"] = args.node
-    if args.command == "exec":
-        if not inner_command:
-            raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
-        request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
     # Absolute, because the answer names the path to a person in another directory.
     socket = NodePaths(state=args.state_dir.absolute()).control_socket
     answer: Answer = await ask(socket, request, program=runnable())

@@ -8,20 +8,21 @@ prints.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
 
 from msgspec import Struct
 
 from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected
 from gpushare_agent.core.model.pods import ContainerKind
+from gpushare_agent.kubectl.agent_client import open_agent_client, read_node
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.kinds import APPLIED_KINDS
 from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report import (
@@ -36,6 +37,8 @@ from gpushare_agent.sandbox.scheduler.claim_objects import read_devices
 from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES
 
 READY_TIMEOUT_S = 30.0
+_AGENT_TIMEOUT_S = 2.0
+"""It listens on this machine; the report waits for its answer."""
 _UNSCHEDULABLE = "Unschedulable"
 _Item = TypeVar("_Item")
 
@@ -45,8 +48,6 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
 
     agent: AgentProcess
     faults: GpuFaults
-    read_agent: Callable[[], Awaitable[Mapping[str, Any]]]
-    """Its /api/v1/node. Raises AgentError."""
 
     @property
     def name(self) -> str:
@@ -79,21 +80,14 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
         await self.refresh()
         gpus = self.agent_document.get("gpus", ()) if is_offered(self) else ()
         is_healthy = any(gpu["index"] == index and gpu["is_healthy"] for gpu in gpus)
-        healed = self.faults.heal(index, is_offered=is_healthy)
-        if healed.done:
-            return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
-        if healed.spared:
-            return f"GPU {index} is not ill ({healed.spared}); nothing was done to it"
-        return f"nothing is wrong with GPU {index}"
+        return self.faults.heal(index, is_offered=is_healthy)
 
     async def refresh(self) -> None:
         """Reads what the agent shows of its node. An agent that does not answer has not started yet, or is restarting. Its
         last document stays."""
-        try:
-            found = await self.read_agent()
-        except AgentError:
-            return
-        self.agent_document.update(found)
+        with suppress(AgentError):
+            async with open_agent_client(self.addresses["web"], timeout_s=_AGENT_TIMEOUT_S) as agent:
+                self.agent_document.update(await read_node(agent))
 
 
 class SandboxController(Struct, frozen=True, kw_only=True):
@@ -124,21 +118,22 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         except TimeoutError:
             return False
 
-    def apply(self, manifests: Iterable[Manifest]) -> list[str]:
+    def apply(self, manifests: Iterable[RawObject]) -> list[str]:
         """Returns, in order, `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
         done = []
-        for manifest in manifests:
-            kind = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
-            resource = kind.resource
-            metadata = manifest.raw["metadata"]
+        for raw in manifests:
+            kind = APPLIED_KINDS[raw.get("kind", "Pod")]
+            resource, metadata = kind.resource, raw["metadata"]
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = namespace if kind.is_namespaced else "", name
             # Looked up before, because apply also creates: the outcome depends on what was there.
             before = self.api.object_of(resource, key) if name else None
-            if name:
-                made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
-            else:  # generateName
-                made = self.api.create(resource, manifest.raw, namespace)
+            # Else it has a generateName.
+            made = (
+                self.api.apply(resource, raw, namespace, "sandbox")
+                if name
+                else self.api.create(resource, raw, namespace)
+            )
             outcome = "created" if before is None else "unchanged" if made is before else "configured"
             where = "/".join(filter(None, (made["metadata"].get("namespace"), made["metadata"]["name"])))
             remedy = self.api.claims_remedy(resource, made)
@@ -202,8 +197,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
                     raise Rejected(
                         'the request cannot be read: "pods" must hold manifests, each an object with metadata'
                     )
-                manifests = [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in request.pods]
-                return _each(lambda manifest: self.apply([manifest])[0], manifests)
+                return _each(lambda raw: self.apply([raw])[0], request.pods)
             case "delete":
                 return _each(lambda name: self._delete(request.namespace, name), request.names)
             case "exec":

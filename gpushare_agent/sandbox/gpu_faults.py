@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.formats.simulated_gpus import (
@@ -20,6 +19,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
     parse_faults,
     read_regular,
 )
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
 from gpushare_agent.core.model.names import GpuUuid
@@ -29,13 +29,6 @@ LOST_REASON = "GPU is lost"
 _MOST_ENTRIES = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
 _THE_GPU = GpuUuid("the GPU")
-
-
-class Healed(Struct, frozen=True, kw_only=True):
-    """`done` is what was done to the GPU, empty for nothing; `spared`: why some of its errors needed nothing."""
-
-    done: str = ""
-    spared: str = ""
 
 
 class GpuFaults:
@@ -70,9 +63,9 @@ class GpuFaults:
         # The last thousand: older ones were reported long ago.
         self._write(replace(faults, events=(*faults.events, event)[-_MOST_ENTRIES:]))
 
-    def heal(self, index: int, *, is_offered: bool = False) -> Healed:
+    def heal(self, index: int, *, is_offered: bool = False) -> str:
         """Takes everything back that was done to the GPU: a loss ends; after errors that took it out of service the driver
-        sees it reset. `is_offered`: the kubelet has it as Healthy.
+        sees it reset. Returns what was done, a sentence. `is_offered`: the kubelet has it as Healthy.
 
         A reset takes a GPU away for a while. So none is shown after errors that the agent ignores, nor if the GPU has come
         back by itself.
@@ -97,10 +90,14 @@ class GpuFaults:
             lost = {gpu: reason for gpu, reason in faults.lost.items() if gpu != index}
             events = tuple(event for event in faults.events if event.gpu != index)
             self._write(replace(faults, lost=lost, events=events, resets=resets))
-        over = [event for event in own if event not in ignored and event not in harmful]
+        if done:
+            return f"GPU {index} {' and '.join(done)}; the agent takes it back once it has passed its probes"
+        over = [event for event in own if event not in ignored]
         spared = [f"{_event_words(ignored)}: ignored (health.ignored_xids)"] if ignored else []
         spared += [f"{_event_words(over)}: the agent has taken the GPU back by itself"] if over else []
-        return Healed(done=" and ".join(done), spared="; ".join(spared))
+        if spared:
+            return f"GPU {index} is not ill ({'; '.join(spared)}); nothing was done to it"
+        return f"nothing is wrong with GPU {index}"
 
     def _meaning(self, event: SimulatedEvent) -> EventMeaning:
         return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_GPU, xid=event.xid), {_THE_GPU}, self._policy)
@@ -125,14 +122,10 @@ class GpuFaults:
             ) from error
 
     def _write(self, faults: Faults) -> None:
-        path = self._file()
-        new = path.with_name(f".{path.name}")
         try:
-            new.write_text(encode_faults(faults))
-            # By rename: the agent reads the file at every poll.
-            new.replace(path)
+            replace_whole(self._file(), encode_faults(faults).encode())
         except OSError as error:
-            raise Unavailable(f"the faults file {path} cannot be written: {error.strerror or error}") from error
+            raise Unavailable(f"the faults file {self._path} cannot be written: {error.strerror or error}") from error
 
     def _file(self) -> Path:
         if self._path is None:

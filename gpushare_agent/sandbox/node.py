@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from aiohttp import ClientSession
 from msgspec import Struct, structs
 
 from gpushare_agent.core.kit.supervision import forever, stop_task
@@ -23,12 +24,12 @@ from gpushare_agent.sandbox.kubelet.calls import CallObserver, NodeParts
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
-from gpushare_agent.sandbox.runtime.cri_server import CriServer
+from gpushare_agent.sandbox.runtime.cri_server import cri_socket
 from gpushare_agent.sandbox.scheduler.scheduler import (
     EmbeddedScheduler,
+    ExtenderCalls,
     ExtenderScheduler,
     SchedulerTimes,
-    open_extender_calls,
 )
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
@@ -37,7 +38,6 @@ class EmbeddedNode(NodeParts, frozen=True, kw_only=True, eq=False):
     """A running node. `api.signal` wakes up after every change of its API objects, kubelet and containers."""
 
     kubelet: EmbeddedKubelet
-    cri: CriServer
 
     def agent_arguments(self) -> list[str]:
         """Flags of `gpushare-agent run` for an agent of this node with simulated GPUs."""
@@ -81,15 +81,15 @@ async def open_node_on(
         name=name, paths=paths, api=api, runtime=runtime, times=times or KubeletTimes(), rng=random.Random(seed),
         calls=calls or CallObserver(),
     )  # fmt: skip
-    kubelet, cri = EmbeddedKubelet(parts), CriServer(runtime, paths.runtime_socket)
+    kubelet, cri = EmbeddedKubelet(parts), cri_socket(runtime, paths.runtime_socket)
     # `kubectl logs` reads the files of the runtime of the pod's node.
     api.subresources.runtimes[name] = runtime
     try:
         async with running_task("kubelet", kubelet.run):
             # Before the kubelet: an agent that finds no runtime falls back to the pods' statuses.
-            await cri.start()
+            await cri.serve()
             await kubelet.start()
-            yield EmbeddedNode(**structs.asdict(parts), kubelet=kubelet, cri=cri)
+            yield EmbeddedNode(**structs.asdict(parts), kubelet=kubelet)
     finally:
         await cri.stop()
         runtime.close()
@@ -151,8 +151,9 @@ async def open_embedded_cluster(
         await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
         scheduler: EmbeddedScheduler | ExtenderScheduler = EmbeddedScheduler(api=api, names=names)
         if extender_url:
-            extender = await stack.enter_async_context(open_extender_calls(extender_url))
-            scheduler = ExtenderScheduler(api=api, extender=extender, times=scheduler_times)
+            # One for all calls: connections to the extender are used again.
+            session = await stack.enter_async_context(ClientSession())
+            scheduler = ExtenderScheduler(api=api, extender=ExtenderCalls(extender_url, session), times=scheduler_times)
         await stack.enter_async_context(running_task("scheduler", scheduler.run))
         nodes = []
         for number, name in enumerate(node_names):

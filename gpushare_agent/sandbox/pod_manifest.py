@@ -41,6 +41,14 @@ _SPEC_DEFAULTS = {
 }  # fmt: skip
 
 
+def at(raw: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value at a path such as `spec.nodeName`; `default` where there is none, or an empty text."""
+    value: Any = raw
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return default if value is None or value == "" else value
+
+
 def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

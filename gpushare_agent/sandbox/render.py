@@ -38,8 +38,7 @@ def node_parts(node: Any, width: int) -> list[RenderableType]:
 
 def address_lines(node: Mapping[str, Any]) -> list[Text]:
     """The addresses of the node's agent, below its GPUs."""
-    words = {"web": "web", "control_socket": "control socket"}
-    found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
+    found = [f"{name.replace('_', ' ')} {where}" for name, where in node["addresses"].items() if where]
     return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
 
 

@@ -16,10 +16,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from rich.text import Text
@@ -30,13 +29,13 @@ from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View
 from gpushare_agent.core.kit.logs import setup_logging
-from gpushare_agent.core.kit.supervision import forever, set_by_signals, stop_task
+from gpushare_agent.core.kit.supervision import forever, set_by_signals
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
-from gpushare_agent.kubectl.agent_client import local_url, open_agent_client, read_node
+from gpushare_agent.kubectl.agent_client import local_url
 from gpushare_agent.sandbox.agent_process import AgentProcess, last_lines
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
@@ -46,20 +45,11 @@ from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.held_port import HOST, free_port
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node import (
-    EmbeddedCluster,
-    EmbeddedNode,
-    open_embedded_cluster,
-    paths_of_node,
-    running_task,
-)
+from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.render import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.report import SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
-
-if TYPE_CHECKING:
-    from gpushare_agent.core.node_report.documents import NodeDocument
 
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 
@@ -98,39 +88,30 @@ async def run(plan: Plan) -> int:
         # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         await _check_port(loaded.settings.web.addr, loaded.settings.web.port)
         # Before the cluster, because its scheduler must know the address.
-        extender = plan_extender(paths, plan.flags, notify) if plan.has_extender else None
+        extender_url = f"http://{HOST}:{free_port()}/scheduler" if plan.has_extender else ""
+        extender = _extender(paths, plan.flags, notify, extender_url) if extender_url else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
-            extender_url=extender.url if extender is not None else "", names=resource_names(loaded.settings),
+            extender_url=extender_url, names=resource_names(loaded.settings),
         ) as cluster:  # fmt: skip
             nodes = [
                 await build_node(
-                    node,
-                    (*plan.flags, *flags),
-                    driver,
-                    notify,
-                    is_first=node is cluster.nodes[0],
-                    is_only=len(names) == 1,
-                    has_mig=plan.has_mig,
+                    node, (*plan.flags, *flags), driver, notify, is_only=len(names) == 1, has_mig=plan.has_mig
                 )
                 for node, flags, driver in zip(cluster.nodes, plan.node_flags, drivers, strict=True)
             ]
-            controller = SandboxController(
-                nodes=tuple(nodes),
-                extender=extender.process if extender is not None else None,
-            )
+            # All nodes have the same settings for it.
+            if note := await _check_isolation(nodes[0].settings, nodes[0].node.paths, drivers[0]):
+                notify(note)
+            controller = SandboxController(nodes=tuple(nodes), extender=extender)
             session = Session(
                 plan=plan, controller=controller, notify=notify,
                 players=[node.player for node in nodes if node.player is not None],
                 next_steps=_next_steps(cluster, plan, nodes),
             )  # fmt: skip
-            notes = _introduce(cluster, plan, nodes, extender, notify)
+            notes = _introduce(cluster, plan, nodes, extender_url, notify)
             # The control socket ends last, so that a late command gets an answer while agents end.
-            async with (
-                open_control(paths.control_socket, controller.handle),
-                running_extender(extender),
-                running(nodes),
-            ):
+            async with open_control(paths.control_socket, controller.handle), running(nodes, extender):
                 work = run_once(session) if plan.is_once else run_live(session, notes)
                 # Ctrl-C is how a live sandbox ends; a check that was interrupted has failed.
                 return await _until_stopped(work, stop, INTERRUPTED if plan.is_once else 0)
@@ -140,14 +121,14 @@ def _introduce(
     cluster: EmbeddedCluster,
     plan: Plan,
     nodes: Sequence[RunningNode],
-    extender: PlannedExtender | None,
+    extender_url: str,
     notify: Callable[[str], None],
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0]
     webs = " ".join(node.addresses["web"] for node in nodes)
     logs = first.node.paths.agent_log if len(nodes) == 1 else f"{cluster.paths.state}/*/agent.log"
-    asked = f"  extender {extender.url}, log {cluster.paths.extender_log}" if extender is not None else ""
+    asked = f"  extender {extender_url}, log {cluster.paths.extender_log}" if extender_url else ""
     places = f"web {webs}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
@@ -161,7 +142,7 @@ def _introduce(
     return [
         f"other terminal: {runnable()} sandbox{_state_flag(plan)} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
-        f"kill-agent{' | kill-extender' if extender is not None else ''}",
+        f"kill-agent{' | kill-extender' if extender_url else ''}",
         places,
         "\n".join(["its agent:" if len(nodes) == 1 else of_all, *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
@@ -207,8 +188,6 @@ async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Eve
 # --- the nodes ---
 
 NODE_NAME = "sandbox"
-_AGENT_TIMEOUT_S = 2.0
-"""It listens on this machine; the report waits for its answer."""
 
 
 class RunningNode(NodeController, kw_only=True, eq=False):
@@ -243,7 +222,6 @@ async def build_node(
     driver: NodeDriver,
     notify: Callable[[str], None],
     *,
-    is_first: bool = True,
     is_only: bool = True,
     has_mig: bool = False,
 ) -> RunningNode:
@@ -255,10 +233,6 @@ async def build_node(
     # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
     arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
-    note = await _check_isolation(settings, node.paths, driver)
-    # All nodes have the same settings for it.
-    if note and is_first:
-        notify(note)
     count, addresses = len((await driver.read()).known), addresses_of(settings)
     faults = GpuFaults(settings.simulated.faults, count, health_policy(settings))
     if has_mig:
@@ -269,20 +243,14 @@ async def build_node(
     made = RunningNode(
         node=node, gpus=tuple(sorted(inventory.known, key=lambda gpu: gpu.index)),
         names=resource_names(settings, inventory.mig_profiles), addresses=addresses,
-        by_claims=settings.has_claims, settings=settings, read_agent=partial(_read_agent, addresses["web"]),
+        by_claims=settings.has_claims, settings=settings, faults=faults,
         agent=AgentProcess(arguments, node.paths.agent_log, notify, name=name),
-        faults=faults,
     )  # fmt: skip
     # None where the settings name another usage file, or none.
     usage = node.paths.usage
     if settings.driver == "simulated" and settings.simulated.usage == usage:
         made.player = WorkloadPlayer(made, usage, isolation=settings.isolation, allowed=settings.isolations_allowed)
     return made
-
-
-async def _read_agent(url: str) -> NodeDocument:
-    async with open_agent_client(url, timeout_s=_AGENT_TIMEOUT_S) as agent:
-        return await read_node(agent)
 
 
 async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> str:
@@ -325,58 +293,37 @@ def agent_lines(node: NodeController) -> list[str]:
 
 
 @asynccontextmanager
-async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
-    """Runs agents, players and polls until the block ends."""
+async def running(nodes: Sequence[RunningNode], extender: AgentProcess | None) -> AsyncIterator[None]:
+    """Runs agents, extender and players until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
+            settings, paths = node.settings, node.node.paths
             # Before the agents, which refuse shares under mps until the daemon answers.
-            await stack.enter_async_context(_fake_mps(node))
+            if any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
+                mps = open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control)
+                await stack.enter_async_context(mps)
         async with asyncio.TaskGroup() as group:
-            agents, others = [], []
-            for node in nodes:
-                name = node.name
-                agents.append(group.create_task(forever("agent process", node.agent.run), name=f"agent {name}"))
-                if node.player is not None:
-                    others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
+            processes = [*(node.agent for node in nodes), *([extender] if extender is not None else ())]
+            bodies = [(one.name, one.run) for one in processes]
+            bodies += [(f"workload {one.name}", one.player.run) for one in nodes if one.player is not None]
+            tasks = [group.create_task(forever(name, body), name=name) for name, body in bodies]
             try:
                 yield
             finally:
-                for task in others:
-                    await stop_task(task)
-                for task in agents:
+                for task in tasks:
                     task.cancel()
                 # Together: each agent may need seconds to end.
-                await asyncio.wait(agents)
+                await asyncio.wait(tasks)
 
 
 def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
+    """Not where a person has named the directory of a daemon."""
     return isolation == "mps" and settings.mps.pipe_directory == paths.mps_pipe
 
 
-@asynccontextmanager
-async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
-    """A daemon for isolation mps, unless a person has named the directory of one."""
-    settings, paths = node.settings, node.node.paths
-    if not any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
-        yield
-        return
-    async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):
-        yield
-
-
-# --- the extender ---
-
-
-class PlannedExtender(Struct, frozen=True, kw_only=True):
-    """`url` is the prefix before the verbs."""
-
-    url: str
-    process: AgentProcess
-
-
-def plan_extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]) -> PlannedExtender:
+def _extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None], url: str) -> AgentProcess:
     """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
-    port = free_port()
+    port = urlsplit(url).port
     arguments = [
         f"--kubeconfig={paths.kubeconfig}",
         "--extender.leader-elect=false",
@@ -384,15 +331,7 @@ def plan_extender(paths: NodePaths, flags: Sequence[str], notify: Callable[[str]
         f"--extender.addr={HOST}",
         f"--extender.port={port}",
     ]
-    process = AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
-    return PlannedExtender(url=f"http://{HOST}:{port}/scheduler", process=process)
-
-
-@asynccontextmanager
-async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
-    """Runs the extender until the block ends; nothing where none is planned."""
-    async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
-        yield
+    return AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
 
 
 # --- the two modes: once, until every pod runs, has ended or fits nowhere, and live, until Ctrl-C ---
@@ -465,7 +404,7 @@ async def _create(session: Session) -> None:
             "The end of its log:\n"
             f"{last_lines(late.node.paths.agent_log)}"
         )
-    for line in controller.apply(session.plan.manifests):
+    for line in controller.apply(one.raw for one in session.plan.manifests):
         notify(line)
 
 
@@ -606,20 +545,14 @@ async def _draw(session: Session, notes: Sequence[str]) -> None:
 
 
 async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
-    while True:
-        seen = controller.api.signal.count
-        document = await controller.document()
-        view.document = document
+    async for view.document in _documents(controller):
         screen.is_changed.set()
-        await _wait_for_change(controller, seen)
 
 
 async def _print_changes(controller: SandboxController, notify: Callable[[str], None]) -> None:
     """A line for every pod that is new, has changed, or has gone."""
-    signal_, shown = controller.api.signal, dict[str, str]()
-    while True:
-        seen = signal_.count
-        document = await controller.document()
+    shown: dict[str, str] = {}
+    async for document in _documents(controller):
         lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
@@ -628,13 +561,14 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
         for uid in shown.keys() - lines.keys():
             notify(f"gone: {shown[uid]}")
         shown = lines
-        await _wait_for_change(controller, seen)
 
 
-async def _wait_for_change(controller: SandboxController, seen: int) -> None:
-    """After the next change, or a while; never at once."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_READ_AGAIN_S):
-            await controller.api.signal.wait(seen)
-    # A pod's start is a burst of events: one drawing for all of them.
-    await asyncio.sleep(_REDRAW_S)
+async def _documents(controller: SandboxController) -> AsyncIterator[SandboxDocument]:
+    """The document now, and again after each change, or a while; without an end."""
+    while True:
+        # Before the reading: a change during it is seen at once.
+        seen = controller.api.signal.count
+        yield await controller.document()
+        await controller.api.signal.wait(seen, _READ_AGAIN_S)
+        # A pod's start is a burst of events: one drawing for all of them.
+        await asyncio.sleep(_REDRAW_S)

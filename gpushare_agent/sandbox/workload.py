@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.core.formats.simulated_gpus import SimulatedProcess, encode_usage
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import NO_ISOLATION, choose_isolation
@@ -149,10 +150,7 @@ class WorkloadPlayer(Struct, eq=False):
         running = [run for run in self.shown.node.kubelet.runtime.containers() if run.is_running]
         containers = [container for run in running if (container := self._simulated(run, now_s)) is not None]
         try:
-            new = self.path.with_name(f".{self.path.name}")
-            new.write_text(encode_usage(simulated_usage(containers, now_s)))
-            # By rename: the agent reads it each second.
-            new.replace(self.path)
+            replace_whole(self.path, encode_usage(simulated_usage(containers, now_s)).encode())
         except OSError as error:
             if self._unwritable.is_new(str(error)):
                 log.warning("usage_file_not_written", path=str(self.path), reason=str(error))

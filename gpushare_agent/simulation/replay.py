@@ -249,8 +249,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     node, and Jobs that make another pod soon."""
 
     at_s: float
-    cores_part: float
-    memory_part: float
+    cores: float
+    memory: float
     fragmentation: float
     waiting: int
 
@@ -343,8 +343,8 @@ class Meter:
         self._samples.append(
             Sample(
                 at_s=at_s,
-                cores_part=self._cores / self._all_cores,
-                memory_part=self._blocks / self._all_blocks,
+                cores=self._cores / self._all_cores,
+                memory=self._blocks / self._all_blocks,
                 fragmentation=self._all_unusable / (self._weight * self._all_cores) if self._weight else 0.0,
                 waiting=waiting,
             )

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
-from gpushare_agent.simulation.replay import Measured, Meter, Replay, Tally, typical_shapes
+from gpushare_agent.simulation.replay import Measured, Meter, Replay, Sample, Tally, typical_shapes
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Cluster, PodMaker, Size, Workload
 
@@ -125,11 +125,7 @@ def _policy_document(result: PolicyResult) -> dict[str, Any]:
         "refusals_at_admission": _counts(tally.refusals),
         "took_s": _rounded(result.took_s),
         "samples": {
-            "at_s": [_rounded(one.at_s) for one in measured.samples],
-            "cores": [_rounded(one.cores_part) for one in measured.samples],
-            "memory": [_rounded(one.memory_part) for one in measured.samples],
-            "fragmentation": [_rounded(one.fragmentation) for one in measured.samples],
-            "waiting": [one.waiting for one in measured.samples],
+            name: [_rounded(getattr(one, name)) for one in measured.samples] for name in Sample.__struct_fields__
         },
     }
 

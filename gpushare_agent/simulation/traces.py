@@ -85,13 +85,14 @@ def read_cluster(path: Path) -> Cluster:
     """The nodes that have GPUs. Raises NotFound, Corrupt."""
     nodes = {}
     for row, is_trace in _rows(path, NODE_COLUMNS, TRACE_NODE_COLUMNS):
-        read = _trace_machine(row) if is_trace else _machine(row)
+        model, gpus = row.text("model"), row.whole("gpu" if is_trace else "gpus", MAX_GPUS)
+        memory_mib = memory_of(model) if is_trace else row.whole("memory_mib", MAX_MEMORY_MIB, 1)
         name = row.name("sn" if is_trace else "name")
         if name in nodes:
             raise Corrupt(f"{path}, line {row.line}: node {name} is listed twice")
         # Nodes without GPUs are in the trace as well: none of the pods goes there.
-        if read.gpus:
-            nodes[name] = read.node(name)
+        if gpus:
+            nodes[name] = Machine(model=model, gpus=gpus, memory_mib=memory_mib).node(name)
     if not nodes:
         raise Corrupt(f"{path}: no node of it has a GPU, so there is nothing to simulate on")
     return Cluster(source=path.name, nodes=tuple(nodes[name] for name in sorted(nodes)))
@@ -118,19 +119,6 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
     begin = min(arrival.at_s for arrival in arrivals)
     ordered = sorted(arrival._replace(at_s=arrival.at_s - begin) for arrival in arrivals)
     return Workload(source=path.name, arrivals=tuple(ordered), skipped=skipped)
-
-
-def _machine(row: _Row) -> Machine:
-    return Machine(
-        model=row.text("model"),
-        gpus=row.whole("gpus", MAX_GPUS),
-        memory_mib=row.whole("memory_mib", MAX_MEMORY_MIB, 1),
-    )
-
-
-def _trace_machine(row: _Row) -> Machine:
-    model = row.text("model")
-    return Machine(model=model, gpus=row.whole("gpu", MAX_GPUS), memory_mib=memory_of(model))
 
 
 def _arrival(row: _Row, block_mib: int) -> Arrival | str:

@@ -28,7 +28,7 @@ from gpushare_agent.core.model.usage import ContainerUse, ProcessSample, UsageRo
 from tests.fakes.api_server import FakeApiServer, Seen, answers
 from tests.observability.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 from tests.settings.support_settings import clean_environment
-from tests.support_deadline import DEADLINE_S, Changes
+from tests.support_deadline import Changes
 from tests.support_json import written_node
 from tests.support_process import running_process
 
@@ -194,8 +194,7 @@ class Terminal:
         await self._changed.until(lambda: is_shown(self.shown))
 
     async def wait_end(self) -> int:
-        async with asyncio.timeout(DEADLINE_S):
-            return await self.process.wait()
+        return await self.process.wait()
 
 
 @asynccontextmanager

@@ -56,7 +56,8 @@ def show_node(answer: dict[str, Any]) -> None:
     node = check_document(NodeDocument, answer, "a test")
     for sort in SORTS:
         choice = Choice(sort=sort, has_processes=True)
-        print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
+        header, rows = top_table(top_lines(node, 100, choice), 100, choice)
+        print_to_nowhere(*heading(node, 100), header, *rows)
     print_to_nowhere(*inspection_tables(inspection_document([node_of_document(node)]), with_details=True, is_wide=True))
 
 

@@ -84,8 +84,7 @@ async def kept(
         finally:
             found.task.cancel()
             await asyncio.wait({found.task})
-            async with asyncio.timeout(DEADLINE_S):
-                await supervision.drain()
+            await supervision.drain()
     assert seen[-1] is Condition.STOPPED
     for pid in place.daemons():
         assert not is_alive(pid), pid

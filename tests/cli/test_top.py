@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
+from rich.console import Console, Group
 
 from gpushare_agent.commands import main
 from gpushare_agent.core.cli.command_line import Form
@@ -38,7 +38,8 @@ async def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str], 
 def drawn(document: dict[str, Any], width: int) -> list[str]:
     """The table in a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(top_table(top_lines(document, width), width))
+    header, rows = top_table(top_lines(document, width), width)
+    console.print(Group(header, *rows))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

@@ -22,7 +22,7 @@ from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from tests.isolation.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
-from tests.settings.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
+from tests.settings.support_settings import ROOT, clean_environment, run_program
 from tests.support_process import output_of, running_process
 
 PROGRAM = [sys.executable, "-m", "gpushare_agent", "vdevice"]
@@ -265,16 +265,13 @@ async def test_a_core_limit_as_high_as_the_cores_is_said_to_add_nothing(short_di
 
 @contextlib.asynccontextmanager
 async def watching(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    async with (
-        running_process(
-            *(*PROGRAM, "--no-register", "-w", "0.1", *arguments),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=clean_environment(),
-            cwd=ROOT,
-        ) as process,
-        asyncio.timeout(DEADLINE_S),
-    ):
+    async with running_process(
+        *(*PROGRAM, "--no-register", "-w", "0.1", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=clean_environment(),
+        cwd=ROOT,
+    ) as process:
         yield process
         process.send_signal(signal.SIGINT)
         assert (await process.communicate(), process.returncode) == ((b"", b""), 130)

@@ -17,7 +17,6 @@ from gpushare_agent.core.kube.client import KubeApi, open_kube_api
 from gpushare_agent.core.kube.session import KubeTimeouts, ListLimits
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from tests.support_deadline import DEADLINE_S
 
 NODE = "node-1"
 FAST = Backoff(base_s=0.005, cap_s=0.02)
@@ -113,9 +112,8 @@ def pod_named(store: PodStore, name: str) -> Pod | None:
 
 
 async def wait_store(store: PodStore, condition: Callable[[PodStore], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition(store):
-            await store.wait_change(store.version)
+    while not condition(store):
+        await store.wait_change(store.version)
 
 
 @asynccontextmanager

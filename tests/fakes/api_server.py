@@ -21,7 +21,7 @@ from aiohttp import web
 from gpushare_agent.sandbox.api.access import ServerCertificate
 from gpushare_agent.sandbox.api.kinds import KINDS
 from gpushare_agent.sandbox.api.responses import RefusedRequest
-from gpushare_agent.sandbox.api.server import ApiHandlers, EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import ObjectKey, key_of
 from tests.support_deadline import DEADLINE_S, Changes
 
@@ -241,10 +241,6 @@ class FakeApiServer(EmbeddedApiServer):
         self.retry_after = "0"
         self.page = 2
         """So many objects at most of a list that is asked for in pages."""
-        self.watches_run = asyncio.Event()
-        """While it is cleared, watches send nothing."""
-        self.watches_run.set()
-        self._handlers = ApiHandlers(self, self.watches_run, 60.0)
         self._is_down = False
         self._changed = Changes()
         self._late: list[Callable[[], Awaitable[web.StreamResponse]]] = []
@@ -277,7 +273,7 @@ class FakeApiServer(EmbeddedApiServer):
 
     def mute(self, is_mute: bool) -> None:
         """Watches send nothing, for now."""
-        (self.watches_run.clear if is_mute else self.watches_run.set)()
+        (self.running.clear if is_mute else self.running.set)()
 
     @property
     def is_down(self) -> bool:

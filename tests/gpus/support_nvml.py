@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.support_deadline import DEADLINE_S
 from tests.support_process import running_process
 
 ROOT = Path(__file__).parents[2]
@@ -126,20 +125,19 @@ async def running_probe(
     if library is not None:
         environment["LD_LIBRARY_PATH"] = str(library)
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            async with running_process(
-                *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
-                *(str(directory), str(timeout_s), str(unified_memory_mib)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-            ) as process:
-                probe = Probe(process=process, directory=directory)
-                probe.becomes(script)
-                yield probe
-                assert process.stdin is not None
-                process.stdin.close()
-                assert await process.wait() == probe.ends_with
+        async with running_process(
+            *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
+            *(str(directory), str(timeout_s), str(unified_memory_mib)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        ) as process:
+            probe = Probe(process=process, directory=directory)
+            probe.becomes(script)
+            yield probe
+            assert process.stdin is not None
+            process.stdin.close()
+            assert await process.wait() == probe.ends_with
     finally:
         if machine is None:
             shutil.rmtree(directory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -18,7 +16,6 @@ from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import answers, fake_api
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
 from tests.support_core import inventory, mig_instance
-from tests.support_deadline import DEADLINE_S
 from tests.support_node import node_of
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
@@ -146,7 +143,7 @@ async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
     """It is one that an API server accepts."""
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
         events = NodeEvents(NODE, backoff=FAST)
-        async with running(lambda: events.run(api)), asyncio.timeout(DEADLINE_S):
+        async with running(lambda: events.run(api)):
             events.note(NodeEventReason.GPU_CORDONED, FIRST, "GPU 0: fan")
             while not server.events():
                 await server.wait_change(server.version)

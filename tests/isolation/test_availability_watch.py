@@ -9,7 +9,6 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.isolation.part import AvailabilityWatch
 from gpushare_agent.core.model.errors import Unavailable
 from tests.cluster.support_kube import running
-from tests.support_deadline import DEADLINE_S
 
 
 class ScriptedDaemon:
@@ -36,7 +35,7 @@ class ScriptedDaemon:
             raise Unavailable(self.reason)
 
     async def wait_polled(self, times: int) -> None:
-        async with asyncio.timeout(DEADLINE_S), self.changed:
+        async with self.changed:
             await self.changed.wait_for(lambda: self.polled >= times)
 
 

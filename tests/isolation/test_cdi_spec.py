@@ -24,7 +24,7 @@ from gpushare_agent.agent.delivery.own_spec import (
 from gpushare_agent.core.model import isolation
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.isolation import DEVICE_NAME, SpecFile
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
+from gpushare_agent.sandbox.runtime.cdi_resolver import resolve_cdi
 from tests.isolation.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance
 
@@ -54,7 +54,7 @@ def test_every_spec_satisfies_the_published_schema_and_resolves(nodes: SpecNodes
     schema().validate(json.loads(content))
     (tmp_path / "ours.json").write_bytes(content)
     for gpu in GPUS:
-        edits = CdiResolver([tmp_path]).resolve([f"{KIND}={gpu.uuid}"])
+        edits = resolve_cdi([tmp_path], [f"{KIND}={gpu.uuid}"])
         own = (f"/dev/nvidia{gpu.minor}",) if nodes.has_gpu_nodes else ()
         assert set(edits.device_nodes) == {*own, *(nodes.control if nodes.has_gpu_nodes else ())}
         path = {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} if nodes.driver_directory else {}
@@ -155,7 +155,7 @@ def test_the_runtime_passes_over_what_only_the_library_refuses(
     assert schema().is_valid(spec), why
     (tmp_path / "a.json").write_text(json.dumps(spec))
     with pytest.raises(Rejected, match=r"unresolvable CDI devices nvidia\.com/gpu=GPU-0"):
-        CdiResolver([tmp_path]).resolve(["nvidia.com/gpu=GPU-0"])
+        resolve_cdi([tmp_path], ["nvidia.com/gpu=GPU-0"])
 
 
 def test_the_example_of_nvidia_ctk_satisfies_the_schema() -> None:

@@ -15,7 +15,7 @@ from gpushare_agent.agent.delivery.cdi_specs import CdiSpecs, SpecChange
 from gpushare_agent.agent.delivery.own_spec import SpecNodes
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.gpus import Gpu
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
+from gpushare_agent.sandbox.runtime.cdi_resolver import resolve_cdi
 from tests.isolation.support_cdi import NVIDIA_CTK, schema, write_spec
 from tests.support_core import inventory
 
@@ -45,7 +45,7 @@ class Host:
 
     def nodes_of(self, gpu: Gpu) -> tuple[str, ...]:
         """As the runtime gives them."""
-        return CdiResolver([self.etc, self.run]).resolve([f"{KIND}={gpu.uuid}"]).device_nodes
+        return resolve_cdi([self.etc, self.run], [f"{KIND}={gpu.uuid}"]).device_nodes
 
 
 @pytest.fixture

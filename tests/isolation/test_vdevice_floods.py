@@ -21,7 +21,6 @@ from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from tests.isolation.support_vdevice import POD, register
 from tests.isolation.support_vdevice_raw import (
     CALLS_AT_ONCE,
-    DEADLINE_S,
     ENDLESS,
     FIELDS,
     OPENING,
@@ -78,9 +77,8 @@ async def test_registrations_in_a_row_are_delayed_to_their_share_and_fill_no_log
             started = monotonic()
             async with asyncio.TaskGroup() as tasks:
                 floods = [tasks.create_task(flood(node.socket, REGISTRATIONS // 10)) for _ in range(10)]
-                async with asyncio.timeout(DEADLINE_S):
-                    while len(node.outside.codes) < 400:
-                        await asyncio.sleep(0.01)
+                while len(node.outside.codes) < 400:
+                    await asyncio.sleep(0.01)
                 for task in floods:
                     task.cancel()
             handled, spent_s = len(node.outside.codes), monotonic() - started
@@ -102,9 +100,8 @@ async def test_10000_registrations_in_one_second_meet_the_default_bounds(short_d
             assert len(opened) * CALLS_AT_ONCE == REGISTRATIONS
             assert node.attacked.connections <= 64
             assert resident_mib() - before < GROWTH_MIB
-            async with asyncio.timeout(DEADLINE_S):
-                while node.outside.codes.count("OK") < 20:
-                    await asyncio.sleep(0.01)
+            while node.outside.codes.count("OK") < 20:
+                await asyncio.sleep(0.01)
         finally:
             for sock in opened:
                 sock.close()
@@ -146,10 +143,9 @@ async def test_calls_that_are_begun_and_reset_take_a_bounded_share_of_the_proces
 async def wait_served_again(node: Node) -> None:
     """Once its share of the processor is given back."""
     before = node.outside.codes.count("OK")
-    async with asyncio.timeout(DEADLINE_S):
-        while node.outside.codes.count("OK") == before:
-            with suppress(GRPCError, StreamTerminatedError):  # idle too long while it was delayed
-                await register(node.socket, name="cuda")
+    while node.outside.codes.count("OK") == before:
+        with suppress(GRPCError, StreamTerminatedError):  # idle too long while it was delayed
+            await register(node.socket, name="cuda")
 
 
 @pytest.mark.usefixtures("many_open_files")

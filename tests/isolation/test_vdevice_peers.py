@@ -71,8 +71,7 @@ class Peer:
 
     async def end(self) -> None:
         self.process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        async with asyncio.timeout(DEADLINE_S):
-            await self.process.wait()
+        await self.process.wait()
 
 
 @asynccontextmanager

@@ -94,7 +94,7 @@ async def serving(
     listeners = await listen_tcp("127.0.0.1", 0, backlog=128)
     port = listeners[0].getsockname()[1]
     server = HttpServer("test", [web.get("/healthz", show_health), *routes], limits=limits or HttpLimits(), tls=tls)
-    async with asyncio.timeout(DEADLINE_S), running(lambda: server.serve(listeners)):
+    async with running(lambda: server.serve(listeners)):
         yield port
 
 

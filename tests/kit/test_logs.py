@@ -13,7 +13,6 @@ import pytest
 
 from gpushare_agent.core.kit.logs import WRITER, RepeatedLines, setup_logging, write_stderr
 from tests.settings.support_settings import clean_environment
-from tests.support_deadline import DEADLINE_S
 
 PREAMBLE = """
 import logging, sys, threading
@@ -40,8 +39,7 @@ async def running(code: str) -> AsyncIterator[asyncio.subprocess.Process]:
         limit=1,
     )
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield child
+        yield child
     finally:
         if child.returncode is None:
             child.kill()

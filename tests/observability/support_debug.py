@@ -18,7 +18,6 @@ from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.core.settings.settings import load_settings
 from tests.cluster.support_kube import running
 from tests.observability.support_display import snapshot, train_allocation, train_pod, usage_round, whole_allocation
-from tests.support_deadline import DEADLINE_S
 
 TOKEN = "0123456789abcdef-the-token"
 
@@ -48,8 +47,7 @@ async def serving(
     debug = debug or sources(f"--web.debug-token-file={token_file or ''}")
     server = WebServer(addr, 0, metrics=AgentMetrics(), ready=list, debug=debug, **others)
     async with running(server.run):
-        async with asyncio.timeout(DEADLINE_S):
-            port = await server.wait_listening()
+        port = await server.wait_listening()
         yield port
 
 
@@ -60,7 +58,6 @@ async def ask(
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"http://{at}:{port}{path}"
     async with (
-        asyncio.timeout(DEADLINE_S),
         ClientSession(connector=TCPConnector(local_addr=(source, 0) if source else None)) as session,
         session.request(method, URL(url, encoded=True), headers=named) as answer,
     ):
@@ -69,18 +66,17 @@ async def ask(
 
 async def send_raw(port: int, *pieces: bytes) -> bytes:
     """What comes back until the server closes."""
-    async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
         try:
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-            return await reader.read()
+            await writer.wait_closed()
         except ConnectionError:
-            return b""
-        finally:
-            writer.close()
-            try:
-                await writer.wait_closed()
-            except ConnectionError:
-                pass
+            pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit.http_answers import encode
 from tests.cluster.support_kube import running
-from tests.support_deadline import DEADLINE_S
 
 KEPT = 600
 
@@ -59,6 +57,5 @@ async def served_node(
         routes=api.routes(),
     )
     async with running(server.run):
-        async with asyncio.timeout(DEADLINE_S):
-            bound_port = await server.wait_listening()
+        bound_port = await server.wait_listening()
         yield ServedNode(f"http://127.0.0.1:{bound_port}", node, decisions)

@@ -17,13 +17,11 @@ from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
 from tests.cluster.support_kube import running
 from tests.observability.support_web import served_node
-from tests.support_deadline import DEADLINE_S
 from tests.support_json import written_node
 
 
 async def _get(url: str, **headers: str) -> tuple[int, Any, dict[str, str]]:
     async with (
-        asyncio.timeout(DEADLINE_S),
         ClientSession(auto_decompress=False) as session,
         session.get(url, headers={"Accept-Encoding": "identity"} | headers) as answer,
     ):
@@ -64,7 +62,7 @@ async def test_a_node_that_has_not_changed_is_not_sent_again(accepted: str) -> N
 
         async def asked(**more: str) -> tuple[int, bytes, str]:
             node.asked += 1
-            async with asyncio.timeout(DEADLINE_S), session.get(url, headers=headers | more) as answer:
+            async with session.get(url, headers=headers | more) as answer:
                 return answer.status, await answer.read(), answer.headers["ETag"]
 
         status, first, tag = await asked()
@@ -181,7 +179,7 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
             served.decisions.add(node.decision(number))
         plain = [(await _get(f"{served.url}/api/v1/decisions?limit=500"))[1] for _ in range(2)]
         url = f"{served.url}/api/v1/decisions?limit=500"
-        async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as answer:
+        async with ClientSession() as session, session.get(url) as answer:
             assert answer.headers["Content-Encoding"] == "gzip"
             packed = await answer.json()
     assert plain[0] == plain[1] == packed
@@ -240,7 +238,7 @@ async def test_only_reading_is_possible() -> None:
     async with served_node(SampleNode(gpus=1, containers=0)) as served, ClientSession() as session:
         for path in ("", "api/v1/node", "api/v1/decisions", "dashboard/app.js"):
             for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-                async with asyncio.timeout(DEADLINE_S), session.request(method, f"{served.url}/{path}") as answer:
+                async with session.request(method, f"{served.url}/{path}") as answer:
                     assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD"), (method, path)
-            async with asyncio.timeout(DEADLINE_S), session.head(f"{served.url}/{path}") as answer:
+            async with session.head(f"{served.url}/{path}") as answer:
                 assert (answer.status, await answer.read()) == (200, b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import re
 from pathlib import Path
@@ -14,7 +13,6 @@ from multidict import CIMultiDict
 import gpushare_agent
 from bench.sample_node import SampleNode
 from tests.observability.support_web import served_node
-from tests.support_deadline import DEADLINE_S
 
 DIRECTORY = Path(gpushare_agent.__file__).parent / "core" / "web" / "dashboard"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())
@@ -28,11 +26,7 @@ async def _get(path: str, **headers: str) -> tuple[int, bytes, CIMultiDict[str]]
 
 async def _ask(url: str, **headers: str) -> tuple[int, bytes, CIMultiDict[str]]:
     headers = {"Accept-Encoding": "identity"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    async with (
-        asyncio.timeout(DEADLINE_S),
-        ClientSession(auto_decompress=False) as session,
-        session.get(url, headers=headers) as answer,
-    ):
+    async with ClientSession(auto_decompress=False) as session, session.get(url, headers=headers) as answer:
         return answer.status, await answer.read(), answer.headers.copy()
 
 

@@ -24,7 +24,6 @@ from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, serving
 from tests.observability.support_debug import sources
 from tests.observability.support_usage import allocation, facts, key_of, snapshot
-from tests.support_deadline import DEADLINE_S
 
 
 @asynccontextmanager
@@ -33,13 +32,12 @@ async def served(metrics: AgentMetrics | None = None, **others: Any) -> AsyncIte
     defaults: dict[str, Any] = {"ready": list, "metrics": metrics or AgentMetrics()}
     server = WebServer("127.0.0.1", 0, **(defaults | others))
     async with running(server.run):
-        async with asyncio.timeout(DEADLINE_S):
-            port = await server.wait_listening()
+        port = await server.wait_listening()
         yield f"http://127.0.0.1:{port}"
 
 
 async def _get(url: str) -> tuple[int, str]:
-    async with asyncio.timeout(DEADLINE_S), ClientSession() as session, session.get(url) as response:
+    async with ClientSession() as session, session.get(url) as response:
         return response.status, await response.text()
 
 
@@ -67,12 +65,11 @@ async def test_metrics_are_served_under_both_names() -> None:
 async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
     """Prometheus' text unless OpenMetrics is accepted, each with its content type."""
     async with served(_metrics(allocation(key_of(1)))) as url, ClientSession() as session:
-        async with asyncio.timeout(DEADLINE_S):
-            accepted = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"}
-            async with session.get(f"{url}/metrics", headers=accepted) as response:
-                opened, type_of_open = await response.text(), response.headers["Content-Type"]
-            async with session.get(f"{url}/metrics") as response:
-                text, type_of_text = await response.text(), response.headers["Content-Type"]
+        accepted = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"}
+        async with session.get(f"{url}/metrics", headers=accepted) as response:
+            opened, type_of_open = await response.text(), response.headers["Content-Type"]
+        async with session.get(f"{url}/metrics") as response:
+            text, type_of_text = await response.text(), response.headers["Content-Type"]
     assert type_of_open.startswith("application/openmetrics-text; version=1.0.0")
     assert type_of_text.startswith("text/plain; version=0.0.4")
     assert opened.endswith("# EOF\n")
@@ -83,13 +80,12 @@ async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     """And is the same text."""
     allocated = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
     async with served(_metrics(*allocated)) as url, ClientSession(auto_decompress=False) as session:
-        async with asyncio.timeout(DEADLINE_S):
-            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
-                packed = await response.read()
-                assert response.headers["Content-Encoding"] == "gzip"
-            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "identity"}) as response:
-                plain = await response.text()
-                assert "Content-Encoding" not in response.headers
+        async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
+            packed = await response.read()
+            assert response.headers["Content-Encoding"] == "gzip"
+        async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "identity"}) as response:
+            plain = await response.text()
+            assert "Content-Encoding" not in response.headers
     unpacked = gzip.decompress(packed).decode()
     assert len(packed) < len(plain) / 5
     assert _node_rows(unpacked) == _node_rows(plain)
@@ -99,9 +95,8 @@ async def test_who_refuses_gzip_gets_none() -> None:
     """A quality of zero is a refusal."""
     async with served(_metrics(allocation(key_of(1)))) as url, ClientSession(auto_decompress=False) as session:
         for accepted, packing in (("gzip;q=0", None), ("br, gzip;q=0.000", None), ("gzip;q=0.5", "gzip")):
-            async with asyncio.timeout(DEADLINE_S):
-                async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
-                    assert response.headers.get("Content-Encoding") == packing, accepted
+            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
+                assert response.headers.get("Content-Encoding") == packing, accepted
 
 
 def _node_rows(text: str) -> list[str]:
@@ -218,8 +213,7 @@ async def test_localhost_is_served_on_each_of_its_addresses() -> None:
     """A name with several addresses is reachable at all that this machine has, on one port."""
     server = WebServer("localhost", 0, metrics=AgentMetrics(), ready=list)
     async with running(server.run):
-        async with asyncio.timeout(DEADLINE_S):
-            port = await server.wait_listening()
+        port = await server.wait_listening()
         assert (await _get(f"http://localhost:{port}/healthz"))[0] == 200
 
 
@@ -346,9 +340,8 @@ async def test_by_the_api_servers_name_a_proxy_and_a_browser_are_served(headers:
 async def status_by(port: int, path: str, host: str | None, headers: str = "") -> int:
     line = headers + (f"Host: {host}\r\n" if host is not None else "")
     version = "1.1" if host is not None else "1.0"
-    async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"GET {path} HTTP/{version}\r\n{line}Connection: close\r\n\r\n".encode())
-        answer = await reader.read()
-        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/{version}\r\n{line}Connection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
     return int(answer.split()[1])

@@ -17,7 +17,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire import v1
@@ -86,7 +85,7 @@ async def open_embedded_node(
     """A node with an API server and a scheduler of its own. `cgroups` insists on a kind: v2, v1 or none."""
     paths = prepare_state_directory(state)
     async with (
-        EmbeddedApiServer(version=kubelet_version, seed=seed) as api,
+        EmbeddedApiServer(version=kubelet_version) as api,
         running_task("scheduler", EmbeddedScheduler(api=api).run),
         open_node_on(
             api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
@@ -266,17 +265,13 @@ def by_container(answer: v1.ListPodResourcesResponse) -> dict[str, dict[str, set
 
 def controller_of(node: EmbeddedNode) -> NodeController:
     """Of a node without an agent."""
-
-    async def no_agent() -> dict[str, Any]:
-        raise Unavailable("nothing listens")
-
     return NodeController(
         node=node,
         gpus=(),
         names=ResourceNames(vcore=CORE, vmemory=MEMORY),
         agent=AgentProcess([], node.paths.agent_log, lambda _: None),
         faults=GpuFaults(node.paths.faults, 2),
-        read_agent=no_agent,
+        addresses={"web": "http://localhost:1"},
     )
 
 
@@ -339,8 +334,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         channel = Channel(path=str(self.paths.device_plugin_path / "kubelet.sock"))
         try:
             request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
-            async with asyncio.timeout(DEADLINE_S):
-                await RegistrationStub(channel).register(request)
+            await RegistrationStub(channel).register(request)
         finally:
             channel.close()
 

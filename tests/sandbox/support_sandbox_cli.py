@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.sandbox.control import ask
-from tests.support_deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,8 +37,7 @@ async def start(
 
 
 async def ended(process: asyncio.subprocess.Process, text: str = "") -> Ended:
-    async with asyncio.timeout(DEADLINE_S):
-        out, err = await process.communicate(text.encode())
+    out, err = await process.communicate(text.encode())
     assert process.returncode is not None
     return Ended(code=process.returncode, out=out.decode(), err=err.decode())
 
@@ -64,12 +62,11 @@ async def live(
 
 async def read_until(process: asyncio.subprocess.Process, words: str) -> None:
     assert process.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        while words not in (line := (await process.stdout.readline()).decode()):
-            if not line:
-                assert process.stderr is not None
-                last = (await process.stderr.read()).decode()[-2000:]
-                raise AssertionError(f"the sandbox ended before it printed {words!r}: {last}")
+    while words not in (line := (await process.stdout.readline()).decode()):
+        if not line:
+            assert process.stderr is not None
+            last = (await process.stderr.read()).decode()[-2000:]
+            raise AssertionError(f"the sandbox ended before it printed {words!r}: {last}")
 
 
 async def document_of(state: Path) -> dict[str, Any]:
@@ -80,10 +77,9 @@ async def document_of(state: Path) -> dict[str, Any]:
 
 async def registered(state: Path) -> dict[str, Any]:
     """The report once both resources are healthy again."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            document = await document_of(state)
-            node = document["node"]
-            if node["is_offered"] and {gpu["is_healthy"] for gpu in node["gpus"]} == {True}:
-                return document
-            await asyncio.sleep(0.05)  # another process: it can only be asked again
+    while True:
+        document = await document_of(state)
+        node = document["node"]
+        if node["is_offered"] and {gpu["is_healthy"] for gpu in node["gpus"]} == {True}:
+            return document
+        await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from gpushare_agent.core.cli.command_line import AGENT_NAMESPACE, KUBECTL, Invocation
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.kubectl.agent_client import AgentTarget, open_agent
+from gpushare_agent.kubectl.agent_client import open_agent
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from tests.fakes.api_server import PODS, Client, open_client
 from tests.sandbox.support_sandbox import pod
@@ -39,6 +41,11 @@ async def open_agent_server(seen: list[web.Request]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+def call_by(program: str) -> Invocation:
+    options = argparse.Namespace(agent_namespace=AGENT_NAMESPACE)
+    return Invocation(program=program, options=options, flags=(), rest=(), environ={})
+
+
 async def test_a_person_finds_the_agent_of_a_node_and_asks_it(short_dir: Path) -> None:
     """As `top --node` and `kubectl gpushare` do: by label and node, through the proxy, with the query; the token of the API
     server stays there."""
@@ -47,11 +54,11 @@ async def test_a_person_finds_the_agent_of_a_node_and_asks_it(short_dir: Path) -
         client.api.add_agent("desk", AgentServer(url=url, log=short_dir / "agent.log"))
         client.api.write_kubeconfig(short_dir / "kubeconfig")
         settings = load_settings(["--kubeconfig", str(short_dir / "kubeconfig")], {}).settings
-        for target in (AgentTarget(node="desk"), AgentTarget(is_remote=True)):
-            async with open_agent(settings, target) as agent:
+        for node, program in (("desk", "gpushare-agent"), ("", KUBECTL)):
+            async with open_agent(call_by(program), settings, node) as agent:
                 assert await agent.get("/api/v1/node", {"a": "b c"}) == {"asked": "/api/v1/node?a=b+c"}
         with pytest.raises(AgentError, match="no agent runs on node other"):
-            async with open_agent(settings, AgentTarget(node="other")):
+            async with open_agent(call_by(KUBECTL), settings, "other"):
                 pass
     assert all("Authorization" not in request.headers for request in seen)
 

@@ -6,6 +6,7 @@ A real containerd has CDI from 1.7 on; a machine of Debian 12 has 1.6.20, whose 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire.v1beta1 import CdiDevice, ContainerAllocateResponse, DeviceSpec
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
+from gpushare_agent.sandbox.runtime.cdi_resolver import requested_names, resolve_cdi
 from tests.agent.support_agent import open_agent
 from tests.isolation.support_cdi import spec, write_spec
 from tests.sandbox.support_containers import host_container
@@ -95,18 +96,18 @@ def test_names_resolve_as_the_reference_library_does(tmp_path: Path) -> None:
     """The later directory counts; two files of one directory make the name unknown, and so does a file that is no spec."""
     etc, run = tmp_path / "etc", tmp_path / "run"
     write_spec(etc / "a.json", "GPU-0", "GPU-1")
-    resolver = CdiResolver([etc, run])
-    assert resolver.resolve([NAME, NAME]).device_nodes == ("/dev/nvidia0",)
+    resolve = partial(resolve_cdi, [etc, run])
+    assert resolve([NAME, NAME]).device_nodes == ("/dev/nvidia0",)
     later = spec("GPU-0")
     later["devices"][0]["containerEdits"] = {"mounts": [{"hostPath": "/a", "containerPath": "/b"}]}
     run.mkdir()
     (run / "b.json").write_text(json.dumps(later))
-    assert resolver.resolve([NAME]).mounts == (("/a", "/b"),)
+    assert resolve([NAME]).mounts == (("/a", "/b"),)
     write_spec(run / "c.json", "GPU-0")
     (run / "d.json").write_text("[1")
     with pytest.raises(Rejected, match=NAME):
-        resolver.resolve(["nvidia.com/gpu=GPU-1", NAME])
-    assert resolver.resolve([]).env == ()
+        resolve(["nvidia.com/gpu=GPU-1", NAME])
+    assert resolve([]).env == ()
 
 
 def test_the_requested_names_are_the_fields_then_the_annotations() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.wire.runtime import v1
-from gpushare_agent.sandbox.runtime.cri_server import CriServer
+from gpushare_agent.sandbox.runtime.cri_server import cri_socket
 from tests.runtime.support_cri import all_containers, open_runtime, reported_pid
 from tests.sandbox.support_containers import config, open_containers, wait_ended
 from tests.sandbox.support_sandbox import container, open_test_node, pod
@@ -70,9 +70,9 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
 async def test_the_runtime_can_be_away_while_the_containers_run(short_dir: Path) -> None:
     """Its socket has gone and comes back; nobody else may use it."""
     async with open_containers() as runtime:
-        server = CriServer(runtime, short_dir / "c.sock")
+        server = cri_socket(runtime, short_dir / "c.sock")
         async with open_runtime(str(server.path)) as client:
-            await server.start()
+            await server.serve()
             assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
             started = runtime.start(config())
             assert list((await client.running()).values()) == [started.id]
@@ -80,7 +80,7 @@ async def test_the_runtime_can_be_away_while_the_containers_run(short_dir: Path)
             assert not server.path.exists()
             with pytest.raises(Unavailable):
                 await client.running()
-            await server.start()
+            await server.serve()
             assert await reported_pid(server.path, started.id) == started.pid
             await server.stop()
 
@@ -88,8 +88,8 @@ async def test_the_runtime_can_be_away_while_the_containers_run(short_dir: Path)
 async def test_another_implementation_may_ask_with_filters(short_dir: Path) -> None:
     """grpcio, as crictl asks: by state, by label, by ID; an unknown question is UNIMPLEMENTED."""
     async with open_containers() as runtime:
-        server = CriServer(runtime, short_dir / "c.sock")
-        await server.start()
+        server = cri_socket(runtime, short_dir / "c.sock")
+        await server.serve()
         running = runtime.start(config(name="main"))
         ended = runtime.start(config(name="done", run_s=0.0))
         await wait_ended(runtime, ended)

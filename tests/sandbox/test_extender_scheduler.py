@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from gpushare_agent.core.model.errors import Unavailable
-from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes, open_extender_calls
+from gpushare_agent.sandbox.scheduler.scheduler import ExtenderCalls, SchedulerTimes
 from tests.extender.support_extender_nodes import ReportedExtender, open_cluster, open_reported, serving
 from tests.sandbox.support_sandbox import CORE, container, pod
 
@@ -188,7 +188,8 @@ async def test_an_answer_without_an_end_is_no_answer() -> None:
 
     app = web.Application()
     app.router.add_post("/{verb}", endless)
-    async with TestServer(app) as server, open_extender_calls(str(server.make_url("/"))) as calls:
+    async with TestServer(app) as server, ClientSession() as session:
+        calls = ExtenderCalls(str(server.make_url("/")).rstrip("/"), session)
         with pytest.raises(Unavailable, match="filter with more than 16 MiB"):
             await calls.filter({}, [])
         with pytest.raises(Unavailable, match="priorities with more than 16 MiB"):

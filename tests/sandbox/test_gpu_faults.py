@@ -17,7 +17,7 @@ from gpushare_agent.core.formats.simulated_gpus import parse_faults
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.sandbox import command as app
-from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from tests.agent.support_agent import open_agent
 from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, sandbox
@@ -47,9 +47,9 @@ async def test_a_lost_gpu_is_lost_to_the_driver_until_it_is_healed(tmp_path: Pat
     faults.lose(2, "a cable")
     assert [gpu.unhealthy_reason for gpu in (await driver.read()).gpus] == ["", "GPU is lost", "a cable"]
     assert failing(tmp_path / "faults.json") == {1, 2}
-    assert faults.heal(1) == Healed(done="is no longer lost (GPU is lost)")
+    assert faults.heal(1) == f"GPU 1 is no longer lost (GPU is lost){TAKEN_BACK}"
     assert [gpu.is_healthy for gpu in (await driver.read()).gpus] == [True, True, False]
-    assert (faults.heal(1), faults.heal(0)) == (Healed(), Healed())
+    assert faults.heal(1) == "nothing is wrong with GPU 1"
 
 
 async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_an_xid_is_reported_each_time_and_healing_shows_a_reset(tmp_path: 
         faults.report_xid(1, 79)
         assert failing(tmp_path / "faults.json") == {1}
         assert [event.xid for event in await driver.events()] == [79, 48, 79]
-        assert faults.heal(1).done == "was reset after Xid 79, Xid 48"
+        assert faults.heal(1) == f"GPU 1 was reset after Xid 79, Xid 48{TAKEN_BACK}"
         assert failing(tmp_path / "faults.json") == set()
         assert [[gpu.is_healthy for gpu in (await driver.read()).gpus] for _ in range(2)] == [
             [True, False, True], [True, True, True],
@@ -78,7 +78,7 @@ async def test_what_a_person_has_written_stays(tmp_path: Path) -> None:
     faults.report_xid(1, 79)
     faults.lose(1)
     assert failing(path) == {0, 1}
-    assert faults.heal(1).done == "is no longer lost (GPU is lost) and was reset after Xid 79"
+    assert faults.heal(1) == f"GPU 1 is no longer lost (GPU is lost) and was reset after Xid 79{TAKEN_BACK}"
     assert json.loads(path.read_text()) == {
         "lost": {"0": "mine"}, "xids": [{"id": 40, "gpu": 0, "xid": 48}], "resets": [{"id": 42, "gpu": 1}],
     }  # fmt: skip
@@ -111,22 +111,23 @@ def test_where_there_is_no_file_nothing_fails(tmp_path: Path) -> None:
         GpuFaults(tmp_path / "absent" / "faults.json", 3).lose(0)
 
 
+TAKEN_BACK = "; the agent takes it back once it has passed its probes"
 POLICY = HealthPolicy(ignored_xids=frozenset({31}), reset_xids=frozenset({79}))
 
 
 @pytest.mark.parametrize(
     ("xids", "is_offered", "healed"),
     [
-        ((31,), True, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
-        ((31,), False, Healed(spared="Xid 31: ignored (health.ignored_xids)")),
-        ((94,), True, Healed(spared="Xid 94: the agent has taken the GPU back by itself")),
-        ((94,), False, Healed(done="was reset after Xid 94")),
-        ((79,), True, Healed(done="was reset after Xid 79")),
-        ((31, 79), False, Healed(done="was reset after Xid 79", spared="Xid 31: ignored (health.ignored_xids)")),
+        ((31,), True, "is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it"),
+        ((31,), False, "is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it"),
+        ((94,), True, "is not ill (Xid 94: the agent has taken the GPU back by itself); nothing was done to it"),
+        ((94,), False, f"was reset after Xid 94{TAKEN_BACK}"),
+        ((79,), True, f"was reset after Xid 79{TAKEN_BACK}"),
+        ((31, 79), False, f"was reset after Xid 79{TAKEN_BACK}"),
     ],
 )
 async def test_a_reset_is_shown_only_where_the_gpu_is_out_of_service(
-    tmp_path: Path, xids: tuple[int, ...], is_offered: bool, healed: Healed
+    tmp_path: Path, xids: tuple[int, ...], is_offered: bool, healed: str
 ) -> None:
     """It would take a Healthy GPU away for its probes. The file forgets the errors all the same."""
     path = tmp_path / "faults.json"
@@ -134,8 +135,8 @@ async def test_a_reset_is_shown_only_where_the_gpu_is_out_of_service(
     await driver.read()
     for xid in xids:
         faults.report_xid(1, xid)
-    assert faults.heal(1, is_offered=is_offered) == healed
-    assert [gpu.is_healthy for gpu in (await driver.read()).gpus] == [True, not healed.done, True]
+    assert faults.heal(1, is_offered=is_offered) == f"GPU 1 {healed}"
+    assert [gpu.is_healthy for gpu in (await driver.read()).gpus] == [True, "reset" not in healed, True]
     assert failing(path) == set()
     faults.report_xid(1, 79)
     assert [event.xid for event in await driver.events()] == [79]

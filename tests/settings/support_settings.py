@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support_deadline import DEADLINE_S
 from tests.support_process import output_of
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +68,5 @@ async def listening(path: Path) -> AsyncIterator[ListeningSocket]:
         yield found
     finally:
         server.close()
-        async with asyncio.timeout(DEADLINE_S):
-            await server.wait_closed()
+        await server.wait_closed()
         path.unlink(missing_ok=True)

@@ -127,9 +127,9 @@ def test_every_pod_is_accounted_for_and_everything_is_given_back(
     result = replay(cluster_of(*gpus), workload_of(*arrivals), policy, per_try=per_try)
     assert result.ran + result.tally.no_node[NoNode.NEVER] + result.tally.gave_up == len(arrivals)
     for sample in result.measured.samples:
-        assert 0 <= sample.cores_part <= 1
-        assert 0 <= sample.memory_part <= 1
-        assert 0 <= sample.fragmentation <= 1 - sample.cores_part + 1e-9
+        assert 0 <= sample.cores <= 1
+        assert 0 <= sample.memory <= 1
+        assert 0 <= sample.fragmentation <= 1 - sample.cores + 1e-9
     if policy is not Policy.AGENT_ONLY:
         assert not result.tally.refusals
 

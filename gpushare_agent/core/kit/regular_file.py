@@ -1,4 +1,5 @@
-"""Reads whole files that somebody else may have put in place: never a pipe, never without a bound. No state."""
+"""Reads whole files that somebody else may have put in place, never a pipe, never without a bound; and replaces whole files.
+No state."""
 
 from __future__ import annotations
 
@@ -9,6 +10,13 @@ from pathlib import Path
 
 # O_NONBLOCK: opening a pipe without a writer would wait for one.
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def replace_whole(path: Path, content: bytes) -> None:
+    """By rename: a reader finds the old content or the new one. Raises OSError."""
+    new = path.with_name(f".{path.name}")
+    new.write_bytes(content)
+    new.replace(path)
 
 
 def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool = False) -> bytes:

@@ -23,19 +23,6 @@ class Kind(Struct, frozen=True, kw_only=True):
     def is_namespaced(self) -> bool:
         return "cluster" not in self.marks
 
-    @property
-    def has_status(self) -> bool:
-        """Its status is written at an address of its own."""
-        return "status" in self.marks
-
-    @property
-    def needs_spec(self) -> bool:
-        return "applied" in self.marks and self.name not in ("ConfigMap", "Namespace")
-
-    @property
-    def is_scalable(self) -> bool:
-        return "scale" in self.marks
-
 
 _ROWS = """\
 Pod                     pods                     v1                     po      applied status all
@@ -57,7 +44,7 @@ ReplicaSet              replicasets              apps/v1                rs      
 ResourceSlice           resourceslices           resource.k8s.io/v1     -       cluster
 """
 """`applied`: a person writes such objects; `claim`: they are of Dynamic Resource Allocation; `all`: `kubectl get all` has
-them."""
+them; `status`, `scale`: that is written at an address of its own."""
 
 
 def _kind(name: str, resource: str, group_version: str, short_name: str, *marks: str) -> Kind:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gpushare_agent.sandbox.api.kinds import KINDS, Kind
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject, at
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
@@ -75,9 +75,9 @@ def _entries(kind: Kind) -> Iterator[RawObject]:
         **common, "name": name, "singularName": kind.name.lower(), "verbs": _VERBS, "shortNames": list(kind.short_names),
         **({"categories": ["all"]} if "all" in kind.marks else {}),
     }  # fmt: skip
-    if kind.has_status:
+    if "status" in kind.marks:
         yield {**common, "name": f"{name}/status", "verbs": ["patch", "update"]}
-    if kind.is_scalable:
+    if "scale" in kind.marks:
         scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
         yield {**common, "name": f"{name}/scale", **scale}
     if name == "pods":
@@ -113,7 +113,7 @@ def table(resource: str, objects: Iterable[RawObject], version: str, include: st
 def _cell(raw: RawObject, reader: Reader) -> Any:
     if callable(reader):
         return reader(raw)
-    return _at(raw, reader) if isinstance(reader, str) else _at(raw, *reader)
+    return at(raw, reader, NONE) if isinstance(reader, str) else at(raw, *reader)
 
 
 def _shown(raw: RawObject, include: str) -> RawObject | None:
@@ -152,13 +152,6 @@ def _since(text: object, until: object = None) -> str:
     return duration_text((end - datetime.fromisoformat(text)).total_seconds())
 
 
-def _at(raw: Mapping[str, Any], path: str, default: Any = NONE) -> Any:
-    value: Any = raw
-    for step in path.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return default if value is None or value == "" else value
-
-
 def _age(raw: RawObject) -> str:
     return _since(raw["metadata"].get("creationTimestamp"))
 
@@ -167,7 +160,7 @@ def _age(raw: RawObject) -> str:
 
 
 def _statuses(raw: RawObject, kind: str) -> list[Mapping[str, Any]]:
-    return list(_at(raw, f"status.{kind}", []))
+    return list(at(raw, f"status.{kind}", []))
 
 
 def _pod_ready(raw: RawObject) -> str:
@@ -184,7 +177,7 @@ def _pod_restarts(raw: RawObject) -> int:
 def _pod_status(raw: RawObject) -> str:
     """The first init container that has not ended well, else the name of the newest problem of a main container."""
     # A pod that was rejected or evicted has its reason in the status itself.
-    text = str(_at(raw, "status.reason", _at(raw, "status.phase", UNKNOWN)))
+    text = str(at(raw, "status.reason", at(raw, "status.phase", UNKNOWN)))
     total = len(raw["spec"].get("initContainers") or ())
     is_starting = False
     for index, status in enumerate(_statuses(raw, "initContainerStatuses")):
@@ -197,7 +190,7 @@ def _pod_status(raw: RawObject) -> str:
         if "terminated" in state:
             text = f"Init:{state['terminated'].get('reason') or 'Error'}"
         else:
-            reason = _at(state, "waiting.reason", "PodInitializing")
+            reason = at(state, "waiting.reason", "PodInitializing")
             text = f"Init:{reason}" if reason != "PodInitializing" else f"Init:{index}/{total}"
         is_starting = True
         break
@@ -211,7 +204,7 @@ def _main_status(raw: RawObject, text: str) -> str:
     # Backwards, so that the first container's trouble is what remains, as kubectl has it.
     for status in reversed(_statuses(raw, "containerStatuses")):
         state = status.get("state") or {}
-        if reason := _at(state, "waiting.reason", ""):
+        if reason := at(state, "waiting.reason", ""):
             text = reason
         elif "terminated" in state:
             text = state["terminated"].get("reason") or f"ExitCode:{state['terminated'].get('exitCode')}"
@@ -225,20 +218,20 @@ def _main_status(raw: RawObject, text: str) -> str:
 
 
 def _node_status(raw: RawObject) -> str:
-    ready = [c.get("status", "") for c in _at(raw, "status.conditions", []) if c["type"] == "Ready"]
+    ready = [c.get("status", "") for c in at(raw, "status.conditions", []) if c["type"] == "Ready"]
     text = {"True": "Ready", "False": "NotReady"}.get("".join(ready), "Unknown")
-    return text + (",SchedulingDisabled" if _at(raw, "spec.unschedulable", False) else "")
+    return text + (",SchedulingDisabled" if at(raw, "spec.unschedulable", False) else "")
 
 
 def _node_roles(raw: RawObject) -> str:
     prefix = "node-role.kubernetes.io/"
-    roles = sorted(k.removeprefix(prefix) for k in _at(raw, "metadata.labels", {}) if k.startswith(prefix))
+    roles = sorted(k.removeprefix(prefix) for k in at(raw, "metadata.labels", {}) if k.startswith(prefix))
     return ",".join(roles) or NONE
 
 
 def _address(kind: str) -> Reader:
     return lambda raw: next(
-        (a.get("address", NONE) for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE
+        (a.get("address", NONE) for a in at(raw, "status.addresses", []) if a.get("type") == kind), NONE
     )
 
 
@@ -253,47 +246,47 @@ def _event_age(field: str) -> Reader:
 
 def _each(path: str, field: str) -> Reader:
     """One field of each item of a list, joined by commas."""
-    return lambda raw: ",".join(str(one.get(field, "")) for one in _at(raw, path, [])) or NONE
+    return lambda raw: ",".join(str(one.get(field, "")) for one in at(raw, path, [])) or NONE
 
 
 def _selector(raw: RawObject) -> str:
-    return ",".join(f"{k}={v}" for k, v in sorted(_at(raw, "spec.selector.matchLabels", {}).items())) or NONE
+    return ",".join(f"{k}={v}" for k, v in sorted(at(raw, "spec.selector.matchLabels", {}).items())) or NONE
 
 
 def _claim_state(raw: RawObject) -> str:
     states = {
         "deleted": raw["metadata"].get("deletionTimestamp"),
-        "allocated": _at(raw, "status.allocation", None),
-        "reserved": _at(raw, "status.reservedFor", None),
+        "allocated": at(raw, "status.allocation", None),
+        "reserved": at(raw, "status.reservedFor", None),
     }
     return ",".join(name for name, is_so in states.items() if is_so) or "pending"
 
 
 def _scale_target(raw: RawObject) -> str:
-    return f"{_at(raw, 'spec.scaleTargetRef.kind', UNKNOWN)}/{_at(raw, 'spec.scaleTargetRef.name', UNKNOWN)}"
+    return f"{at(raw, 'spec.scaleTargetRef.kind', UNKNOWN)}/{at(raw, 'spec.scaleTargetRef.name', UNKNOWN)}"
 
 
 def _quota(*, is_limit: bool) -> Reader:
     """Nothing counts here what is used."""
     return lambda raw: ", ".join(
         f"{name}: {UNKNOWN}/{most}"
-        for name, most in sorted(_at(raw, "spec.hard", {}).items())
+        for name, most in sorted(at(raw, "spec.hard", {}).items())
         if name.startswith("limits.") is is_limit
     )
 
 
 def _job_status(raw: RawObject) -> str:
-    met = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
+    met = {c["type"] for c in at(raw, "status.conditions", []) if c.get("status") == "True"}
     return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in met), "Running")
 
 
 def _job_duration(raw: RawObject) -> str:
-    started = _at(raw, "status.startTime", None)
-    return _since(started, _at(raw, "status.completionTime", None)) if started else ""
+    started = at(raw, "status.startTime", None)
+    return _since(started, at(raw, "status.completionTime", None)) if started else ""
 
 
 def _of(part: str, whole: str, usual: int = 0) -> Reader:
-    return lambda raw: f"{_at(raw, part, 0)}/{_at(raw, whole, usual)}"
+    return lambda raw: f"{at(raw, part, 0)}/{at(raw, whole, usual)}"
 
 
 _READY = _of("status.readyReplicas", "spec.replicas")
@@ -323,7 +316,7 @@ _COLUMNS: dict[str, dict[str, Reader]] = {
         "+Count": ("count", 1), "+Name": "metadata.name",
     },
     "namespaces": {**_NAME, "Status": ("status.phase", "Active"), **_AGE},
-    "configmaps": {**_NAME, "Data": lambda raw: len(_at(raw, "data", {})) + len(_at(raw, "binaryData", {})), **_AGE},
+    "configmaps": {**_NAME, "Data": lambda raw: len(at(raw, "data", {})) + len(at(raw, "binaryData", {})), **_AGE},
     "leases": {**_NAME, "Holder": ("spec.holderIdentity", ""), **_AGE},
     "deployments": {
         **_NAME, "Ready": _READY, "Up-to-date": ("status.updatedReplicas", 0),
@@ -338,7 +331,7 @@ _COLUMNS: dict[str, dict[str, Reader]] = {
     "resourcequotas": {**_NAME, "Request": _quota(is_limit=False), "Limit": _quota(is_limit=True), **_AGE},
     "horizontalpodautoscalers": {
         **_NAME, "Reference": _scale_target,
-        "Targets": lambda raw: f"cpu: {UNKNOWN}/{_at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%",
+        "Targets": lambda raw: f"cpu: {UNKNOWN}/{at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%",
         "MinPods": ("spec.minReplicas", 1), "MaxPods": "spec.maxReplicas", "Replicas": lambda _: 0, **_AGE,
     },
     "jobs": {

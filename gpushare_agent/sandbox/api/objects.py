@@ -45,7 +45,7 @@ def _check_precondition(metadata: Mapping[str, Any], uid: str, version: str) -> 
 
 
 class ApiObjects:
-    def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
+    def __init__(self, *, version: str, history_limit: int) -> None:
         """Raises StartupError for a Kubernetes version with unknown behaviour."""
         self.behaviour = behaviour_of(version)
         self.store = ObjectStore(history_limit=history_limit)
@@ -54,7 +54,7 @@ class ApiObjects:
         self.subresources = PodSubresources()
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._event_ns = 0
         # kube-system and default exist before anything is created.
         for name in LASTING_NAMESPACES:

@@ -137,12 +137,12 @@ def completed(kind: Kind, raw: Any, namespace: str = "default", suffix: str = "0
         raise Rejected("metadata.name: Required value: name or generateName is required")
     if not _NAME.fullmatch(name):
         raise Rejected(f"metadata.name: Invalid value: {name!r}: must be lower case letters, digits, '-' or '.'")
-    if kind.needs_spec and "spec" not in raw:
+    if "applied" in kind.marks and kind.name not in ("ConfigMap", "Namespace") and "spec" not in raw:
         raise Rejected(f"spec: Required value: the {kind.name} has no spec")
     # From a manifest that was read from a cluster: some fields are the server's to set.
     metadata = {key: value for key, value in given.items() if key not in _OF_THE_SERVER}
     metadata |= {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
-    metadata |= {"generation": 1} if kind.has_status else {}
+    metadata |= {"generation": 1} if "status" in kind.marks else {}
     metadata |= {"namespace": given.get("namespace") or namespace} if kind.is_namespaced else {}
     made = {"apiVersion": kind.group_version, "kind": kind.name, **raw, "metadata": metadata}
     if kind.name == "Pod":
@@ -264,7 +264,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         # A client may replace the status by one without a phase, which controllers read of every pod.
         phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
         return {**new, **unchanged, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
-    if KINDS[resource].has_status:
+    if "status" in KINDS[resource].marks:
         unchanged["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
         # A running pod's spec cannot change, except between two forms of one quantity.

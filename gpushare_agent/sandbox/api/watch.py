@@ -19,7 +19,7 @@ from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.sandbox.api.kinds import Kind
 from gpushare_agent.sandbox.api.responses import RefusedRequest, bad_request, query_number
 from gpushare_agent.sandbox.api.store import Change, Expired, ObjectStore
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject, at
 
 log = structlog.get_logger(__name__)
 
@@ -44,14 +44,7 @@ def parse_field_selector(text: str) -> Selector:
         if match is None:
             raise Rejected(f"unable to parse field selector term {part!r}: expected path=value or path!=value")
         terms.append((match["path"], match["operator"] != "!=", match["value"]))
-    return lambda raw: all((_field(raw, path) == value) is expected for path, expected, value in terms)
-
-
-def _field(raw: RawObject, path: str) -> str:
-    value: Any = raw
-    for step in path.split("."):
-        value = value.get(step) if isinstance(value, dict) else None
-    return "" if value is None else str(value)
+    return lambda raw: all((str(at(raw, path, "")) == value) is expected for path, expected, value in terms)
 
 
 def parse_label_selector(text: str) -> Selector:
@@ -159,12 +152,9 @@ class Watch:
                 marked_at = now
             if now >= self._ends_at:
                 return
-            try:
-                async with asyncio.timeout(min(self._ends_at, marked_at + bookmark_interval_s) - now):
-                    await signal.wait(seen)
-            except TimeoutError:
-                continue
-            await running.wait()
+            await signal.wait(seen, min(self._ends_at, marked_at + bookmark_interval_s) - now)
+            if signal.count != seen:
+                await running.wait()
 
     async def _send_bookmark(self, **metadata: Any) -> None:
         if self._request.query.get("allowWatchBookmarks") in TRUE:

@@ -27,7 +27,7 @@ from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.pod_manifest import RawObject
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names
+from gpushare_agent.sandbox.runtime.cdi_resolver import requested_names, resolve_cdi
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig
 
 HOST_IMAGE = "sandbox/host"
@@ -53,9 +53,10 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def container_config(
-    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: CdiResolver, claimed: Sequence[str] = ()
+    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: Path, claimed: Sequence[str] = ()
 ) -> ContainerConfig:
-    """`answers` are the plugins' ContainerAllocateResponse messages for it, `claimed` the CDI devices of its claims.
+    """`answers` are the plugins' ContainerAllocateResponse messages for it, `claimed` the CDI devices of its claims; `cdi`
+    is the directory of CDI specs.
 
     Raises Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
     """
@@ -100,7 +101,7 @@ def environment(container: Mapping[str, Any], answers: Iterable[ContainerAllocat
     return env
 
 
-def _injected(answers: Sequence[ContainerAllocateResponse], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
+def _injected(answers: Sequence[ContainerAllocateResponse], cdi: Path, claimed: Sequence[str]) -> dict[str, str]:
     """The variables that CDI sets, which override all before, and the device nodes."""
     nodes: list[str] = []
     names = list(claimed)
@@ -108,7 +109,7 @@ def _injected(answers: Sequence[ContainerAllocateResponse], cdi: CdiResolver, cl
         nodes += [device.container_path for device in answer.devices]
         # Older plugins name CDI devices by annotation, newer ones by the field: both count.
         names += requested_names([device.name for device in answer.cdi_devices], answer.annotations.items())
-    edits = cdi.resolve(names)
+    edits = resolve_cdi([cdi], names)
     nodes += edits.device_nodes
     listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
     for host, inner in edits.mounts:

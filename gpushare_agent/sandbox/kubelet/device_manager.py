@@ -27,6 +27,7 @@ import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.core.kit.protobuf import bytes_field, string_list
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames
@@ -131,10 +132,7 @@ class DeviceRecords:
         # By msgspec: a node has tens of thousands of IDs, and each admission writes the file.
         data = {"PodDeviceEntries": [record.entry for record in self.all()], "RegisteredDevices": registered}
         text = msgspec.json.encode(data)
-        temporary = self._path.with_name(f".{self._path.name}")
-        temporary.write_bytes(b'{"Data":%b,"Checksum":%d}' % (text, zlib.crc32(text)))
-        # As the real one: a reader never finds half of it.
-        temporary.replace(self._path)
+        replace_whole(self._path, b'{"Data":%b,"Checksum":%d}' % (text, zlib.crc32(text)))
 
     def read(self) -> set[str]:
         """Takes the records from the file; returns the resources that were registered. Starts empty without one."""
@@ -185,12 +183,11 @@ class _Resource(Struct):
     """The state of one resource. Without an endpoint it is only known from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None
-    is_connected: bool = False
-    """Whether `endpoint`, the newest registration, is connected."""
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()
     stopped_at: float | None = None
+    """When the plugin that registered last was disconnected; None while it is connected."""
 
 
 class DeviceManager:
@@ -206,7 +203,6 @@ class DeviceManager:
         self._allocated = self.records.allocated()
         # Only those of the newest pod, because admissions are serial.
         self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
-        self._pending_uid = ""
         self._active_pods = active_pods
         self._parts = parts
         self._rng = parts.rng
@@ -219,7 +215,7 @@ class DeviceManager:
         """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
         resource = self._resources.setdefault(endpoint.resource, _Resource())
         # The devices of before stay until the new plugin's first list.
-        resource.endpoint, resource.is_connected, resource.stopped_at = endpoint, True, None
+        resource.endpoint, resource.stopped_at = endpoint, None
         self._endpoints.append(endpoint)
 
     async def follow(self, endpoint: PluginEndpoint) -> None:
@@ -230,8 +226,7 @@ class DeviceManager:
         resource = self._resources[endpoint.resource]
         # By the resource's name, as the real one: the stream that ended may belong to another plugin than the one that is
         # disconnected.
-        if resource.is_connected and resource.endpoint is not None:
-            resource.is_connected = False
+        if resource.endpoint is not None and resource.stopped_at is None:
             resource.endpoint.close()
             # Unhealthy and not gone: capacity stays, allocatable is 0.
             resource.healthy = frozenset()
@@ -278,7 +273,7 @@ class DeviceManager:
     def update_allocated(self) -> None:
         """Forgets the records of ended pods, and then rebuilds the allocated set. PodResources List does this too."""
         # Never the pod under admission, as in the real one: it may be in no list of active pods yet.
-        gone = self.records.pods() - self._active_pods() - {self._pending_uid}
+        gone = self.records.pods() - self._active_pods() - {self._reusable[0]}
         # Until all pods were seen once, a missing pod may only not have been taken up yet.
         if self.is_ready and gone:
             self.records.remove(gone)
@@ -288,7 +283,6 @@ class DeviceManager:
 
     async def allocate(self, pod: PodIdentity, container: ContainerSpec) -> None:
         """Raises AllocationFailed. What earlier resources of the container got is kept until the pod is forgotten."""
-        self._pending_uid = pod.uid
         # Init containers' IDs pass to later containers of their pod, and to no others.
         if self._reusable[0] != pod.uid:
             self._reusable = (pod.uid, {})
@@ -310,7 +304,7 @@ class DeviceManager:
             self.update_allocated()
         is_changed = False
         for name, count in requests:
-            subject = _subject(pod, container, name)
+            subject = CallSubject(pod.uid, pod.name, container.name, name)
             ids = await self._choose(subject, count, reusable.get(name, set()))
             # None: the container has them already, from before a restart.
             if ids:
@@ -439,7 +433,7 @@ class DeviceManager:
         """
         is_missing = False
         for name, _ in self._known_requests(container):
-            await self._pre_start(_subject(pod, container, name))
+            await self._pre_start(CallSubject(pod.uid, pod.name, container.name, name))
             # The resource became known after the admission: the pod worker allocates it when the container starts, while
             # other admissions run.
             is_missing = is_missing or name not in self.records.of_container(pod.uid, container.name)
@@ -470,7 +464,3 @@ class DeviceManager:
     def _write_checkpoint(self) -> None:
         resources = sorted(self._resources.items())
         self.records.write({name: [one for one in known.devices if one in known.healthy] for name, known in resources})
-
-
-def _subject(pod: PodIdentity, container: ContainerSpec, resource: str) -> CallSubject:
-    return CallSubject(pod.uid, pod.name, container.name, resource)

@@ -115,8 +115,6 @@ class EmbeddedKubelet:
         self.claims: ClaimRecords = {}
         """Prepared claims, over all starts."""
         self._signal = parts.api.signal
-        self._times = parts.times
-        self._node_name = parts.name
         self._starts = 0
         self._is_wanted = False
         self._forget()
@@ -240,12 +238,12 @@ class EmbeddedKubelet:
 
     async def _sync_forever(self) -> None:
         # A real kubelet admits some 1.05 s after its start; until then List is empty.
-        await wait_for(self._may_admit, self._times.admission_delay_s)
+        await wait_for(self._may_admit, self.parts.times.admission_delay_s)
         self._stop_deleted_pods()
         self._spawn(self._reconcile_claims_forever(), "kubelet-claims")
-        mine, changes = self.api.pods_by_node, self.api.pods_by_node.signal_of(self._node_name)
+        mine, changes = self.api.pods_by_node, self.api.pods_by_node.signal_of(self.parts.name)
         # Later pods are admissions as any: only these are waited for before records are forgotten.
-        first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
+        first = {raw["metadata"]["uid"] for raw in mine.of(self.parts.name)}
         while True:
             self._note_ready(first)
             # Before the step: a change during it is seen at once.
@@ -256,13 +254,13 @@ class EmbeddedKubelet:
     def _note_ready(self, first: set[str]) -> None:
         """The pods that were there at the start have been taken up or are gone; later ones need not be waited for."""
         if not self.devices.is_ready:
-            left = {raw["metadata"]["uid"] for raw in self.api.pods_by_node.of(self._node_name)} & first
+            left = {raw["metadata"]["uid"] for raw in self.api.pods_by_node.of(self.parts.name)} & first
             self.devices.is_ready = left <= self.pods.keys()
             self._signal.notify()
 
     async def _sync_step(self) -> bool:
         """Makes one step; whether something was done."""
-        bound = {p["metadata"]["uid"]: p for p in self.api.pods_by_node.of(self._node_name)}
+        bound = {p["metadata"]["uid"]: p for p in self.api.pods_by_node.of(self.parts.name)}
         # Removals first: what they free may let the next admission fit.
         for uid in [uid for uid in self.pods if uid not in bound]:
             await self._remove(self.pods.pop(uid))
@@ -338,24 +336,24 @@ class EmbeddedKubelet:
         """Unprepares claims of pods that ended while the kubelet or the claims' driver was down."""
         while True:
             # Pods that are bound and not taken up yet count: their claims may have been prepared before a restart.
-            mine = {raw["metadata"]["uid"] for raw in self.api.pods_by_node.of(self._node_name) if not is_terminal(raw)}
+            mine = {raw["metadata"]["uid"] for raw in self.api.pods_by_node.of(self.parts.name) if not is_terminal(raw)}
             living = {uid for uid in self.runtime.pods() if self.runtime.living(uid)}
             await self._dra.unprepare_others(mine | living | self.active_pods())
-            await asyncio.sleep(self._times.claims_reconcile_s)
+            await asyncio.sleep(self.parts.times.claims_reconcile_s)
 
     # --- the Node object ---
 
     async def _push_forever(self) -> None:
-        await asyncio.sleep(self._times.first_status_s)
+        await asyncio.sleep(self.parts.times.first_status_s)
         while True:
             self.push_node_status()
-            await asyncio.sleep(self._times.status_interval_s)
+            await asyncio.sleep(self.parts.times.status_interval_s)
 
     def push_node_status(self) -> None:
         """A plugin's resource stays once reported, with zero. What others put into the capacity stays and is copied to
         allocatable, except that a kubelet without a checkpoint begins with zero of all (`reconcileExtendedResource`)."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
-        known = (self.api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
+        known = (self.api.object_of("nodes", ("", self.parts.name)) or {}).get("status", {})
         devices = self.devices.capacity()
         # Without a checkpoint the node's extended resources begin at zero, until a plugin registers.
         is_reset = not self._has_pushed and not devices
@@ -370,12 +368,12 @@ class EmbeddedKubelet:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", **times}
         self.api.apply_node({
             "apiVersion": "v1", "kind": "Node",
-            "metadata": {"name": self._node_name, "labels": {"kubernetes.io/hostname": self._node_name}},
+            "metadata": {"name": self.parts.name, "labels": {"kubernetes.io/hostname": self.parts.name}},
             "spec": {},
             "status": {
                 "capacity": capacity, "allocatable": allocatable, "conditions": [ready],
                 "addresses": [
-                    {"type": "InternalIP", "address": HOST}, {"type": "Hostname", "address": self._node_name}
+                    {"type": "InternalIP", "address": HOST}, {"type": "Hostname", "address": self.parts.name}
                 ],
                 "nodeInfo": {
                     "kubeletVersion": self.parts.api.behaviour.release, "containerRuntimeVersion": "embedded://1",

@@ -24,7 +24,6 @@ from gpushare_agent.sandbox.kubelet.container_config import container_config, co
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
 from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
 from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
-from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.runtime.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -116,9 +115,7 @@ class PodWorker:
             seen = signal.count
             due_s = await self._restart_ended()
             if self.state is PodState.ADMITTED:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(due_s):
-                        await signal.wait(seen)
+                await signal.wait(seen, due_s)
 
     async def terminate(self, grace_s: float) -> None:
         """Stops the processes; the devices are free once they have gone. Then the API object may go."""
@@ -239,8 +236,7 @@ class PodWorker:
                 # By name: the order in which resources were allocated is random.
                 answers = [records[name].response for name in sorted(records)]
                 claimed = self._dra.cdi_names(self._newest(), container_of(self.raw, spec.name))
-                cdi = CdiResolver([self._parts.paths.cdi])
-                config = container_config(self.raw, spec, answers, cdi, claimed)
+                config = container_config(self.raw, spec, answers, self._parts.paths.cdi, claimed)
                 self._runtime.start(config)
                 self._record_start(config.name, config.note)
                 break

@@ -45,43 +45,38 @@ class _Device(Struct, frozen=True, kw_only=True):
     common: Mapping[str, Any]
 
 
-class CdiResolver:
-    """`directories` in rising order of precedence."""
+def resolve_cdi(directories: Iterable[Path], names: Iterable[str]) -> ResolvedEdits:
+    """The edits of all names together; `directories` in rising order of precedence.
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = tuple(directories)
+    Raises:
+        Rejected: a name that no spec has, or that two of one directory have.
+    """
+    # A name that comes twice, by field and by annotation, is injected once.
+    requested = list(dict.fromkeys(names))
+    # No file is read for the many containers without CDI devices.
+    if not requested:
+        return ResolvedEdits()
+    known = _known(directories)
+    missing = [name for name in requested if name not in known]
+    if missing:
+        raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
+    found = [known[name] for name in requested]
+    # A file's edits for all its devices come once, however many devices are requested.
+    commons = {device.path: device.common for device in found}
+    return _together([*commons.values(), *(device.edits for device in found)])
 
-    def resolve(self, names: Iterable[str]) -> ResolvedEdits:
-        """The edits of all names together.
 
-        Raises:
-            Rejected: a name that no spec has, or that two of one directory have.
-        """
-        # A name that comes twice, by field and by annotation, is injected once.
-        requested = list(dict.fromkeys(names))
-        # No file is read for the many containers without CDI devices.
-        if not requested:
-            return ResolvedEdits()
-        known = self._known()
-        missing = [name for name in requested if name not in known]
-        if missing:
-            raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
-        found = [known[name] for name in requested]
-        # A file's edits for all its devices come once, however many devices are requested.
-        commons = {device.path: device.common for device in found}
-        return _together([*commons.values(), *(device.edits for device in found)])
-
-    def _known(self) -> dict[str, _Device]:
-        known: dict[str, _Device] = {}
-        ambiguous: set[str] = set()
-        for directory in self._directories:
-            for path in sorted(directory.glob("*")):
-                for name, device in _devices(path).items():
-                    # Two files of one directory contradict each other. With two directories the later one is meant to win.
-                    if name in known and known[name].path.parent == directory:
-                        ambiguous.add(name)
-                    known[name] = device
-        return {name: device for name, device in known.items() if name not in ambiguous}
+def _known(directories: Iterable[Path]) -> dict[str, _Device]:
+    known: dict[str, _Device] = {}
+    ambiguous: set[str] = set()
+    for directory in directories:
+        for path in sorted(directory.glob("*")):
+            for name, device in _devices(path).items():
+                # Two files of one directory contradict each other. With two directories the later one is meant to win.
+                if name in known and known[name].path.parent == directory:
+                    ambiguous.add(name)
+                known[name] = device
+    return {name: device for name, device in known.items() if name not in ambiguous}
 
 
 def requested_names(cdi_devices: Iterable[str], annotations: Iterable[tuple[str, str]]) -> list[str]:

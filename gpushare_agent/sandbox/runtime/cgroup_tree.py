@@ -32,7 +32,6 @@ log = structlog.get_logger(__name__)
 
 CgroupTreeKind = Literal["v2", "v1", "none"]
 KIND_VARIABLE = "GPUSHARE_SANDBOX_CGROUPS"
-NO_CGROUPS = "this user can create no cgroups"
 PODS = Path("kubepods", "burstable")
 _KINDS: tuple[CgroupTreeKind, ...] = ("v2", "v1", "none")
 _V1_CONTROLLERS = ("pids", "freezer", "memory", "cpu", "blkio", "devices", "name=systemd")
@@ -48,6 +47,8 @@ class KernelCgroups:
 
     root: Path
     proc = Path("/proc")
+    why_no_exec = ""
+    """The reason why nothing can join a container; empty where it can."""
 
     def __init__(self, parent: Path) -> None:
         """Raises OSError where no process can be moved to such a tree."""
@@ -133,6 +134,8 @@ class FileCgroups(KernelCgroups):
     """Files in place of the kernel's, for a user who can create no cgroups: an agent of the node reads them as a tree of v2
     and as /proc. No process can be moved there. The caller decides which process is killed."""
 
+    why_no_exec = "this user can create no cgroups"
+
     def __init__(self, state: Path) -> None:
         """Raises OSError."""
         self.root, self.proc = state / "cgroup", state / "proc"
@@ -163,18 +166,18 @@ class FileCgroups(KernelCgroups):
         return True
 
 
-def open_cgroup_tree(state: Path, kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups]:
+def open_cgroup_tree(state: Path, kind: str | None = None) -> KernelCgroups:
     """The first kind that works, or the requested one, here or in the environment. Raises StartupError if it does not."""
     requested = kind or os.environ.get(KIND_VARIABLE) or None
     if requested is not None and requested not in _KINDS:
         raise StartupError(f"{KIND_VARIABLE} is {requested!r}: it can be {', '.join(_KINDS)}, or not set")
     for candidate in _KINDS if requested is None else (requested,):
         if candidate == "none":
-            return candidate, FileCgroups(state)
+            return FileCgroups(state)
         # Several controllers of v1 may be mounted; one that can be written is enough.
         for parent in _parents(candidate):
             try:
-                return candidate, KernelCgroups(parent)
+                return KernelCgroups(parent)
             except OSError as error:
                 log.debug("cgroup_tree_impossible", kind=candidate, parent=str(parent), error=str(error))
     raise StartupError(

@@ -34,7 +34,7 @@ from msgspec import Struct, field, structs
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import timestamp
-from gpushare_agent.sandbox.runtime.cgroup_tree import NO_CGROUPS, CgroupTreeKind, open_cgroup_tree
+from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 
 _GATE = '[ "$PPID" = "$1" ] || exit 1; ulimit -f "$2" 2>/dev/null; shift 2; read -r _ || exit 1; exec "$@" </dev/null'
 """A parent that has died before the kernel was asked for the death signal is no longer the parent: nothing then runs
@@ -181,9 +181,9 @@ class ContainerRuntime:
     """
 
     def __init__(self, state: Path, change: ChangeSignal, cgroups: str | None = None) -> None:
-        self.kind: CgroupTreeKind
-        self.kind, self._tree = open_cgroup_tree(state, cgroups)
+        self._tree = open_cgroup_tree(state, cgroups)
         self.cgroup_root, self.proc_root = self._tree.root, self._tree.proc
+        self.why_no_exec = self._tree.why_no_exec
         self.logs = state / "logs"
         self.logs.mkdir(exist_ok=True)
         self._change = change
@@ -193,11 +193,6 @@ class ContainerRuntime:
         self._forgotten: set[str] = set()
         self._started = 0
         self._is_closed = False
-
-    @property
-    def why_no_exec(self) -> str:
-        """The reason why nothing can join a container; empty where it can."""
-        return NO_CGROUPS if self.kind == "none" else ""
 
     # --- reading ---
 
@@ -241,7 +236,7 @@ class ContainerRuntime:
         if not container.is_running:
             raise NotFound(f"{where} does not run: it ended with exit code {container.exit_code}")
         if self.why_no_exec:
-            raise Unavailable(f"process {pid} cannot be put into {where}: {NO_CGROUPS}; run the sandbox as root")
+            raise Unavailable(f"process {pid} cannot be put into {where}: {self.why_no_exec}; run the sandbox as root")
         # PID 1 and the sandbox itself would go with the container's end.
         if pid <= 1 or pid == os.getpid():
             raise Unavailable(f"process {pid} cannot be put into {where}: only a process started for it can")

@@ -23,22 +23,9 @@ SOCKET_MODE = 0o600
 _NS_PER_S = 1_000_000_000
 
 
-class CriServer:
-    """Listens at `path` from `start` to `stop`; both may be called again."""
-
-    def __init__(self, runtime: ContainerRuntime, path: Path) -> None:
-        self.path = path
-        self._socket = ServedSocket(path, lambda: GrpcServer([_RuntimeService(runtime)]), mode=SOCKET_MODE)
-
-    async def start(self) -> None:
-        """Raises OSError where the socket cannot be made."""
-        # A second start is no error: tests stop and start the runtime under the agent.
-        if not self._socket.is_serving:
-            await self._socket.serve()
-
-    async def stop(self) -> None:
-        """Open calls fail; the socket's file goes."""
-        await self._socket.stop()
+def cri_socket(runtime: ContainerRuntime, path: Path) -> ServedSocket:
+    """Not yet served. It may be stopped and served again."""
+    return ServedSocket(path, lambda: GrpcServer([_RuntimeService(runtime)]), mode=SOCKET_MODE)
 
 
 class _RuntimeService(v1.RuntimeServiceBase):

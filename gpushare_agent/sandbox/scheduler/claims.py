@@ -80,11 +80,6 @@ class PodClaims:
             return None, [str(error)]
         return None, [NO_FIT for _ in nodes]
 
-    def remedy(self, pod: RawObject) -> str:
-        """How to start a sandbox that offers GPUs by claims, if the pod has claims and no node offers any; else empty."""
-        text = self._api.claims_remedy("pods", pod)
-        return text and f" {text}"
-
     def _claims_of(self, pod: RawObject) -> list[RawObject]:
         """Raises Rejected: one is not there, or not the pod's."""
         namespace, names, found = pod["metadata"]["namespace"], claim_names(pod), []

@@ -17,8 +17,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,8 +71,8 @@ class NodeFit:
             found = self._requests[uid] = pod_requests(pod)
         return found
 
-    def free(self, assumed: Mapping[str, tuple[RawObject, str]]) -> dict[str, dict[str, int]]:
-        """What is free by node and resource. `assumed` are pods that are being bound, by UID, each with its node."""
+    def free(self, assumed: Mapping[str, str]) -> dict[str, dict[str, int]]:
+        """What is free by node and resource. `assumed` are the nodes of pods that are being bound, by UID."""
         pods = self._api.store.in_creation_order("pods")
         nodes = {raw["metadata"]["name"]: _extended(raw) for raw in self._api.store.all("nodes")}
         # What is known of pods that have gone is dropped below: a burst has thousands.
@@ -81,7 +81,7 @@ class NodeFit:
             uid = pod["metadata"]["uid"]
             living[uid] = None
             # A pod that is being bound counts as on its node.
-            node_name = pod["spec"].get("nodeName") or (assumed[uid][1] if uid in assumed else "")
+            node_name = pod["spec"].get("nodeName") or assumed.get(uid)
             # A node may be gone; a pod that has ended uses nothing.
             if node_name in nodes and not is_terminal(pod):
                 take(nodes[node_name], self.requests(pod))
@@ -107,6 +107,7 @@ class NodeFit:
             most_mib = max((gpu.memory_mib for of_node in gpus for gpu in of_node), default=0)
             offer = Offer(offered, max(map(len, gpus), default=0), most_mib)
             found.append(mistakes(read_pod_json(msgspec.json.encode(pod)), self._names, offer))
+        found.append(self._api.claims_remedy("pods", pod))
         return "".join(f" {text}" for text in found if text)
 
     def reasons_against(
@@ -215,8 +216,7 @@ class EmbeddedScheduler:
             chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found], claimed)
             if chosen is None:
                 reasons += [reason for found in against.values() for reason in found]
-                remedy = self._fit.remedy(pod) + self._claims.remedy(pod)
-                report_waiting(self._api, pod, waiting_text(len(free), reasons) + remedy)
+                report_waiting(self._api, pod, waiting_text(len(free), reasons) + self._fit.remedy(pod))
                 continue
             # The next pod of this pass sees what is left.
             take(free[chosen], {name: count for name, count in requests.items() if name not in claimed.get(chosen, ())})
@@ -252,16 +252,9 @@ class _BindAnswer(Struct, frozen=True, rename="pascal"):
     error: str = ""
 
 
-@asynccontextmanager
-async def open_extender_calls(url: str) -> AsyncIterator[ExtenderCalls]:
-    """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`."""
-    # One for all calls: connections to the extender are used again.
-    async with ClientSession() as session:
-        yield ExtenderCalls(url=url.rstrip("/"), session=session)
-
-
-class ExtenderCalls(Struct, frozen=True, kw_only=True):
-    """All methods raise Unavailable where no usable answer came, Rejected where the extender gave an error."""
+class ExtenderCalls(Struct, frozen=True):
+    """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`. All methods raise Unavailable where
+    no usable answer came, Rejected where the extender gave an error."""
 
     url: str
     session: ClientSession
@@ -340,7 +333,7 @@ class ExtenderScheduler:
         self._times = times or SchedulerTimes()
         self._rng = random.Random(seed)
         self._fit = NodeFit(api)
-        self._assumed: dict[str, tuple[RawObject, str]] = {}
+        self._assumed: dict[str, str] = {}
         self._waiting: dict[str, _Waiting] = {}
         # kube-scheduler binds in the background too; a bound keeps a burst from opening a hundred connections.
         self._places = asyncio.Semaphore(BINDS_AT_ONCE)
@@ -400,9 +393,7 @@ class ExtenderScheduler:
         now = time.monotonic()
         # What each pod waits for next: its back-off, or the longest wait.
         dues = [w.due_at if w.epoch != self._epoch else w.latest_at for w in self._waiting.values()]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, min(dues) - now) if dues else None):
-                await self._api.signal.wait(seen)
+        await self._api.signal.wait(seen, max(0.0, min(dues) - now) if dues else None)
 
     # --- one pod ---
 
@@ -435,7 +426,7 @@ class ExtenderScheduler:
         # Among equals at random, as kube-scheduler.
         chosen = self._rng.choice([name for name in names if scores.get(name, 0) == best])
         uid = pod["metadata"]["uid"]
-        self._assumed[uid] = pod, chosen  # before the wait: the next pod must not be given the same place
+        self._assumed[uid] = chosen  # before the wait: the next pod must not be given the same place
         await self._places.acquire()
         binds.create_task(self._bind(pod, chosen, is_ours=not requests), name=f"bind {pod['metadata']['name']}")
 

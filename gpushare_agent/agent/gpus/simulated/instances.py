@@ -28,6 +28,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
     parse_mig,
     read_regular,
 )
+from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind, Topology
 from gpushare_agent.core.model.mig import (
@@ -134,9 +135,7 @@ class SimulatedHardware:
             return
         try:
             saved = SimulatedMig(boot_id=this_boot(), gpus={index: tuple(own) for index, own in gpus.items()})
-            new = self._path.with_name(f".{self._path.name}")
-            new.write_bytes(encode(saved))
-            new.replace(self._path)
+            replace_whole(self._path, encode(saved))
         except OSError as error:
             raise Unavailable(f"the simulated GPUs' file {self._path} cannot be written: {error}") from error
 
