@@ -186,7 +186,7 @@ class CrowdedNode:
             self._channel.admitted = self._listed(held or nothing)
             request = bytes_field(1, string_list(1, free) + integer_field(3, size))
             with counted() as steps:
-                [asked] = decode_preferred_allocation(request)
+                [asked] = decode_preferred_allocation(request, plugin.ids.announced)
                 chosen, _ = await plugin._prefer(asked, float("inf"))
             found[f"GetPreferredAllocation {resource}"] = steps
             with counted() as steps:

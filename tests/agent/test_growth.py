@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.agent.support_growth import CrowdedNode, Steps, grown
 
 FEW, MANY = 100, 1500
-LISTED = 70
+LISTED = 20
 """Steps for each pod of a List answer, which the kubelet makes of all pods in an order of its own: finding where it begins,
 and that it is as it was."""
 
