@@ -202,6 +202,7 @@ class _Subscriptions:
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         agent, either = self._agent, new or old
+        agent.kubelet.admission.identification.allocation_changed(old, new)
         if any(one is not None and any(map(is_one_of, one.gpus)) for one in (old, new)):
             agent.node.inventory.hold(held_back(agent.node.cache))
         if either is not None and either.claim is not None:
@@ -217,6 +218,7 @@ class _Subscriptions:
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         agent = self._agent
+        agent.kubelet.admission.identification.pod_changed(old, new)
         agent.kubelet.garbage.pod_changed(old, new)
         agent.kubelet.refused_pods.pod_changed(old, new)
         if agent.dra is not None and agent.dra.waker is not None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec import Raw
+from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
@@ -47,7 +48,7 @@ def identification_of(
 class Unreadable:
     """A listed pod whose devices cannot be decoded."""
 
-    namespace, name = "default", "a"
+    namespace, name, settled = "default", "a", ()
 
     def count_ids(self, resource: str) -> int:
         return 0
@@ -84,7 +85,7 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
 class Unheard:
     """A listed pod that neither the watch nor the API server has told of."""
 
-    namespace, name = "default", "unheard"
+    namespace, name, settled = "default", "unheard", ()
 
     def count_ids(self, resource: str) -> int:
         return 0
@@ -150,32 +151,88 @@ async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> 
     assert waits == [0.5] and classes.handlers == {"secure": "runsc-secure"}
 
 
-async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_is_gone() -> None:
-    """Though pod store and List show the same of it: then one of them is wrong, and the API server is asked."""
-    old, new = pod("old", container(cores=20), has_started=True), pod("new", container(cores=10))
+class Watched(Listing):
+    """The pod `old` with 20 cores, which counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__("old", {"main": {VCORE_RESOURCE: 20}})
+        self.looks = 0
+
+    def count_ids(self, resource: str) -> int:
+        self.looks += 1
+        return super().count_ids(resource)
+
+    def count_by_container(self, resource: str) -> Mapping[str, int]:
+        self.looks += 1
+        return super().count_by_container(resource)
+
+
+def _lose_a_core(known: Static, old: Pod, share: Allocation) -> None:
+    known.node.cache.put(replace(share, ids={ResourceKind.VCORE: frozenset(ids(0, range(19)))}))
+
+
+def _come_again(known: Static, old: Pod, share: Allocation) -> None:
+    """A StatefulSet's next pod of that name, before the watch reports the end of the one before."""
+    known.store.upsert(replace(old, uid=PodUid("uid-again"), resource_version="2"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda known, old, share: known.node.cache.release(share.key),
+        _lose_a_core,
+        _come_again,
+        lambda known, old, share: known.store.upsert(replace(old, resource_version="2", has_started=False)),
+    ],
+    ids=["allocation-gone", "other-allocation", "same-name", "pod-changed"],
+)
+@pytest.mark.parametrize("is_listed_anew", [False, True])
+async def test_a_pod_that_had_everything_is_looked_at_again_once_something_of_it_changes(
+    change: Callable[[Static, Pod, Allocation], object], is_listed_anew: bool
+) -> None:
+    """Though the kubelet lists the same bytes: then pod store, ledger or kubelet may be wrong, and all is compared again."""
+    old = pod("old", container(cores=20), has_started=True, resource_version="1")
+    new = pod("new", container(cores=10))
     known = Static(None, new)
     for one in (old, new):
         known.store.upsert(one)
     share = allocation(old, "main", ids(0, range(20)), [])
     known.node.cache.put(share)
-    entries = [Listing("old", {"main": {VCORE_RESOURCE: 20}}), Listing("new", {})]
-    listed = known.node.metrics.methods
+    entry = Watched()
 
     class Inside:
         async def __call__(self) -> Sequence[ListedDevices]:
-            return entries
+            return [entry, Listing("new", {})]
 
     identification = identification_of(known.node, known, poll_again_s=0.0)
+    known.store.subscribe(identification.pod_changed)
+    known.node.cache.subscribe(identification.allocation_changed)
     call = vcore_call(size=10)
     for _ in range(2):
         found = await identification.identify(call, Inside())
         assert isinstance(found, Target) and found.pod is new
-    assert known.fetched == []
-    known.node.cache.release(share.key)
+    assert (known.fetched, entry.looks) == ([], 1)
+    if is_listed_anew:  # an entry with other bytes takes the place of the one before
+        entry = Watched()
+        await identification.identify(call, Inside())
+    change(known, old, share)
     found = await identification.identify(call, Inside())
     assert isinstance(found, Target) and found.pod.name == "new"
-    assert known.fetched == ["old"]
-    assert listed == ["listed", "listed", "fetched"]
+    assert entry.looks > 1
+
+
+def test_a_pod_is_passed_over_only_while_the_name_is_its_own() -> None:
+    """A static pod of the name that could not be verified in one call is looked at in the next."""
+    node, entry = node_of(), Watched()
+    ordinary = pod("old", container(cores=20), has_started=True, resource_version="1")
+    for one in (ordinary, replace(ordinary, uid=PodUid("static"), is_static=True)):
+        node.pods.upsert(one) if one is ordinary else node.pods.put_static([one])
+    node.cache.put(allocation(ordinary, "main", ids(0, range(20)), []))
+    identification = identification_of(node, Outside())
+    call = vcore_call(size=10)
+    for unverifiable, left in (((), [entry]), ([("default", "old")], []), ((), [entry])):
+        known = identification._known(unverifiable=unverifiable)
+        assert identification._not_accounted_for(call, [entry], known) == left
 
 
 async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time_to_list_it() -> None:

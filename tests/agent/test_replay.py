@@ -180,6 +180,8 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
     )
+    node.pods.subscribe(identification.pod_changed)
+    node.cache.subscribe(identification.allocation_changed)
     edits = EditPolicy(names=NAMES, config=isolation_config(virtual_manager=directory), isolation="none")
     admission = Admission(
         node=node,

@@ -29,6 +29,7 @@ from gpushare_agent.core.kit.protobuf import (
     varint,
 )
 from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.wire import v1, v1beta1
 
 TEXT = st.text(max_size=8) | st.sampled_from(["GPU-0a::17", "tencent.com/vcuda-core", "x" * 127, "x" * 128, "ü" * 70])
@@ -101,6 +102,51 @@ def as_listed(pod: v1.PodResources) -> ListedPod:
             devices[entry.resource_name] = merged
         containers.append(ListedContainer(name=container.name, devices=devices))
     return ListedPod(namespace=pod.namespace, name=pod.name, containers=tuple(containers))
+
+
+OFFERED = [f"8f3e2b1c-{n}" for n in (0, 7, 17, 123)] + ["8f3e2b1c-17/10s"]
+KNOWN_IDS = DeviceIds([GpuUuid("GPU-8f3e2b1c-0000")])
+for _text in OFFERED:
+    KNOWN_IDS.write(KNOWN_IDS.read([_text])[0])
+
+
+@given(
+    st.lists(st.sampled_from([*OFFERED, "8f3e2b1c-9", "", "\n", "x" * 128]) | st.text(max_size=12), max_size=6),
+    st.lists(st.sampled_from(OFFERED), max_size=1),
+    st.integers(-1, 20_000),
+    st.lists(
+        st.tuples(st.integers(0, 90), st.sampled_from([0, 10, 18, 24, 128, 255]) | st.integers(0, 255)), max_size=3
+    ),
+)
+def test_an_offer_of_known_ids_is_what_it_is_without_knowing_them(
+    available: list[str], must: list[str], size: int, flips: list[tuple[int, int]]
+) -> None:
+    """Whatever single bytes are changed in it: the same value, or the same fault."""
+    data = bytearray(bytes_field(1, string_list(1, available) + string_list(2, must) + integer_field(3, size)))
+    for place, value in flips:
+        data[place % len(data)] = value
+    found: list[Any] = []
+    for known in ({}, KNOWN_IDS.announced):
+        try:
+            decoded = decode_preferred_allocation(bytes(data), known)
+            found.append([
+                (one.known or frozenset(KNOWN_IDS.read(one.available)), one.must_include, one.size) for one in decoded
+            ])  # fmt: skip
+        except MalformedMessageError as e:
+            found.append(str(e))
+    assert found[0] == found[1]
+
+
+def test_known_ids_are_read_without_their_texts() -> None:
+    """With one or two bytes of size, and a length of 10, which is the key of the field too."""
+    for size in (1, 10, 24, 300):
+        data = bytes_field(1, string_list(1, OFFERED) + integer_field(3, size))
+        [found] = decode_preferred_allocation(data, KNOWN_IDS.announced)
+        assert (found.known, found.available, found.size) == (frozenset(KNOWN_IDS.read(OFFERED)), [], size)
+    # What stands for a length of 10 in the mapping is the first byte of a longer length in a message.
+    offer = string_list(1, OFFERED[:1]).replace(b"\n\n", b"\n\xff") + integer_field(3, 1)
+    with pytest.raises(MalformedMessageError):
+        decode_preferred_allocation(bytes_field(1, offer), KNOWN_IDS.announced)
 
 
 @given(PREFERRED, UNKNOWN)

@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,10 @@ class FakeAdmission:
         self.hangs = False
 
     async def preferred(
-        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+        self, resource: str, available: Collection[str], must_include: Sequence[str], size: int
     ) -> Sequence[str]:
-        self.calls.record(("preferred", resource, list(available), list(must_include), size))
+        available = sorted(available)
+        self.calls.record(("preferred", resource, available, list(must_include), size))
         await self._maybe_hang()
         return self.preferred_answer(available, must_include, size)
 

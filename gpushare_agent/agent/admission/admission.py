@@ -10,7 +10,7 @@ admission has got so far (`PendingAdmissions`), and the pods that were refused (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 from msgspec import Struct, field
@@ -150,7 +150,7 @@ class Admission(Struct, kw_only=True, eq=False):
     _pending: PendingAdmissions = field(default_factory=PendingAdmissions)
 
     async def preferred(
-        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
+        self, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[DeviceId]:
         """The IDs to prefer. Advice only: a refusal is held back for the Allocate, whose error the kubelet shows to the
         user.
@@ -238,7 +238,7 @@ class Admission(Struct, kw_only=True, eq=False):
         self._pending.clear()
 
     def _decide(
-        self, target: Target, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId]
+        self, target: Target, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId]
     ) -> Decision:
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
         # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.

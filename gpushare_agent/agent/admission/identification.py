@@ -1,7 +1,7 @@
 """Finds the container that a GetPreferredAllocation is for, by the kubelet's List and, where needed, the API server.
 
 The decision itself is admission/decisions/identity.py. Bounded in time: the whole node waits for the answer. State owned,
-for speed: which listed pods were found to have all that they request.
+for speed: which listed pods were found to have all that they request of a resource (`_settled`).
 """
 
 from __future__ import annotations
@@ -76,14 +76,6 @@ class _Lookup(Struct, kw_only=True):
     is_first_poll: bool = True
 
 
-class _AccountedFor(Struct, frozen=True):
-    """A listed pod that had everything of a resource, and the values that showed it: none of them ever changes."""
-
-    name: tuple[str, str]
-    pod: Pod
-    allocations: tuple[tuple[ContainerKey, Allocation | None], ...]
-
-
 class Identification(Struct, kw_only=True, eq=False):
     node: Node
     fetcher: NodePods
@@ -92,11 +84,23 @@ class Identification(Struct, kw_only=True, eq=False):
     refused: Container[PodUid]
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
-    _accounted_for: dict[str, dict[ListedDevices, _AccountedFor]] = field(default_factory=dict)
+    _settled: dict[tuple[str, str], ListedDevices] = field(default_factory=dict)
+    """By name, until the pod or an allocation of it changes; listed with other bytes it is another value."""
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
         return next_container_of(ids, resource, self.node.pods.get, self._known())
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """For PodStore.subscribe."""
+        for pod in (old, new):
+            if pod is not None and (listing := self._settled.pop((pod.namespace, pod.name), None)) is not None:
+                listing.settled = ()
+
+    def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        """For AllocationCache.subscribe."""
+        if (either := new or old) is not None:
+            self.pod_changed(None, self.node.pods.get(either.key.pod_uid))
 
     async def identify(self, call: Call, list_inside: ListInside) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Its RuntimeClass is known then. Never raises for outside
@@ -194,29 +198,19 @@ class Identification(Struct, kw_only=True, eq=False):
         )
 
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
-        """The listed pods except those, most of a node, that were found to have everything of the resource and have not
-        changed since. Static pods stay, because their files may have changed."""
-        before, now = self._accounted_for.get(call.resource, {}), dict[ListedDevices, _AccountedFor]()
-        self._accounted_for[call.resource] = now
-        pod_of, allocation_of, left = known.pods.get, known.allocations.get, []
-        for entry in listed:
-            # `is` suffices, and entries are found by identity: all of these are replaced when they change, never changed.
-            seen = before.get(entry)
-            if seen is not None and pod_of(seen.name) is seen.pod:
-                for key, allocation in seen.allocations:
-                    if allocation_of(key) is not allocation:
-                        break
-                else:
-                    now[entry] = seen
-                    continue
+        """The listed pods except those, most of a node, that have everything of the resource. They are not looked at again
+        before something of them changes. Static pods stay, because their files may have changed without an event."""
+        left = []
+        for entry in [one for one in listed if call.resource not in one.settled]:
             name = (entry.namespace, entry.name)
-            pod = pod_of(name)
-            # A static pod's file can change without an event: it is looked at each time.
-            if pod is not None and not pod.is_static and is_accounted_for(pod, entry, call.resource, call, known):
-                keys = [ContainerKey(pod.uid, container.name) for container in pod.containers]
-                now[entry] = _AccountedFor(name, pod, tuple((key, allocation_of(key)) for key in keys))
-            else:
+            pod = known.pods.get(name)
+            if pod is None or pod.is_static or not is_accounted_for(pod, entry, call.resource, call, known):
                 left.append(entry)
+            # Another pod may have the name, one that could not be verified in this call.
+            elif pod is self.node.pods.by_name().get(name):
+                # A listing of this name with other bytes may be there: nobody else holds that one.
+                self._settled[name] = entry
+                entry.settled = (*entry.settled, call.resource)
         return left
 
     async def _list(self, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
@@ -281,6 +275,7 @@ class _Unlisted:
     def __init__(self, pod: Pod, known: Known) -> None:
         self.namespace = pod.namespace
         self.name = pod.name
+        self.settled: tuple[str, ...] = ()
         self._pod = pod
         self._known = known
 

@@ -11,7 +11,7 @@ Every GPU of the node is in each answer, so the cluster must keep the resource f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,7 +62,7 @@ class AllNodes:
         self._with_mig_config = with_mig_config
 
     async def preferred(
-        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
+        self, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]:
         return [*must_include, *(one for one in available if one not in must_include)][:size]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from operator import attrgetter
 from typing import Any, Protocol
@@ -54,14 +54,14 @@ FAST_DECODERS: Mapping[type, Decoder] = {
     v1beta1.AllocateRequest: decode_allocate,
     v1beta1.PreStartContainerRequest: decode_pre_start,
 }
-"""For the GrpcServer that serves a DevicePlugin: its handlers expect requests decoded like this."""
+"""The handlers of a DevicePlugin expect requests decoded like this."""
 
 
 class AdmissionHandler(Protocol):
     """Decides on the kubelet's admission calls. A refusal is a value; an exception is a bug or an outage."""
 
     async def preferred(
-        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
+        self, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]: ...
 
     async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused: ...
@@ -75,7 +75,7 @@ RpcFinished = Callable[[str, str, str, float], None]
 
 
 class DevicePlugin(Struct, eq=False):
-    """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `has_pre_start` the kubelet does not call
+    """Serves one resource, by a GrpcServer with `decoders`. Without `has_pre_start` the kubelet does not call
     PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
 
     resource: str
@@ -98,6 +98,15 @@ class DevicePlugin(Struct, eq=False):
     def open_streams(self) -> int:
         """The number of ListAndWatch streams; the kubelet uses the plugin only while it has one."""
         return len(self._waits)
+
+    @property
+    def decoders(self) -> Mapping[type, Decoder]:
+        """FAST_DECODERS with the IDs that are announced, which are thousands in each offer."""
+
+        def decode(data: bytes) -> list[PreferredContainer]:
+            return decode_preferred_allocation(data, self.ids.announced)
+
+        return {**FAST_DECODERS, v1beta1.PreferredAllocationRequest: decode}
 
     def continue_as(self, other: DevicePlugin) -> None:
         """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""
@@ -176,15 +185,12 @@ class DevicePlugin(Struct, eq=False):
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
-        fields = {"resource": self.resource, "offered": len(container.available), "asked": container.size}
+        offered = container.known or frozenset(self.ids.read(container.available))
+        fields = {"resource": self.resource, "offered": len(offered), "asked": container.size}
         try:
             async with asyncio.timeout_at(deadline):
-                devices = await self.handler.preferred(
-                    self.resource,
-                    self.ids.read(container.available),
-                    self.ids.read(container.must_include),
-                    container.size,
-                )
+                must_include = self.ids.read(container.must_include)
+                devices = await self.handler.preferred(self.resource, offered, must_include, container.size)
         except TimeoutError:
             log.warning("preferred_allocation_timed_out", timeout_s=self.call_timeout_s, **fields)
             return (), Status.DEADLINE_EXCEEDED.name

@@ -26,7 +26,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -220,7 +220,7 @@ class QueuedCalls:
         await self._idle.wait()
 
     async def preferred(
-        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
+        self, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]:
         async with self._counted() as served:
             return await served.preferred(resource, available, must_include, size)

@@ -186,12 +186,13 @@ def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace")
+    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace", "settled")
 
     def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
         self.namespace = entry.namespace
         self.name = entry.name
         self.body = entry.body
+        self.settled: tuple[str, ...] = ()
         self._counts: dict[str, int] = {}
         self._ids = ids
         self._gpus = 0
@@ -277,15 +278,15 @@ class PodResourcesClient:
         """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
         # Replaced whole: pods that are listed no more must not be held for ever.
         before, self._listed = self._listed, {}
-        found = []
+        now, is_as_before, found = self._listed, data.startswith, []
         for start, stop in scan_pods(data):
             # As kubelets begin it: key, length and name.
             name = data[start : start + 2 + data[start + 1]] if stop - start > 1 else b""
             listing = before.get(name)
             # Compared in place: a full node's answer has half a megabyte, and most of it is as it was.
-            if listing is None or len(listing.body) != stop - start or not data.startswith(listing.body, start):
+            if listing is None or len(listing.body) != stop - start or not is_as_before(listing.body, start):
                 listing = PodListing(scan_pod_entry(data[start:stop]), self._ids)
-            self._listed[name] = listing
+            now[name] = listing
             found.append(listing)
         return found
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 import structlog
 from grpclib import Status
 
-from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.agent.kubelet.handover import Handover
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
@@ -51,7 +51,7 @@ class PluginEndpoint(ServedSocket):
         self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
     ) -> None:
         handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
-        super().__init__(device_plugin_path / socket_name, lambda: GrpcServer(handlers, decoders=FAST_DECODERS))
+        super().__init__(device_plugin_path / socket_name, lambda: GrpcServer(handlers, decoders=plugin.decoders))
         self.socket_name = socket_name
         self.plugin = plugin
 

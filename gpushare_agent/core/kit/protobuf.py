@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from msgspec import Struct
 
@@ -32,6 +33,9 @@ _FIELD_2_BYTES = 2 << 3 | _BYTES
 _FIELD_3_BYTES = 3 << 3 | _BYTES
 _FIELD_3_VARINT = 3 << 3 | _VARINT
 
+_SHORT = [bytes((value,)) for value in range(0x80)]
+_TEN = b"\xff"
+
 Field = tuple[int, int, int, int]
 """Key (field number << 3 | wire type), value (of a varint, else 0), and where the content starts and ends."""
 
@@ -41,11 +45,13 @@ class MalformedMessageError(ValueError):
 
 
 class PreferredContainer(Struct, frozen=True, kw_only=True):
-    """One container request of GetPreferredAllocation. `size` counts the must-include IDs too."""
+    """One container request of GetPreferredAllocation. `size` counts the must-include IDs too. `known` is what the available
+    IDs stand for where the reader knew all of them; then `available` is empty."""
 
     available: list[str]
     must_include: list[str]
     size: int
+    known: frozenset[Any] = frozenset()
 
 
 class PodEntry(Struct, frozen=True, kw_only=True):
@@ -60,10 +66,16 @@ ContainerDevices = tuple[str, dict[str, frozenset[str]]]
 """A container's name and its device IDs by resource name."""
 
 
-def decode_preferred_allocation(data: bytes) -> list[PreferredContainer]:
-    """Decodes a PreferredAllocationRequest: its container requests, in order."""
+def decode_preferred_allocation(
+    data: bytes, known: Mapping[bytes, Any] = MappingProxyType({})
+) -> list[PreferredContainer]:
+    """Decodes a PreferredAllocationRequest: its container requests, in order. `known` has what an ID stands for by
+    its field without the field's key: length and printable text. A length of 10 is written as 255 there."""
     found = []
     for start, stop in _messages(data, "PreferredAllocationRequest"):
+        if known and (offered := _known_ids(data, start, stop, known)) is not None:
+            found.append(offered)
+            continue
         available: list[str] = []
         must_include: list[str] = []
         size = 0
@@ -72,6 +84,25 @@ def decode_preferred_allocation(data: bytes) -> list[PreferredContainer]:
             size = _int32(value)
         found.append(PreferredContainer(available=available, must_include=must_include, size=size))
     return found
+
+
+def _known_ids(data: bytes, start: int, stop: int, known: Mapping[bytes, Any]) -> PreferredContainer | None:
+    """The usual request, thousands of known IDs and a small size, split at once; None where it looks different.
+
+    It is split at the key of field 1, which is in no text; as a length, 10, it is written as 255 before, which no other
+    length of a known ID is. So each piece is a whole field: after the key comes what says how long it is."""
+    end = stop - 2 if data[stop - 2] == _FIELD_3_VARINT else stop - 3
+    if end <= start or data[end] != _FIELD_3_VARINT or data[start] != _FIELD_1_BYTES or data[stop - 1] > 127:
+        return None
+    offer = data[start:end]
+    if _TEN in offer or (stop - end == 3 and data[stop - 2] < 128):
+        return None
+    pieces = offer.replace(b"\n\n", b"\n" + _TEN).split(b"\n")
+    try:
+        found = frozenset(map(known.__getitem__, pieces[1:]))
+    except KeyError:
+        return None
+    return PreferredContainer(available=[], must_include=[], size=_varint(data, end + 1, stop)[0], known=found)
 
 
 def decode_allocate(data: bytes) -> list[list[str]]:
@@ -190,7 +221,18 @@ def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
 def _messages(data: bytes, message: str) -> list[tuple[int, int]]:
     """The places of the submessages in field 1, for messages that have no other known field."""
     _check_size(data, message)
-    return [(start, stop) for _, _, start, stop in _known_fields(data, 0, len(data), (_FIELD_1_BYTES,))]
+    found, pos, last = [], 0, len(data) - 4
+    # As a List answer has them, a thousand and more: with lengths of two bytes, or three.
+    while pos < last and data[pos] == _FIELD_1_BYTES and data[pos + 1] > 127:
+        start, size = pos + 3, data[pos + 1] + (data[pos + 2] - 1 << 7)
+        if data[pos + 2] > 127:
+            start, size = pos + 4, size + (data[pos + 3] - 1 << 14)
+        if data[start - 1] > 127 or start + size > len(data):
+            break
+        pos = start + size
+        found.append((start, pos))
+    rest = _known_fields(data, pos, len(data), (_FIELD_1_BYTES,))
+    return found + [(start, stop) for _, _, start, stop in rest]
 
 
 def _known_fields(
@@ -323,9 +365,6 @@ def _check_size(data: bytes, message: str) -> None:
 
 
 # --- writing: the generated classes need about 20 µs for a device ---
-
-
-_SHORT = [bytes((value,)) for value in range(0x80)]
 
 
 def varint(value: int) -> bytes:

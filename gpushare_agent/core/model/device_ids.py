@@ -37,7 +37,8 @@ class DeviceIds:
         self._digits: dict[GpuUuid, str] = {}
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
-        self._announced: dict[str, DeviceId] = {}
+        self.announced: dict[bytes, DeviceId] = {}
+        """By their texts as an offer of the kubelet has them (`decode_preferred_allocation` of kit/protobuf.py)."""
         self._texts: dict[str, str] = {}
         self._units: dict[GpuUuid, ReplicaLayout] = {}
         self.add_gpus(gpus)
@@ -67,10 +68,8 @@ class DeviceIds:
 
     def read(self, texts: Collection[str]) -> list[DeviceId]:
         """The devices that these texts name, in their order. A text that is no device ID of ours comes back as it is."""
-        try:  # thousands of them are offered in every admission
-            return list(map(self._announced.__getitem__, texts))
-        except KeyError:
-            return [self._announced.get(text) or self._read(text) for text in texts]
+        known = self.announced.get
+        return [known(_field(text)) or self._read(text) for text in texts]
 
     def write_all(self, devices: Iterable[str]) -> list[str]:
         return [self._texts.get(device) or self.write(device) for device in devices]
@@ -81,7 +80,7 @@ class DeviceIds:
         key = self._keys.get(GpuUuid(gpu))
         if key is not None and _NUMBER.fullmatch(number):  # thousands at the start; what follows is for other forms
             announced = f"{key}-{number}"
-            self._announced[announced], self._texts[device] = DeviceId(device), announced
+            self.announced[_field(announced)], self._texts[device] = DeviceId(device), announced
             return announced
         # A container holds it under another text: the kubelet counts by text, so it must be listed as it knows it.
         if (text := kubelet_text(device)) is not None:
@@ -93,8 +92,8 @@ class DeviceIds:
         text = f"{self._keys[split[0]]}-{split[1]}"
         if replicas := unit_suffix(device):
             text += f"/{replicas}"
-        # `read` then finds it without parsing: the kubelet offers thousands of such texts in each call.
-        self._announced[text] = DeviceId(device)
+        # It is then found without parsing: the kubelet offers thousands of such texts in each call.
+        self.announced[_field(text)] = DeviceId(device)
         return text
 
     def _read(self, text: str) -> DeviceId:
@@ -134,6 +133,11 @@ class DeviceIds:
         others = [digits for other, digits in self._digits.items() if other != gpu]
         lengths = range(KEY_CHARS, len(own))
         return next((own[:n] for n in lengths if not any(other.startswith(own[:n]) for other in others)), own)
+
+
+def _field(text: str) -> bytes:
+    content = text.encode()
+    return bytes((255 if len(content) == 10 else len(content) & 127,)) + content
 
 
 def _digits(gpu: GpuUuid) -> str:

@@ -144,7 +144,7 @@ def gpu_of(device: str) -> GpuUuid:
 
 def named_gpus(devices: Iterable[str]) -> list[GpuUuid]:
     """`gpu_of` each, without a call for each: a request of the kubelet has thousands."""
-    return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
+    return cast(list[GpuUuid], [device.partition("::")[0] for device in devices])
 
 
 def kubelet_text(device: str) -> str | None:

@@ -42,6 +42,7 @@ from gpushare_agent.core.model.names import (
     PREDICATE_NODE_ANNOTATION,
     DeviceId,
     GpuUuid,
+    device_id,
     named_gpus,
     split_device_id,
 )
@@ -257,22 +258,28 @@ def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
 def _choose(case: Case, gpus: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
     """The IDs to prefer: those to include first, then the lowest free ones of the GPUs; for vmemory any will do."""
     chosen, size = dict.fromkeys(case.must_include), case.asked.get(case.kind, 0)
+    units = {gpu.uuid: case.policy.names.units(gpu, case.kind) for gpu in case.ledger.inventory.gpus}
     for gpu in gpus:
-        prefix = f"{gpu}::"
-        _fill(chosen, size, [device for device in case.free if device.startswith(prefix)])
+        # By number, for as long as some are wanted: all IDs of all GPUs are offered.
+        for number in range(units.get(gpu, 0) if len(chosen) < size else 0):
+            if (device := device_id(gpu, number)) in case.free:
+                chosen[device] = None
+                if len(chosen) == size:
+                    break
+        if len(chosen) < size:  # some may be known under another text
+            _fill(chosen, size, [device for device in case.free if device.startswith(f"{gpu}::")])
     # vmemory IDs are counters: those of another GPU's name will do where this one's are used up.
-    if not case.kind.binds_gpu and len(chosen) < size:
+    if not case.kind.binds_gpu:
         _fill(chosen, size, case.free)
     return tuple(chosen)
 
 
-def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> None:
-    if len(chosen) >= size:
-        return
-    for device in sorted(sorted(ids), key=len):  # by number: the IDs of one GPU differ in nothing else
-        if len(chosen) >= size:
-            return
-        chosen[device] = None
+def _fill(chosen: dict[DeviceId, None], size: int, ids: Collection[DeviceId]) -> None:
+    if len(chosen) < size:
+        for device in sorted(sorted(ids), key=len):  # by number: the IDs of one GPU differ in nothing else
+            if len(chosen) >= size:
+                return
+            chosen[device] = None
 
 
 def _named(case: Case, refused: Refused) -> Refused:
@@ -533,7 +540,7 @@ def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Re
 
 
 def _by_number(
-    free: Sequence[DeviceId], gpus: Collection[GpuUuid], *, without: Collection[DeviceId]
+    free: Collection[DeviceId], gpus: Collection[GpuUuid], *, without: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The free units of these GPUs, each GPU's by number."""
     found: dict[GpuUuid, list[DeviceId]] = {}

@@ -54,7 +54,7 @@ class Case(Struct, frozen=True, dict=True):
 
     target: Target
     kind: ResourceKind
-    ids: Sequence[DeviceId]
+    ids: Collection[DeviceId]
     ledger: Ledger
     policy: Policy
     must_include: Sequence[DeviceId] = ()
@@ -86,16 +86,16 @@ class Case(Struct, frozen=True, dict=True):
         return self.ledger.allocations.get(self.target.key)
 
     @cached_property
-    def free(self) -> list[DeviceId]:
+    def free(self) -> frozenset[DeviceId]:
         """The IDs that no other container has by our ledger.
 
         The rest of an offer is allocated: the kubelet forgot a container. This check exists to catch that fault.
         """
-        holders = self.ledger.holders[self.kind]
+        ids, holders = frozenset(self.ids), self.ledger.holders[self.kind]
         # The usual case, in one step of C: thousands of IDs are offered in each call.
-        if holders.keys().isdisjoint(self.ids):
-            return list(self.ids)
-        return [d for d in self.ids if d not in holders or self._may_take_over(holders[d])]
+        if holders.keys().isdisjoint(ids):
+            return ids
+        return frozenset([d for d in ids if d not in holders or self._may_take_over(holders[d])])
 
     @cached_property
     def must_gpus(self) -> tuple[GpuUuid, ...]:
