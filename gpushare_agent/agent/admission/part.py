@@ -71,7 +71,7 @@ class AdmissionPart:
     ) -> None:
         """Joined, not started. The sockets of new resources have the handover and the queue of the `previous`
         generation."""
-        kubelet, ids = node.settings.kubelet, DeviceIds()
+        kubelet, ids = node.settings.kubelet, DeviceIds(resources=node.names.names)
         if kubelet.pod_resources_socket is None:
             log.warning(
                 "pods_identified_by_api_server_alone",
