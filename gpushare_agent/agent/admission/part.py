@@ -153,7 +153,7 @@ class AdmissionPart:
     async def recover(self) -> None:
         """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
         resized = await self.resizing.load()
-        containers = await self.garbage.recover()
+        containers = await self.garbage.recover(None if self.is_reloaded else self.registrar.all_registered)
         self.node.inventory.hold(held_back(self.node.cache))
         self.resizing.restore(resized)
         self.tables.refresh()
