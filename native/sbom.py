@@ -18,6 +18,7 @@ _PARTS = {  # path in the image: name, licence, and where known package URL
     "usr/local/gpushare/libgpushare.so": ("libgpushare", "Apache-2.0", None),
     "usr/lib64/libcuda-control.so": ("vcuda-controller", "Apache-2.0", "pkg:github/tkestack/vcuda-controller"),
     "opt/gpushare-agent/bin/gpu-client": ("gpu-client", "Apache-2.0 AND MIT", None),  # MIT: musl
+    "opt/gpushare-agent/bin/run-again": ("run-again", "Apache-2.0 AND MIT", None),
 }
 
 

@@ -30,7 +30,7 @@ from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_frame_texts
 from gpushare_agent.core.kit.logs import setup_logging
-from gpushare_agent.core.kit.process import raise_open_files_limit, sd_notify
+from gpushare_agent.core.kit.process import give_back_memory, raise_open_files_limit, sd_notify
 from gpushare_agent.core.kit.supervision import forever, start_tasks, stop_task
 from gpushare_agent.core.kube.configuration import find_configuration
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason
@@ -123,6 +123,7 @@ async def run(settings: Settings, *, reload: Reload) -> int:
     # Both patch h2 for the process; connections that are made before would keep 107 bytes for each of 65,536 streams.
     shorten_frame_texts()
     bound_closed_streams()
+    give_back_memory()
     # Each container may have 64 connections on its socket.
     soft, hard = raise_open_files_limit()
     log.debug("open_files", most=soft, hard=hard)

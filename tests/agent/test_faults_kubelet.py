@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from gpushare_agent.agent.admission import garbage_collection
 from gpushare_agent.core.model.allocations import Allocation
 from tests.agent.support_agent import InnerAgent, Moments, open_agent, poll_until
 from tests.agent.support_reconcile import collection_of
@@ -22,6 +23,7 @@ from tests.sandbox.support_sandbox import (
     open_test_node,
     pod,
 )
+from tests.support_deadline import DEADLINE_S
 
 ADMISSION = 20
 """Moments of the admission of two containers: see test_faults_agent_killed.py."""
@@ -150,6 +152,24 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         await node.wait_running("before", "fits")
         assert before.items() <= agent.held().items()
         node.assert_nothing_shared()
+
+
+async def test_a_start_reads_the_records_only_when_its_plugins_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for before, for no List may meet an Allocate; but a full node's hold the loop."""
+    monkeypatch.setattr(garbage_collection, "REGISTERED_S", DEADLINE_S)
+    async with open_test_node() as node, open_agent(node) as agent:
+        await node.start_pods(pod("share", container(cores=30, blocks=10)))
+        asked, registered = len(node.calls.pod_resources_calls), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            recovering = group.create_task(collection_of(node, agent).recover(registered))
+            await poll_until(lambda: len(node.calls.pod_resources_calls) > asked, "the records are asked for")
+            async with agent.parts.kubelet.gate.quiet():  # their answer is there
+                pass
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not recovering.done()
+            registered.set()
+        assert recovering.result() == 1
 
 
 @pytest.mark.parametrize("names", [["vcore"], ["vmemory"], ["vcore", "vmemory"]])

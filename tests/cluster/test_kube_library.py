@@ -20,7 +20,7 @@ loader = loaded.kube_config.KubeConfigLoader(
     }},
     config_base_path=None,
 )
-unneeded = [name for name in ("urllib3", "urllib3.util", "dateutil.parser") if name in sys.modules]
+unneeded = [name for name in ("urllib3", "urllib3.util", "dateutil.parser", "multiprocessing.pool") if name in sys.modules]
 client = sys.modules["kubernetes_asyncio.client.api_client"]
 print(json.dumps({{
     "unneeded": unneeded,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,19 @@ async def test_results_and_errors_come_through() -> None:
 
     with pytest.raises(TimeoutError, match="of the file system"):
         await worker.call(fails, "counting", DEADLINE_S)
+
+
+async def test_a_result_is_its_callers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the worker nor its thread, which waits for the next call, keeps it."""
+    monkeypatch.setattr(daemon_thread, "KEEP_S", DEADLINE_S)
+    worker = DaemonThread("keeper", advice="Check it.")
+    result = weakref.ref(await worker.call(threading.Event, "making", DEADLINE_S))
+    await worker.call(lambda: None, "ending", DEADLINE_S)
+    assert result() is None
+    last = weakref.ref(await worker.call(threading.Event, "making", DEADLINE_S))
+    async with asyncio.timeout(DEADLINE_S):
+        while last() is not None:
+            await asyncio.sleep(0)
 
 
 async def test_calls_that_follow_each_other_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,16 @@ def test_the_form_of_nvidias_plugin_is_read_and_written_as_it_was() -> None:
     assert [ids.write(theirs), ids.write(ours)] == [f"{A}::7", "8f3e2b1c-7"]
 
 
+def test_of_what_a_container_holds_another_plugins_devices_are_not_kept() -> None:
+    """Ours are kept under any name, a former program's too, and under a name of the node's whatever its devices are."""
+    ids = DeviceIds([A], resources=["tencent.com/vcuda-core"])
+    assert ids.read_held("example.com/port", ["port-a", "port-b"]) == frozenset()
+    assert ids.read_held("example.com/former-name", ["8f3e2b1c-7"]) == {device_id(A, 7)}
+    assert ids.read_held("aliyun.com/gpu-mem", [f"{A}-_-3"]) == {f"{A}-_-3"}
+    assert ids.read_held("tencent.com/vcuda-core", ["port-a"]) == {"port-a"}
+    assert DeviceIds([A]).read_held("example.com/port", ["port-a"]) == {"port-a"}
+
+
 def test_a_gpu_in_the_place_of_another_does_not_inherit_its_ids() -> None:
     """IDs of a GPU that is gone name none of the node's, and keep their text."""
     ids = DeviceIds([B])

@@ -66,6 +66,8 @@ _LONG_AGO = float("-inf")
 TRUST_AFTER_S = 10.0
 FRESH_S = 2.0
 """The kubelet records an allocation shortly after our answer; younger ones are not compared with its records."""
+REGISTERED_S = 0.3
+"""Longer than registering takes where there is a kubelet."""
 
 
 class GarbageCollection(Struct, kw_only=True, eq=False):
@@ -124,8 +126,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """Reconciles as soon as possible, not at the next period: the pod store has listed."""
         self._reconciler.request()
 
-    async def recover(self) -> int:
-        """Rebuild the cache from what the kubelet has on record; returns the number of containers.
+    async def recover(self, registered: asyncio.Event | None = None) -> int:
+        """Rebuild the cache from what the kubelet has on record; returns the number of containers. The records are asked
+        for at once, and decoded when the plugins are `registered`, or after REGISTERED_S.
 
         For the start, before the plugins register: no admission of ours can be under way. While the kubelet is down the
         checkpoint is the only record.
@@ -135,7 +138,11 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         try:
             if self.has_pod_resources:
                 async with self.gate.quiet_list("recovery", wait_s=1.0) as entries:
-                    listed = [entry.decoded() for entry in entries]
+                    pass
+                # A full node's records hold the loop for half a second, and the kubelet rejects pods until it has plugins.
+                if registered is not None:
+                    await wait_for(registered, REGISTERED_S)
+                listed = [entry.decoded() for entry in entries]
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())

@@ -71,7 +71,7 @@ class AdmissionPart:
     ) -> None:
         """Joined, not started. The sockets of new resources have the handover and the queue of the `previous`
         generation."""
-        kubelet, ids = node.settings.kubelet, DeviceIds()
+        kubelet, ids = node.settings.kubelet, DeviceIds(resources=node.names.names)
         if kubelet.pod_resources_socket is None:
             log.warning(
                 "pods_identified_by_api_server_alone",
@@ -153,7 +153,7 @@ class AdmissionPart:
     async def recover(self) -> None:
         """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
         resized = await self.resizing.load()
-        containers = await self.garbage.recover()
+        containers = await self.garbage.recover(None if self.is_reloaded else self.registrar.all_registered)
         self.node.inventory.hold(held_back(self.node.cache))
         self.resizing.restore(resized)
         self.tables.refresh()

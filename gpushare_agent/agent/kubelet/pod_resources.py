@@ -169,14 +169,14 @@ RATE_LIMIT_PAUSE_S = 0.015
 
 
 def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
-    """One pod of an answer (`PodEntry.body`), all of it. Raises MalformedMessageError."""
+    """One pod of an answer (`PodEntry.body`), without other plugins' devices. Raises MalformedMessageError."""
     entry = scan_pod_entry(body)
     return ListedPod(
         namespace=entry.namespace,
         name=entry.name,
         containers=tuple(
             ListedContainer(
-                name=name, devices={resource: frozenset(ids.read(texts)) for resource, texts in devices.items()}
+                name=name, devices={resource: ids.read_held(resource, texts) for resource, texts in devices.items()}
             )
             for name, devices in decode_pod_containers(body)
         ),

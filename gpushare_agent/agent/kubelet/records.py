@@ -83,7 +83,7 @@ class KubeletCheckpoint:
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
     async def read(self) -> Sequence[CheckpointEntry]:
-        """All entries, in file order.
+        """All entries but those of other plugins, in file order.
 
         Raises:
             Unavailable: no such file, not readable, or not within a second.
@@ -92,7 +92,8 @@ class KubeletCheckpoint:
         what = f"reading the kubelet checkpoint {self._path}"
         read = partial(read_checkpoint, self._path, self._former)
         entries = await self._thread.call(read, what, READ_TIMEOUT_S)
-        return [replace(entry, device_ids=frozenset(self._ids.read(entry.device_ids))) for entry in entries]
+        held = ((entry, self._ids.read_held(entry.resource, entry.device_ids)) for entry in entries)
+        return [replace(e, device_ids=ids) for e, ids in held if ids or e.gpu_names or e.vdevice]
 
 
 def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[CheckpointEntry]:

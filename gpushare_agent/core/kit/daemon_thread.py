@@ -71,7 +71,7 @@ class DaemonThread:
     def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        answer.add_done_callback(lambda done: done.exception())  # else asyncio logs an error that nobody waits for
+        answer.add_done_callback(self._ended)
 
         def work() -> None:
             try:
@@ -93,6 +93,12 @@ class DaemonThread:
             self._jobs.put(work)
         self._under_way = answer
         return answer
+
+    def _ended(self, answer: asyncio.Future[Any]) -> None:
+        answer.exception()  # else asyncio logs an error that nobody waits for
+        # A result is its caller's alone: the file of a full node has megabytes, and the next call may be far away.
+        if self._under_way is answer:
+            self._under_way = None
 
     def _work(self) -> None:
         """The thread's: calls, until there is none for a while."""

@@ -41,7 +41,11 @@ _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
 """Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
 """The modules that the library imports from its client package, in the order in which they need each other."""
-_ON_USE: Mapping[str, Sequence[str]] = {"urllib3": (), "dateutil.parser": ("parse",)}
+_ON_USE: Mapping[str, Sequence[str]] = {
+    "urllib3": (),
+    "dateutil.parser": ("parse",),
+    "multiprocessing.pool": ("ThreadPool",),
+}
 """Modules that the library imports for one function each, which the agent does not need, and what is imported by name."""
 
 _lock = threading.Lock()

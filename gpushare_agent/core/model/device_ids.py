@@ -16,6 +16,7 @@ from gpushare_agent.core.model.names import (
     device_id,
     known_as,
     kubelet_text,
+    read_former_id,
     split_device_id,
     unit_id,
     unit_suffix,
@@ -32,7 +33,9 @@ class DeviceIds:
     """The texts of one node's device IDs, for all resources. State owned: the keys of its GPUs, which do not change, and
     the texts that were announced, for speed."""
 
-    def __init__(self, gpus: Iterable[GpuUuid] = ()) -> None:
+    def __init__(self, gpus: Iterable[GpuUuid] = (), resources: Collection[str] | None = None) -> None:
+        """`resources` are the names that the node offers; None: whatever a container holds may be a device of ours."""
+        self._resources = resources
         self._given = 0
         self._digits: dict[GpuUuid, str] = {}
         self._keys: dict[GpuUuid, str] = {}
@@ -70,6 +73,15 @@ class DeviceIds:
         """The devices that these texts name, in their order. A text that is no device ID of ours comes back as it is."""
         known = self.announced.get
         return [known(_field(text)) or self._read(text) for text in texts]
+
+    def read_held(self, resource: str, texts: Collection[str]) -> frozenset[DeviceId]:
+        """What a container holds of a resource. Empty for another plugin's: a node may have more of them than of ours, and
+        for each of them a text would be kept."""
+        devices = frozenset(self.read(texts))
+        if self._resources is None or resource in self._resources:
+            return devices
+        is_ours = any(split_device_id(one) is not None or read_former_id(one) is not None for one in devices)
+        return devices if is_ours else frozenset()
 
     def write_all(self, devices: Iterable[str]) -> list[str]:
         return [self._texts.get(device) or self.write(device) for device in devices]

@@ -51,6 +51,10 @@ class Records(Struct, frozen=True, kw_only=True):
     pods: Sequence[Pod] | None
 
 
+_Uids = dict[tuple[str, frozenset[tuple[ResourceKind, frozenset[DeviceId]]]], tuple[int, PodUid]]
+"""The UID that the checkpoint has first for a container with these devices, and its place there."""
+
+
 class _Recorded(Struct):
     """One container's allocation by the records."""
 
@@ -70,7 +74,11 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     former = FormerDevices(records.checkpoint, records.pods or (), names, inventory)
     records = replace(records, checkpoint=former.checkpoint, listed=[former.listed(pod) for pod in records.listed])
     written = _from_checkpoint(records.checkpoint, names)
-    found = {key: one for pod in records.listed for key, one in _from_listed(pod, records, names, written).items()}
+    # Looked up, not searched: a full node has thousands.
+    uids: _Uids = {}
+    for key, ids in written.items():
+        uids.setdefault((key.container, frozenset(ids.items())), (len(uids), key.pod_uid))
+    found = {key: one for pod in records.listed for key, one in _from_listed(pod, records, names, uids).items()}
     listed_uids = {key.pod_uid for key in found}
     listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in names.table}
     by_uid = {pod.uid: pod for pod in records.pods or ()}
@@ -208,7 +216,7 @@ def _from_listed(
     pod: ListedPod,
     records: Records,
     names: ResourceNames,
-    written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
+    uids: _Uids,
 ) -> dict[ContainerKey, _Recorded]:
     by_container: dict[str, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for container in pod.containers:
@@ -219,7 +227,7 @@ def _from_listed(
                 by_container.setdefault(container.name, {})[kind] = ids
     if not by_container:
         return {}
-    uid = _uid(pod, by_container, records.pods, written)
+    uid = _uid(pod, by_container, records.pods, uids)
     return {
         ContainerKey(uid, name): _Recorded(ids=ids, is_listed=True, namespace=pod.namespace, pod_name=pod.name)
         for name, ids in by_container.items()
@@ -230,13 +238,13 @@ def _uid(
     listed: ListedPod,
     by_container: Mapping[str, Mapping[ResourceKind, frozenset[DeviceId]]],
     pods: Sequence[Pod] | None,
-    written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
+    uids: _Uids,
 ) -> PodUid:
     """The UID of the checkpoint's entry with the same container and IDs, because a name may be used again; else by name from
     the pod store, the live pod first; else provisional."""
-    for key, ids in written.items():
-        if key.container in by_container and ids == by_container[key.container]:
-            return key.pod_uid
+    written = [uids.get((container, frozenset(ids.items()))) for container, ids in by_container.items()]
+    if first := min(filter(None, written), default=None):
+        return first[1]
     named = [p for p in pods or () if (p.namespace, p.name) == (listed.namespace, listed.name)]
     # A StatefulSet gives its pods the same names again: the old one may still be ending.
     named.sort(key=lambda p: (not p.is_terminal, not p.is_deleting))

@@ -3,8 +3,8 @@
 What the agent does not know yet is not overwritten: at its start the pods' annotations and processes come seconds after the
 containers, and a running container must not lose its elastic limit or its list of processes meanwhile.
 
-`VDeviceConfigs` has the bytes of vcuda.config, from a container's allocation, the pod's elastic limit and the driver's
-version: they are needed every second, and encoded again only where an input has changed. State owned: the last ones by
+`VDeviceConfigs` has what vcuda.config says, from a container's allocation, the pod's elastic limit and the driver's
+version: they are needed every second, and made again only where an input has changed. State owned: the last ones by
 container. Format: docs/reference/formats.md, the vDevice protocol.
 """
 
@@ -32,7 +32,7 @@ Stamps = tuple[FileIdentity | None, FileIdentity | None]
 class Written(Struct, frozen=True, kw_only=True):
     """What the agent wrote last, and the files' identities then. `pids` None: a list of a previous agent."""
 
-    config: bytes
+    config: VDeviceConfig
     pids: tuple[int, ...] | None
     stamps: Stamps
 
@@ -41,7 +41,7 @@ class DesiredDirectory(Struct, frozen=True, kw_only=True):
     """`is_config_known`: the pod's annotations are known. `pids` None: not known now. `socket`: of the running server."""
 
     key: ContainerKey
-    config: bytes
+    config: VDeviceConfig
     is_config_known: bool
     pids: tuple[int, ...] | None
     before: Written | None
@@ -79,13 +79,17 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | No
         return None
     # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
     # until then.
-    config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
+    content = encode_config(one.config)
+    if not one.is_config_known:
+        content = _with_existing_limit(content, files.read_config(key))
     if is_untouched:
-        files.write(key, pids=pids, config=config)
+        files.write(key, pids=pids, config=content)
     else:
         # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this agent:
         # a list that a former agent left stays; without one the file is empty, because the library expects it there.
-        files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=config)
+        files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
+    # Not the content, which has 8 KiB for names that the key has already.
+    config = one.config if one.is_config_known else decode_config(content)
     return Outcome(written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
 
 
@@ -111,17 +115,17 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
     driver_version: Callable[[], str]
     names: ResourceNames
     on_problem: Callable[[Pod, str], None]
-    _encoded: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = field(default_factory=dict)
+    _known: dict[ContainerKey, tuple[tuple[object, ...], VDeviceConfig]] = field(default_factory=dict)
 
     def keep_only(self, keys: Collection[ContainerKey]) -> None:
-        for key in [key for key in self._encoded if key not in keys]:
-            del self._encoded[key]
+        for key in [key for key in self._known if key not in keys]:
+            del self._known[key]
 
-    def config(self, allocation: Allocation, pod: Pod | None) -> bytes:
+    def config(self, allocation: Allocation, pod: Pod | None) -> VDeviceConfig:
         """`pod` None: its annotations are not known yet; the config has no elastic limit then."""
         inventory, driver_version = self.inventory(), self.driver_version()
         inputs = (allocation, pod, inventory, driver_version)
-        known = self._encoded.get(allocation.key)
+        known = self._known.get(allocation.key)
         # By identity: values are replaced, never changed.
         if known is not None and all(old is new for old, new in zip(known[0], inputs, strict=True)):
             return known[1]
@@ -141,9 +145,8 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
             driver=driver_numbers(driver_version),
             enable=share.is_limited,
         )
-        encoded = encode_config(config)
-        self._encoded[allocation.key] = (inputs, encoded)
-        return encoded
+        self._known[allocation.key] = (inputs, config)
+        return config
 
 
 def driver_numbers(version: str) -> tuple[int, int]:
