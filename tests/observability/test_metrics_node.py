@@ -482,7 +482,9 @@ def test_lines_that_are_kept_show_every_change() -> None:
             gpus={one.allocation.key: one.allocation.gpus}, by_id={id_of(1): one.allocation.key}
         )
         sample = gpu_sample(0, process(10, memory=memory, sm=sm))
-        return replace(snapshot(one, usage=used(sample, allocated=known, owners={10: owner(1)})), **others)
+        return replace(
+            snapshot(one, usage=used(sample, allocated=known, owners={10: owner(1)})), **({"inventory": gpus} | others)
+        )
 
     renamed = replace(gpus, gpus=tuple(replace(gpu, index=gpu.index + 4) for gpu in gpus.gpus))
     other_pod = replace(share, allocation=replace(share.allocation, pod_name="other"))
@@ -499,9 +501,7 @@ def test_lines_that_are_kept_show_every_change() -> None:
         shown(share, 0.25),
     ):
         assert kept.series(one) == ContainerSeries(is_all=True).series(one)
-    first, second, again = (
-        {one.name: one.lines for one in kept.series(shown(share, sm, inventory=gpus))} for sm in (0.25, 0.5, 0.5)
-    )
+    first, second, again = ({one.name: one.lines for one in kept.series(shown(share, sm))} for sm in (0.25, 0.5, 0.5))
     assert {name for name in first if first[name][0] is not second[name][0]} >= {
         "gpushare_container_sm_utilization_ratio"
     }
