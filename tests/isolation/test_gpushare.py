@@ -990,14 +990,14 @@ async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World)
     """The round comes in the event loop, between a reading and what is written by it."""
     service, clock = two_shares(world, driver=ReadDriver(replace(READING, at_ns=1)))
     await observed_for(service, clock, 1, lambda n: pay(world, KEY, n, n))
-    read = world.files.paid
+    read = world.files.usage_head
 
-    def paid_meanwhile(key: ContainerKey, gpus: int) -> Any:
+    def read_meanwhile(key: ContainerKey, gpus: int) -> Any:
         loop.call_soon_threadsafe(service.usage_sampled, usage())
         return read(key, gpus)
 
     loop = asyncio.get_running_loop()
-    world.files.paid = paid_meanwhile  # type: ignore[method-assign]
+    world.files.usage_head = read_meanwhile  # type: ignore[method-assign]
     await service.read()
     await service.read()
     assert published(world).used_bytes == 600 * MIB

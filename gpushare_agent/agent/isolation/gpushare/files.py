@@ -208,6 +208,10 @@ class GpushareFiles:
                     if (place := found[1].get(uuid)) is not None:
                         write_observed(view, place, one)
 
+    def maps_others(self, keys: Collection[ContainerKey]) -> bool:
+        """Whether `release` of all but these would close anything."""
+        return not set(self._mapped).issubset(keys)
+
     def release(self, keys: Collection[ContainerKey]) -> None:
         """Keeps only the maps of these containers."""
         with self._writing:
@@ -215,7 +219,11 @@ class GpushareFiles:
                 self._mapped.pop(key)[0].close()
 
     def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
-        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`.
+        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`."""
+        return read_paid(self.usage_head(key, gpus))
+
+    def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
+        """For read_paid. Raises as `write_limits`.
 
         Called for 100 containers ten times a second, so by its path, of which only the last part is the tenant's. Opened
         each time: the tenant may shorten a mapped file, and a start puts another one in its place.
@@ -226,7 +234,7 @@ class GpushareFiles:
             file = os.open(path, tenant_files.READ)
             try:
                 _require_file(file, path, USAGE_BYTES)
-                return read_paid(_read(file, usage_head_bytes(gpus)))
+                return _read(file, usage_head_bytes(gpus))
             finally:
                 os.close(file)
         except OSError:
