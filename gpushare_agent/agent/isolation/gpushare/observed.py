@@ -1,8 +1,8 @@
 """Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy; and
 what the other containers on its GPU pay.
 
-Two to four times a second the `usage` of each container says whether its processes launch anything, take memory or give
-it back. For those that do
+Each second, and four times while any does, the `usage` of each container says whether its processes launch anything, take
+memory or give it back. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is in no round yet
     who was busy          the driver is read ten times a second, only for their GPUs: busy time is added up for all
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
 PERIOD_S = 0.25
-IDLE_PERIOD_S = 0.5
+IDLE_PERIOD_S = 1.0
 """The period while nobody computes: a container that begins has no neighbour to hear of."""
 ROUND_PERIOD_S = 30.0
 """The period of rounds when all processes are known: a claim's processes may change owners while they run."""
