@@ -43,8 +43,7 @@ _PAID = struct.Struct("@Q40xQQ128xQQQ40x")
 _UNATTRIBUTED = struct.Struct("@8xq")
 _SLOT = struct.Struct(f"@i12x{MOST_GPUS}Q304x")
 """A process: its PID, 0 if there is none, and what it has of each GPU."""
-_UNHOOKED_OFFSET = 328
-"""In a slot: how many functions its process was given that the library does not know."""
+_UNHOOKED_OFFSET = 328  # in a slot: how many functions its process was given that the library does not know
 FIRST_LOCKED_BYTE = 1 << 20
 """The process of slot i holds a lock on the byte that is i behind this one, for as long as it lives."""
 

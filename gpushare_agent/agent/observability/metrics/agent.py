@@ -248,8 +248,7 @@ class AgentMetrics:
         self.registry.register(collector)
 
     def exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
-        """Content type and text, in the format that an Accept header names: Prometheus' text or OpenMetrics. `is_all`: with
-        the series of a container that few read."""
+        """Content type and text, as an Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""
         try:
             _, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # it compares versions that are no numbers

@@ -206,8 +206,7 @@ class _Container(Struct):
 
 
 class ContainerSeries(Struct, eq=False):
-    """The series of the containers, rows by namespace, pod, container and GPU. `is_all`: also those that few read,
-    gpu-manager's among them."""
+    """The series of the containers, rows by namespace, pod, container and GPU. `is_all`: also those that few read."""
 
     is_all: bool = False
     _known: dict[ContainerKey, _Container] = field(default_factory=dict)
@@ -241,13 +240,8 @@ class ContainerSeries(Struct, eq=False):
         names = {"namespace": allocation.namespace, "node": snapshot.node}
         former = labels_text(**names, pod_name=pod, container_name=container)
         names |= {"pod": pod, "container": container}
-        one = _Container(
-            facts=facts,
-            inventory=snapshot.inventory,
-            gpus=gpus,
-            former=former,
-            labels=[labels_text(**names, uuid=gpu.uuid, gpu=str(gpu.index)) for gpu in gpus],
-        )
+        labels = [labels_text(**names, uuid=gpu.uuid, gpu=str(gpu.index)) for gpu in gpus]
+        one = _Container(facts, snapshot.inventory, gpus, former, labels)
         one.limits = _written(_LIMITS, self._limits(one, names, snapshot.names))
         return one
 

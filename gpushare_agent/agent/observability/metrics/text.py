@@ -29,8 +29,7 @@ Labels = str
 
 
 class Series(Struct, frozen=True):
-    """One metric with the lines of its samples, one or several in a text. A counter's `name` is that of its samples, with
-    `_total`."""
+    """One metric. A counter's `name` is that of its samples, with `_total`. Of `lines` each has one or several samples."""
 
     name: str
     help: str
