@@ -333,6 +333,8 @@ def test_namesakes_are_one_row_with_the_sum() -> None:
         ("0", 2.0),
         ("1", 1.0),
     ]
+    few = {one.name: "".join(one.lines) for one in node_series(shown, ContainerSeries())}
+    assert [one.split()[-1] for one in few["gpushare_container_processes"].splitlines()] == ["2", "1"]
     for found in rows.values():
         assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
     metrics = AgentMetrics()

@@ -103,14 +103,12 @@ def build(
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
     socket = settings.display.socket
-    containers = {is_all: ContainerSeries(is_all=is_all) for is_all in (False, True)}
+    shown = ContainerSeries(), ContainerSeries(is_all=True)
     return ObservabilityPart(
         usage=usage,
         usage_history=history,
         snapshots=snapshots,
-        metrics_page=NodePage(
-            lambda is_all: node_series(snapshots.current(), containers[is_all]), max_age_s=settings.sample_period_s
-        ),
+        metrics_page=NodePage(lambda is_all: node_series(snapshots.current(), shown[is_all]), settings.sample_period_s),
         web=WebServer(
             settings.web.addr,
             settings.web.port,

@@ -148,10 +148,8 @@ def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) ->
                 for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons})
             ]
     text = "Memory errors since the driver was loaded: corrected, uncorrected."
-    return (
-        _series("gpu_ecc_errors_total", text, ecc),
-        _series("gpu_throttled", "1 while the GPU is slowed down for this reason.", throttled),
-    )
+    slowed = _series("gpu_throttled", "1 while the GPU is slowed down for this reason.", throttled)
+    return _series("gpu_ecc_errors_total", text, ecc), slowed
 
 
 def _memory(processes: Sequence[ProcessSample]) -> int | None:
@@ -197,6 +195,7 @@ class _Container(Struct):
     facts: ContainerFacts
     inventory: GpuInventory
     gpus: Sequence[Gpu]
+    names: tuple[str, ...]
     former: Labels
     labels: Sequence[Labels]
     """Of each GPU."""
@@ -226,7 +225,7 @@ class ContainerSeries(Struct, eq=False):
             self._known[key] = one
         known = self._known.values()
         # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
-        has_namesakes = len({one.former for one in known}) < len(known)
+        has_namesakes = len({one.names for one in known}) < len(known)
         columns = (*zip(*(one.limits for one in known), strict=True), *zip(*(one.used for one in known), strict=True))
         return [
             Series(name, text, lines=_summed(name, column) if has_namesakes else column)
@@ -238,10 +237,10 @@ class ContainerSeries(Struct, eq=False):
         allocation, gpus = facts.allocation, snapshot.gpus_of(facts.allocation)
         pod, container = allocation.pod_name, allocation.container_name
         names = {"namespace": allocation.namespace, "node": snapshot.node}
-        former = labels_text(**names, pod_name=pod, container_name=container)
+        former = labels_text(**names, pod_name=pod, container_name=container) if self.is_all else ""
         names |= {"pod": pod, "container": container}
         labels = [labels_text(**names, uuid=gpu.uuid, gpu=str(gpu.index)) for gpu in gpus]
-        one = _Container(facts, snapshot.inventory, gpus, former, labels)
+        one = _Container(facts, snapshot.inventory, gpus, (allocation.namespace, pod, container), former, labels)
         one.limits = _written(_LIMITS, self._limits(one, names, snapshot.names))
         return one
 
