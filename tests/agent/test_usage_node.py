@@ -52,10 +52,10 @@ def index_of(node: NodeUnderTest, agent: InnerAgent, name: str) -> int:
 
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """/metrics by name."""
+    """All series by name."""
     async with ClientSession() as session:
         port = await agent.parts.observability.web.wait_listening()
-        async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+        async with session.get(f"http://127.0.0.1:{port}/metric") as response:
             text = await response.text()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):

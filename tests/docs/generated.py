@@ -127,7 +127,7 @@ def full_metrics() -> str:
         shown.inventory, gpus=(first, second), mig_partitioned=divided.mig_partitioned, mig_layouts=divided.mig_layouts
     )
     shown = replace(shown, inventory=with_instance)
-    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 
 

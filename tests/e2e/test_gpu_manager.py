@@ -168,8 +168,11 @@ def test_the_base_has_what_gpu_managers_users_know(cluster: Cluster, installed: 
     inside = ("-n", namespace, "exec", "share", "--")
     cluster.run(*inside, "test", "-S", "/etc/vcuda/vcuda.sock")
     base = f"/api/v1/namespaces/{SYSTEM}/pods/{installed.agent()}:5678/proxy"
-    for path in ("metric", "metrics"):
-        assert b"container_request_gpu_memory{" in read_unix(cluster.api, f"{base}/{path}")
+    for path, former in (("metric", True), ("metrics", False)):
+        text = read_unix(cluster.api, f"{base}/{path}")
+        assert (
+            b"gpushare_container_memory_limit_bytes{" in text and (b"container_request_gpu_memory{" in text) is former
+        )
     with pytest.raises(KubectlError, match="port-forward"):
         read_unix(cluster.api, f"{base}/debug/pprof/")
     program = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read().decode())"

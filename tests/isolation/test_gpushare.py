@@ -986,18 +986,48 @@ async def test_a_neighbour_that_begins_is_told_of_at_the_next_look(world: World)
     assert companions(world, KEY) == 1
 
 
+async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_counts_from_the_look_before(
+    world: World,
+) -> None:
+    """One call of the thread a look. The files of one may go and come as they were meanwhile."""
+    service, clock = two_shares(world)
+    await service.look()
+    claim, calls, call = service._claims[UUID].of[KEY], list[str](), service._thread.call
+
+    async def counted_call(blocking: Callable[[], Any], what: str, timeout_s: float) -> Any:
+        calls.append(what)
+        return await call(blocking, what, timeout_s)
+
+    service._thread.call = counted_call  # type: ignore[method-assign]
+    noted_at_ns = claim.at_ns
+    for look in range(4):
+        clock.now += 1
+        usage_of_other = world.files.container_directory(OTHER) / USAGE_NAME
+        if look in (1, 2):
+            usage_of_other.rename(usage_of_other.with_name("away")) if look == 1 else usage_of_other.with_name(
+                "away"
+            ).rename(usage_of_other)
+        await service.look()
+    assert (claim.at_ns, calls) == (noted_at_ns, ["reading the use of containers"] * 4)
+    assert service._containers[OTHER].has_files
+    pay(world, KEY, 1, 100)
+    clock.now += 1
+    await service.look()
+    assert service.paid(KEY, UUID) == pytest.approx(0.1)
+
+
 async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World) -> None:
     """The round comes in the event loop, between a reading and what is written by it."""
     service, clock = two_shares(world, driver=ReadDriver(replace(READING, at_ns=1)))
     await observed_for(service, clock, 1, lambda n: pay(world, KEY, n, n))
-    read = world.files.paid
+    read = world.files.usage_head
 
-    def paid_meanwhile(key: ContainerKey, gpus: int) -> Any:
+    def read_meanwhile(key: ContainerKey, gpus: int) -> Any:
         loop.call_soon_threadsafe(service.usage_sampled, usage())
         return read(key, gpus)
 
     loop = asyncio.get_running_loop()
-    world.files.paid = paid_meanwhile  # type: ignore[method-assign]
+    world.files.usage_head = read_meanwhile  # type: ignore[method-assign]
     await service.read()
     await service.read()
     assert published(world).used_bytes == 600 * MIB

@@ -64,10 +64,7 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]
     most = layout.MOST_GPUS
     assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(KINDS)]
-    assert (layout._SLOT.unpack(bytes(slot[-1]) + struct.pack("Q112x", 7))[-1], layout._SLOT.size) == (
-        7,
-        layout._SLOT_BYTES,
-    )
+    assert (layout._UNHOOKED_OFFSET, layout._SLOT.size) == (slot[-1], layout._SLOT_BYTES)
     assert found["FIRST_LOCKED_BYTE"] == layout.FIRST_LOCKED_BYTE
     assert (found["usage.gpu"], found["usage.slot"]) == (512, layout._FIRST_SLOT)
     assert (found["sizeof.config"], found["sizeof.config.gpu"]) == (layout.CONFIG_BYTES, layout._GPU_BYTES)

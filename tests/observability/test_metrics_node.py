@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from gpushare_agent.agent.gpus.nvml.usage import throttle_reasons
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.display import usage_document
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.agent.observability.metrics.node import THROTTLE_REASONS, node_series
-from gpushare_agent.agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
-from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.metrics.node import THROTTLE_REASONS, ContainerSeries, node_series
+from gpushare_agent.agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text, line
+from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.names import MIB, device_id
 from gpushare_agent.core.model.resources import ResourceKind
@@ -47,7 +49,7 @@ Rows = dict[str, list[tuple[dict[str, str], float]]]
 def rows_of(shown: NodeSnapshot) -> Rows:
     """As Prometheus reads them."""
     metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
     found: Rows = {}
     for family in parse_text(metrics.exposition("")[1].decode()):
         for sample in family.samples:
@@ -305,8 +307,8 @@ def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
 @pytest.mark.parametrize("value", ['a"b', "a\\b", "a\\nb", "a\\", "a\nb", 'é,}="', "x" * 1000])
 def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
     """Whatever is in a name, a reader gets it back, cut at the longest name of a pod."""
-    series = Series("gpushare_x", "X.", rows=[(labels_text(pod=value, a="1"), 1)])
-    text = NodePage(lambda: [series], max_age_s=1).text(is_openmetrics=False).decode()
+    series = Series("gpushare_x", "X.", lines=[line("gpushare_x", labels_text(pod=value, a="1"), 1)])
+    text = NodePage(lambda _: [series], max_age_s=1).text(is_openmetrics=False).decode()
     (family,) = parse_text(text)
     assert family.samples[0].labels == {"pod": value[:MAX_LABEL], "a": "1"}
 
@@ -331,10 +333,12 @@ def test_namesakes_are_one_row_with_the_sum() -> None:
         ("0", 2.0),
         ("1", 1.0),
     ]
+    few = {one.name: "".join(one.lines) for one in node_series(shown, ContainerSeries())}
+    assert [one.split()[-1] for one in few["gpushare_container_processes"].splitlines()] == ["2", "1"]
     for found in rows.values():
         assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
     metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
     assert list(
         parse_openmetrics(metrics.exposition(OPENMETRICS)[1].decode())
     )  # raises for a series that is there twice
@@ -343,7 +347,7 @@ def test_namesakes_are_one_row_with_the_sum() -> None:
 def test_openmetrics_and_text_say_the_same() -> None:
     """Both parse, a counter keeps its samples' names, and OpenMetrics ends with its last line once."""
     metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda: node_series(one_share(process(10), nvlink_sent_bytes_total=5)), max_age_s=1.0))
+    metrics.show_node(NodePage(lambda _: node_series(one_share(process(10), nvlink_sent_bytes_total=5)), max_age_s=1.0))
     type_of_text, text = metrics.exposition("")
     type_of_open, opened = metrics.exposition(OPENMETRICS)
     assert (type_of_text.partition(";")[0], type_of_open.partition(";")[0]) == (
@@ -360,23 +364,23 @@ def test_openmetrics_and_text_say_the_same() -> None:
 
 
 def test_the_text_is_made_once_until_it_is_old_or_expired() -> None:
-    """However many readers ask, in whatever format."""
+    """However many readers ask: once for each format that is asked for."""
     now, made = 0.0, []
 
-    def series() -> list[Series]:
+    def series(is_all: bool) -> list[Series]:
         made.append(now)
-        return [Series("gpushare_x", "X.", rows=[("", len(made))])]
+        return [Series("gpushare_x", "X.", lines=[line("gpushare_x", "", len(made))])]
 
     page = NodePage(series, max_age_s=1.0, clock=lambda: now)
     for _ in range(10):
         page.text(is_openmetrics=False)
         page.text(is_openmetrics=True)
-    assert len(made) == 1
+    assert len(made) == 2
     now = 1.0
     page.text(is_openmetrics=True)
-    assert len(made) == 2
+    assert len(made) == 3
     page.expire()
-    assert b" 3\n" in page.text(is_openmetrics=False)
+    assert b" 4\n" in page.text(is_openmetrics=False)
 
 
 def test_events_with_foreign_words_make_a_bounded_number_of_series() -> None:
@@ -425,7 +429,7 @@ def test_a_reload_counts_on_and_shows_the_new_state_alone() -> None:
     metrics = AgentMetrics()
     metrics.show_pod_event_age(lambda: 7.0)
     metrics.show_isolations(lambda: {"mps": True})
-    metrics.show_node(NodePage(lambda: node_series(one_share()), max_age_s=60.0))
+    metrics.show_node(NodePage(lambda _: node_series(one_share()), max_age_s=60.0))
     metrics.listed("pods", 0.1)
     assert metrics.begin_again() is metrics
     metrics.show_pod_event_age(lambda: 8.0)
@@ -441,3 +445,67 @@ def test_a_version_that_is_no_number_gets_the_plain_text() -> None:
     """prometheus_client compares versions as numbers."""
     content_type, _ = AgentMetrics().exposition("application/openmetrics-text;version=x")
     assert content_type.startswith("text/plain")
+
+
+def test_a_share_has_eight_series_unless_all_are_wanted() -> None:
+    """What the dashboard, alerts and autoscalers read; the rest costs the reader twice as much."""
+    processes = [replace(process(pid, memory=MIB, sm=0.1), encoder_ratio=0.1, decoder_ratio=0.1) for pid in (10, 11)]
+    shown = one_share(*processes)
+
+    def rows(containers: ContainerSeries) -> list[str]:
+        series = node_series(shown, containers)
+        return [
+            one.partition("{")[0]
+            for each in series
+            for one in "".join(each.lines).splitlines()
+            if "container_" in each.name
+        ]
+
+    few, every = rows(ContainerSeries()), rows(ContainerSeries(is_all=True))
+    assert (len(few), len(set(few)), len(every)) == (8, 8, 17)
+    manifests = [
+        Path(__file__).parents[2] / "manifests/monitoring" / name for name in ("dashboard.json", "alerts.yaml")
+    ]
+    read = {name for one in manifests for name in re.findall(r"gpushare_container_\w+", one.read_text())}
+    assert read - {*few, "gpushare_container_not_limited"} == set()
+    assert set(every) - set(few) == {
+        *("container_request_gpu_utilization", "container_request_gpu_memory"),
+        *("container_gpu_utilization", "container_gpu_memory_total"),
+        *(f"gpushare_container_{one}_utilization_ratio" for one in ("memory_bandwidth", "encoder", "decoder")),
+    }
+
+
+def test_lines_that_are_kept_show_every_change() -> None:
+    """Of use, of a limit, of the GPUs, of who has the name; and what has not changed is not written again."""
+    kept, share, gpus = ContainerSeries(is_all=True), facts(allocation(key_of(1))), inventory()
+
+    def shown(one: ContainerFacts, sm: float, memory: int = MIB, **others: Any) -> NodeSnapshot:
+        known = AllocatedContainers(
+            gpus={one.allocation.key: one.allocation.gpus}, by_id={id_of(1): one.allocation.key}
+        )
+        sample = gpu_sample(0, process(10, memory=memory, sm=sm))
+        return replace(
+            snapshot(one, usage=used(sample, allocated=known, owners={10: owner(1)})), **({"inventory": gpus} | others)
+        )
+
+    renamed = replace(gpus, gpus=tuple(replace(gpu, index=gpu.index + 4) for gpu in gpus.gpus))
+    other_pod = replace(share, allocation=replace(share.allocation, pod_name="other"))
+    for one in (
+        shown(share, 0.25),
+        shown(share, 0.5),
+        shown(share, 0.5, memory=2 * MIB),
+        replace(shown(share, 0.5), usage=None),
+        shown(share, 0.5, inventory=renamed),
+        shown(replace(share, core_limit=90), 0.5),
+        shown(replace(share, not_limited="why"), 0.5),
+        shown(other_pod, 0.5),
+        snapshot(),
+        shown(share, 0.25),
+    ):
+        assert kept.series(one) == ContainerSeries(is_all=True).series(one)
+    first, second, again = ({one.name: one.lines for one in kept.series(shown(share, sm))} for sm in (0.25, 0.5, 0.5))
+    assert {name for name in first if first[name][0] is not second[name][0]} >= {
+        "gpushare_container_sm_utilization_ratio"
+    }
+    assert first["gpushare_container_memory_limit_bytes"][0] is second["gpushare_container_memory_limit_bytes"][0]
+    assert all(second[name][0] is again[name][0] for name in second)

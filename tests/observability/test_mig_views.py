@@ -13,7 +13,7 @@ from gpushare_agent.agent.admission.outcomes import in_short
 from gpushare_agent.agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.agent.observability.display import graph_text
 from gpushare_agent.agent.observability.metrics.node import gpu_series
-from gpushare_agent.agent.observability.node_snapshot import mig_gpus
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, mig_gpus
 from gpushare_agent.core.claims.mig_devices import room
 from gpushare_agent.core.formats.mig_profiles import mig_profiles
 from gpushare_agent.core.model.allocations import Charge
@@ -39,6 +39,13 @@ from tests.observability.support_usage import divided_node, on_demand_node
 from tests.support_json import written_node
 
 
+def rows_of(node: NodeSnapshot) -> dict[str, dict[str, float]]:
+    """The series of the GPUs: values by labels."""
+    lines = {series.name: "".join(series.lines).splitlines() for series in gpu_series(node)}
+    rows = {name: [one.removeprefix(name).rpartition(" ") for one in found] for name, found in lines.items()}
+    return {name: {labels[1:-1]: float(value) for labels, _, value in found} for name, found in rows.items()}
+
+
 @pytest.mark.parametrize(("shares_in_mig", "allocated", "capacity"), [(False, 30, 100), (True, 130, 300)])
 def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, allocated: int, capacity: int) -> None:
     """An instance in which the isolation keeps no share has none, though one is given whole by NVIDIA's name."""
@@ -50,7 +57,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
     totals = inspection_document([node_of_document(document)])["totals"]["cores"]
     assert totals == {"allocated": allocated, "capacity": capacity}
-    ratios = {series.name: sum(value for _, value in series.rows) for series in gpu_series(node)}
+    ratios = {name: sum(rows.values()) for name, rows in rows_of(node).items()}
     assert ratios["gpushare_gpu_cores_capacity_ratio"] * CORES_PER_GPU == capacity
     assert ratios["gpushare_gpu_cores_allocated_ratio"] * CORES_PER_GPU == pytest.approx(allocated)
     words = graph_text(node).replace(",", " ").replace(")", " ").split()
@@ -131,7 +138,7 @@ def test_every_view_has_a_gpu_of_instances_on_demand() -> None:
     assert lines_of(inspected)[-1].startswith("2 GPUs of the node: ")
     assert f"n1 GPU 1 ({gpu['name']}, Healthy): {'; '.join(TEXTS)}" in lines_of(inspected)
     assert graph_text(node).splitlines()[-1].endswith(f"allocatableMemory: 0) {'; '.join(TEXTS)}")
-    rows = {series.name: dict(series.rows) for series in gpu_series(node)}
+    rows = rows_of(node)
     own = f'gpu="1",node="n1",uuid="{gpu["uuid"]}"'
     assert [*rows["gpushare_gpu_mig_room"].values()] == [0, 0, 1, 4]
     assert all(gpu["uuid"] in labels and 'profile="' in labels for labels in rows["gpushare_gpu_mig_room"])

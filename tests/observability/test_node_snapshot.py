@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.agent.observability.metrics.node import container_series
+from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.core.model.allocations import ClaimShare
 from gpushare_agent.core.model.names import unit_id
 from gpushare_agent.core.model.resources import ResourceKind
@@ -39,8 +39,8 @@ def test_replicas_on_two_gpus_have_their_part_of_each() -> None:
     (container,) = written_node(shown)["containers"]
     parts = {gpu.index: gpu.memory_mib << 18 for gpu in shown.inventory.gpus}
     assert [(one["cores"], one["memory_bytes"]) for one in container["gpus"]] == [(25, parts[0]), (50, 2 * parts[1])]
-    limits = next(one for one in container_series(shown) if one.name.endswith("container_memory_limit_bytes"))
-    assert sorted(value for _, value in limits.rows) == sorted((parts[0], 2 * parts[1]))
+    limits = next(one for one in node_series(shown) if one.name.endswith("container_memory_limit_bytes"))
+    assert [int(one.split()[-1]) for one in "".join(limits.lines).splitlines()] == [parts[0], 2 * parts[1]]
 
 
 def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:

@@ -15,7 +15,7 @@ from aiohttp import ClientSession, web
 from gpushare_agent import __version__
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.agent.observability.metrics.node import node_series
+from gpushare_agent.agent.observability.metrics.node import ContainerSeries, node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.core.kit.http_answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.core.model.allocations import Allocation
@@ -44,22 +44,23 @@ async def _get(url: str) -> tuple[int, str]:
 def _metrics(*allocated: Allocation) -> AgentMetrics:
     metrics = AgentMetrics()
     shown = snapshot(*map(facts, allocated))
-    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=60.0))
+    metrics.show_node(NodePage(lambda is_all: node_series(shown, ContainerSeries(is_all=is_all)), max_age_s=60.0))
     return metrics
 
 
 async def test_metrics_are_served_under_both_names() -> None:
-    """gpu-manager's path is the singular; what is counted and what is are one text."""
+    """gpu-manager's path is the singular, and has its series; what is counted and what is are one text."""
     metrics = _metrics(allocation(key_of(1), cores=30, blocks=4, pod="a"))
-    async with served(metrics) as url:
-        answers = [await _get(f"{url}/{path}") for path in ("metrics", "metric")]
-    assert [status for status, _ in answers] == [200, 200]
-    for _, text in answers:
-        assert (
-            'container_request_gpu_utilization{container_name="main",namespace="default",node="n1",pod_name="a",'
-            'req_of_gpu="total"} 0.3\n'
-        ) in text
-        assert "gpushare_pod_lists_total 0.0\n" in text
+    former = (
+        'container_request_gpu_utilization{container_name="main",namespace="default",node="n1",pod_name="a",'
+        'req_of_gpu="total"} 0.3\n'
+    )
+    for all_series in (False, True):
+        async with served(metrics, all_series=all_series) as url:
+            answers = [await _get(f"{url}/{path}") for path in ("metrics", "metric")]
+        assert [status for status, _ in answers] == [200, 200]
+        assert [former in text for _, text in answers] == [all_series, True]
+        assert all("gpushare_pod_lists_total 0.0\n" in text for _, text in answers)
 
 
 async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:

@@ -179,8 +179,12 @@ async def _one_cache(agent: Running) -> bool:
 
 
 async def _metrics(agent: Running) -> bool:
-    status, text = await agent.page("/metrics")
-    return status == 200 and "container_request_gpu_memory{" in text and "gpushare_" in text
+    pages = [await agent.page(path) for path in ("/metrics", "/metric")]
+    return (
+        [status for status, _ in pages] == [200, 200]
+        and "container_request_gpu_memory{" in pages[1][1]
+        and all("gpushare_container_memory_limit_bytes{" in text for _, text in pages)
+    )
 
 
 async def _debug(agent: Running) -> bool:

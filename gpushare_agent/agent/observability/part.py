@@ -24,7 +24,7 @@ from gpushare_agent.agent.observability.display import routes as display_routes
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.node_api import NodeApi
 from gpushare_agent.agent.observability.http.server import WebServer
-from gpushare_agent.agent.observability.metrics.node import node_series
+from gpushare_agent.agent.observability.metrics.node import ContainerSeries, node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.agent.observability.node_snapshot import (
     MAX_AGE_S,
@@ -103,11 +103,12 @@ def build(
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
     socket = settings.display.socket
+    shown = ContainerSeries(), ContainerSeries(is_all=True)
     return ObservabilityPart(
         usage=usage,
         usage_history=history,
         snapshots=snapshots,
-        metrics_page=NodePage(lambda: node_series(snapshots.current()), max_age_s=settings.sample_period_s),
+        metrics_page=NodePage(lambda is_all: node_series(snapshots.current(), shown[is_all]), settings.sample_period_s),
         web=WebServer(
             settings.web.addr,
             settings.web.port,
@@ -115,6 +116,7 @@ def build(
             metrics=metrics,
             ready=not_ready,
             needs_restart=needs_restart,
+            all_series=settings.web.all_series,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
             before_reading=usage.refresh,
             debug=DebugSources(

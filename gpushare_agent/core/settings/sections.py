@@ -303,6 +303,8 @@ class WebSettings(Section):
     """Address to listen on. Empty: every address, IPv4 and IPv6, which lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
+    all_series: bool = False
+    """Show at /metrics all series of a container, as /metric does: gpu-manager's, memory bandwidth, encoder, decoder."""
     debug_token_file: OptionalPath = None
     """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
     there."""

@@ -85,9 +85,9 @@ class Claim(Struct):
     _known_ns: int = 0
     """The time that the means are of, up to MEAN_NS."""
 
-    def note(self, at_ns: int, most: float, paid: Paid) -> None:
-        """One reading; at most `most` of the GPU's time is believed."""
-        passed_ns, is_first, self.most = at_ns - self.at_ns, self.at_ns == 0, most
+    def note(self, at_ns: int, most: float, paid: Paid, since_ns: int = 0) -> None:
+        """One reading; at most `most` of the GPU's time is believed. Until `since_ns` nothing had changed."""
+        passed_ns, is_first, self.most = at_ns - max(self.at_ns, since_ns), self.at_ns == 0, most
         if passed_ns <= 0:
             return
         if paid.launches != self.launches and not is_first:
@@ -148,9 +148,9 @@ class Claims(Struct):
     _others: dict[ContainerKey, tuple[int, int]] = field(default_factory=dict)
     """For each container that was published to: how long the driver named others, and when that last grew."""
 
-    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid) -> None:
+    def note(self, key: ContainerKey, limits: GpuLimits, at_ns: int, paid: Paid, since_ns: int = 0) -> None:
         most = CORES_OF_GPU if limits.cores is None else max(limits.cores, limits.ceiling or 0)
-        self.of.setdefault(key, Claim()).note(at_ns, most / CORES_OF_GPU, paid)
+        self.of.setdefault(key, Claim()).note(at_ns, most / CORES_OF_GPU, paid, since_ns)
 
     def keep(self, keys: Collection[ContainerKey]) -> None:
         """Forgets all others."""

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
@@ -63,6 +64,8 @@ from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Unav
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 
 _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+T = TypeVar("T")
+
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
@@ -142,7 +145,7 @@ class GpushareFiles:
     def _is_from_before_boot(self, key: ContainerKey) -> bool:
         """Times in the files are of the monotonic clock: after a reboot the library would wait for them to come."""
         booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+        with self._opened(key) as file:
             return os.fstat(file).st_mtime < booted_at
 
     def list_pods(self) -> tuple[PodUid, ...]:
@@ -177,7 +180,7 @@ class GpushareFiles:
         # would leave the sequence odd, which the library takes for a write that does not end.
         with (
             self._writing,
-            self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file,
+            self._opened(key) as file,
             mmap.mmap(file, CONFIG_BYTES) as mapped,
             memoryview(mapped) as config,
         ):
@@ -197,7 +200,7 @@ class GpushareFiles:
         with self._writing:
             found = self._mapped.get(key)
             if found is None:
-                with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+                with self._opened(key) as file:
                     mapped = mmap.mmap(file, CONFIG_BYTES)
                 places = {uuid: place for place, uuid in enumerate(gpu_uuids(mapped[:]))}
                 found = self._mapped[key] = mapped, places
@@ -208,6 +211,10 @@ class GpushareFiles:
                     if (place := found[1].get(uuid)) is not None:
                         write_observed(view, place, one)
 
+    def maps_others(self, keys: Collection[ContainerKey]) -> bool:
+        """Whether `release` of all but these would close anything."""
+        return not set(self._mapped).issubset(keys)
+
     def release(self, keys: Collection[ContainerKey]) -> None:
         """Keeps only the maps of these containers."""
         with self._writing:
@@ -215,18 +222,23 @@ class GpushareFiles:
                 self._mapped.pop(key)[0].close()
 
     def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
-        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`.
+        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`."""
+        return read_paid(self.usage_head(key, gpus))
 
-        Called for 100 containers ten times a second, so by its path, of which only the last part is the tenant's. Opened
-        each time: the tenant may shorten a mapped file, and a start puts another one in its place.
-        """
+    def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
+        """For read_paid. Called for 100 containers ten times a second. Raises as `write_limits`."""
+        return self._in_usage(key, lambda file: _read(file, usage_head_bytes(gpus)))
+
+    def _in_usage(self, key: ContainerKey, read: Callable[[int], T]) -> T:
+        """By its path, of which only the last part is the tenant's. Opened each time: the tenant may shorten a mapped file,
+        and a start puts another one in its place. Raises as `write_limits`."""
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         try:
             file = os.open(path, tenant_files.READ)
             try:
                 _require_file(file, path, USAGE_BYTES)
-                return read_paid(_read(file, usage_head_bytes(gpus)))
+                return read(file)
             finally:
                 os.close(file)
         except OSError:
@@ -235,28 +247,29 @@ class GpushareFiles:
 
     def held_bytes(self, key: ContainerKey) -> dict[str, int]:
         """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""
-        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+        with self._opened(key) as file:
             uuids = gpu_uuids(_read(file, CONFIG_BYTES))
-        with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-            return dict(zip(uuids, read_held(_read(file, USAGE_BYTES), len(uuids)), strict=True))
+        usage = self._in_usage(key, lambda file: _read(file, USAGE_BYTES))
+        return dict(zip(uuids, read_held(usage, len(uuids)), strict=True))
 
     def slots(self, key: ContainerKey) -> list[Slot] | None:
         """Its processes that have a slot and live; none where the container has no files; None where those cannot be read,
         as of another version of the agent, or as the tenant may have made them."""
         try:
-            with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-                found = read_slots(_read(file, USAGE_BYTES))
-                return found and [one for place, one in enumerate(found) if one[0] > 0 and _is_locked(file, place)]
+            return self._in_usage(key, _living_slots)
         except NotFound:
             return []
         except AgentError:
             return None
 
     @contextmanager
-    def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:
-        flags = tenant_files.READ if name == USAGE_NAME else _CONFIG_FILE
-        with self._container(key) as directory, renamed(name), opened(name, directory, flags) as file:
-            _require_file(file, str(self.container_directory(key) / name), size)
+    def _opened(self, key: ContainerKey) -> Iterator[int]:
+        with (
+            self._container(key) as directory,
+            renamed(CONFIG_NAME),
+            opened(CONFIG_NAME, directory, _CONFIG_FILE) as file,
+        ):
+            _require_file(file, str(self.container_directory(key) / CONFIG_NAME), CONFIG_BYTES)
             yield file
 
     @contextmanager
@@ -291,6 +304,11 @@ def _require_file(file: int, path: str, size: int) -> None:
     is_sound = stat.S_ISREG(status.st_mode) and status.st_size == size
     if not is_sound or tenant_files.is_oversized(status):
         raise Corrupt(f"{path} is no regular file of {size} bytes")
+
+
+def _living_slots(file: int) -> list[Slot] | None:
+    found = read_slots(_read(file, USAGE_BYTES))
+    return found and [one for place, one in enumerate(found) if one[0] > 0 and _is_locked(file, place)]
 
 
 def _is_locked(file: int, slot: int) -> bool:

@@ -1,8 +1,8 @@
 """Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy; and
 what the other containers on its GPU pay.
 
-Two to four times a second the `usage` of each container says whether its processes launch anything, take memory or give
-it back. For those that do
+Each second, and four times while any does, the `usage` of each container says whether its processes launch anything, take
+memory or give it back. For those that do
 
     whose process is it   a round of usage sampling says; it is requested while a process is in no round yet
     who was busy          the driver is read ten times a second, only for their GPUs: busy time is added up for all
@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.claims import Claims
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, Observed, Paid
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, Observed, Paid, read_paid
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import forever
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
 PERIOD_S = 0.25
-IDLE_PERIOD_S = 0.5
+IDLE_PERIOD_S = 1.0
 """The period while nobody computes: a container that begins has no neighbour to hear of."""
 ROUND_PERIOD_S = 30.0
 """The period of rounds when all processes are known: a claim's processes may change owners while they run."""
@@ -168,6 +168,11 @@ def pause_s(took_s: float, used_s: float) -> float:
 
 
 class _Container(Struct):
+    head: bytes = b""
+    """Of its `usage`, as last read; empty where it could not be read."""
+    paid: Sequence[Paid] = ()
+    """By that."""
+    has_files: bool = False
     launches: int = 0
     changed_at_ns: int = 0
     """The sum over its GPUs."""
@@ -215,6 +220,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     _listed: dict[GpuUuid, set[int]] = field(default_factory=dict)
     _is_round_missing: bool = True
     _ran: Collection[ContainerKey] = ()
+    _shares: Mapping[ContainerKey, tuple[GpuLimits, ...]] | None = None
+    _looked_at_ns: int = 0
     _requested_at: float = float("-inf")
     _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
     _claims: dict[GpuUuid, Claims] = field(default_factory=dict)
@@ -258,15 +265,25 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     async def look(self) -> None:
         """Finds the containers that compute, and corrects their limits."""
-        shares = dict(self.shares())
-        self._keep(shares)
-        known = {key: one for key, one in self._running().items() if one.gpus}  # `read` reads those
-        there = await self._note_paid({key: len(limits) for key, limits in shares.items() if key not in known})
-        wrong = {key: shares[key] for key in (*there, *known) if shares[key] != self._containers[key].limits}
+        shares = self.shares()
+        if self._ran or shares is not self._shares:  # while nothing runs, nothing comes that is to be forgotten
+            self._keep(shares)
+            self._shares = shares
+        known = {key for key, one in self._running().items() if one.gpus}  # `read` reads those
+        resting = {key: len(limits) for key, limits in shares.items() if key not in known}
+        self._looked_at_ns = await self._note_paid(resting, self._looked_at_ns)
+        wrong = {
+            key: limits
+            for key, limits in shares.items()
+            if (one := self._containers[key]).has_files and one.limits != limits
+        }
         if wrong:
             await self._write_limits(wrong)
+            for key in wrong.keys() & self._containers.keys():  # what changes from now on is counted from here
+                self._note_claims(key, self._looked_at_ns)
         running = self._running()
-        await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
+        if self.files.maps_others(running):
+            await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
         if running:
             if self._is_round_due(running):
                 self.request_usage()
@@ -325,35 +342,51 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 on_it[key].seen[uuid] = published
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
-    async def _note_paid(self, gpus: Mapping[ContainerKey, int]) -> Collection[ContainerKey]:
-        """Reads the `usage` of these containers, each with its number of GPUs; answers those that have files."""
+    async def _note_paid(self, gpus: Mapping[ContainerKey, int], since_ns: int = 0) -> int:
+        """Reads the `usage` of these containers, each with its number of GPUs, and answers when; `since_ns` where it was not
+        read. Of those that rest since the reading at `since_ns` nothing is noted until they change."""
+        before = {key: (count, self._containers[key].head) for key, count in gpus.items() if key in self._containers}
 
-        def read() -> tuple[int, _Answers[list[Paid]]]:
-            return self._now_ns(), _for_each(self.files.paid, gpus)
+        def read() -> tuple[int, _Answers[tuple[bytes, list[Paid]] | None]]:
+            return self._now_ns(), _for_each(self._changed_head, before)
 
-        found = await self._call(read, "reading the use of containers") if gpus else None
+        found = await self._call(read, "reading the use of containers") if before else None
         if found is None:
-            return ()
+            return since_ns
         at_ns, answers = found
-        for key, paid in answers.items():
-            if isinstance(paid, AgentError):
-                self._failed(key, paid)
-            elif key in self._containers:  # it has not ended meanwhile
-                self._note_paid_of(key, at_ns, paid)
-        return [key for key, paid in answers.items() if key in self._containers and not isinstance(paid, NotFound)]
+        for key, answer in answers.items():
+            if (one := self._containers.get(key)) is None:  # it has ended meanwhile
+                continue
+            if isinstance(answer, AgentError):
+                one.head, one.has_files = b"", not isinstance(answer, NotFound)
+                self._failed(key, answer)
+            elif answer is not None:
+                self._note_changed(key, *answer)
+            if one.head and (answer is not None or not since_ns):
+                self._note_claims(key, at_ns, since_ns)
+        return at_ns
 
-    def _note_paid_of(self, key: ContainerKey, at_ns: int, paid: Sequence[Paid]) -> None:
+    def _changed_head(self, key: ContainerKey, before: tuple[int, bytes]) -> tuple[bytes, list[Paid]] | None:
+        """None where it is the same as before. Most containers rest most of the time, and are read four times a second."""
+        head = self.files.usage_head(key, before[0])
+        return None if head == before[1] else (head, read_paid(head))
+
+    def _note_changed(self, key: ContainerKey, head: bytes, paid: Sequence[Paid]) -> None:
         one, launches = self._containers[key], sum(each.launches for each in paid)
         changed_at_ns = sum(each.changed_at_ns for each in paid)
         if launches < one.launches:  # its files were made again
             self._containers[key] = one = _Container()
             for claims in self._claims.values():
                 claims.of.pop(key, None)
+        one.head, one.paid, one.has_files = head, paid, True
         if (launches, changed_at_ns) != (one.launches, one.changed_at_ns):
             one.launches, one.changed_at_ns, one.ran_at = launches, changed_at_ns, self.clock()
-        for uuid, limits, each in zip(one.gpus, one.limits_of_gpus, paid, strict=False):
+
+    def _note_claims(self, key: ContainerKey, at_ns: int, since_ns: int = 0) -> None:
+        one = self._containers[key]
+        for uuid, limits, each in zip(one.gpus, one.limits_of_gpus, one.paid, strict=False):
             if limits is not None:
-                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each)
+                self._claims.setdefault(uuid, Claims()).note(key, limits, at_ns, each, since_ns)
 
     def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
         """The owners by the last round, without ended processes, because their PIDs may be others' by the next one."""

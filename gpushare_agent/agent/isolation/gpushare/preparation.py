@@ -122,7 +122,7 @@ class Preparation:
     async def cut_oversized(self) -> None:
         """Shortens files that are larger than the library makes them, but for those that are being shortened, and logs it
         once for a container. Raises AgentError."""
-        shares = self._shares_of(self._allocations())
+        shares = tuple(self._allocations())  # those of whole GPUs have no files
         # A container that is allocated again is warned of again.
         self._warned = {one for one in self._warned if one[0] in shares}
         self._threads = {key: thread for key, thread in self._threads.items() if key in shares}

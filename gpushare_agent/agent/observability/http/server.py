@@ -66,6 +66,8 @@ class WebServer(Struct, eq=False):
     node_name: str = ""
     debug: DebugSources | None = None
     """The sources of /debug; None: there is no such page."""
+    all_series: bool = False
+    """Show at /metrics what /metric does."""
     limits: HttpLimits | None = None
     _page: WebPage = field(default_factory=WebPage)
     _paths: list[str] = field(default_factory=list)
@@ -142,7 +144,7 @@ class WebServer(Struct, eq=False):
             "/readyz": self._show_readiness,
             "/version": self._show_version,
             "/metrics": show_metrics,
-            # gpu-manager's second path.
+            # gpu-manager's path, where its readers expect its series.
             "/metric": show_metrics,
             **dict(self._page.routes()),
             **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
@@ -186,7 +188,8 @@ class WebServer(Struct, eq=False):
         """In the format that the Accept header names."""
         from aiohttp import web
 
-        content_type, body = self.metrics.exposition(",".join(request.headers.getall("Accept", [])))
+        accept = ",".join(request.headers.getall("Accept", []))
+        content_type, body = self.metrics.exposition(accept, is_all=self.all_series or request.path == "/metric")
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(request):
             headers["Content-Encoding"] = "gzip"

@@ -247,15 +247,15 @@ class AgentMetrics:
         self._states.append(collector)
         self.registry.register(collector)
 
-    def exposition(self, accept: str) -> tuple[str, bytes]:
-        """Content type and text, in the format that an Accept header names: Prometheus' text or OpenMetrics."""
+    def exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
+        """Content type and text, as an Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""
         try:
             _, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # it compares versions that are no numbers
             _, content_type = choose_encoder("")
         is_openmetrics = content_type.startswith("application/openmetrics-text")
         # The node's rows are made apart from the library: metrics/text.py has the costs.
-        node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
+        node = self._page.text(is_openmetrics=is_openmetrics, is_all=is_all) if self._page is not None else b""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
         return content_type, node + counted + (_EOF if is_openmetrics else b"")
 

@@ -1,20 +1,19 @@
-"""Every series made from the node's snapshot: those of the GPUs, then gpu-manager's four of containers, then ours of them.
+"""Every series made from the node's snapshot: gpu-manager's four of containers, then ours of them, then those of the GPUs.
 
-Pure functions. What is not known has no row: Prometheus shows a gap; a zero would read as idle. Names and labels kept
-from gpu-manager: docs/reference/formats.md, section 8.
+What is not known has no row: Prometheus shows a gap; a zero would read as idle. Names and labels kept from gpu-manager:
+docs/reference/formats.md, section 8. State owned: the lines of each container, kept while what they show stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec import Struct, field
 
-from gpushare_agent.agent.observability.metrics.text import Labels, Number, Series, labels_text, rounded
+from gpushare_agent.agent.observability.metrics.text import Kind, Labels, Number, Series, labels_text, line, rounded
 from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot, mig_gpus
-from gpushare_agent.core.model.gpus import Gpu
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample
@@ -55,15 +54,15 @@ _GPU_SAMPLES = {
 """Name of the series -> field of GpuSample, help."""
 
 
-def node_series(snapshot: NodeSnapshot) -> list[Series]:
-    """The series that have a row, always in the same order."""
-    found = [*container_series(snapshot), *gpu_series(snapshot)]
+def node_series(snapshot: NodeSnapshot, containers: ContainerSeries | None = None) -> list[Series]:
+    """The series that have a row, always in the same order; without `containers` all that a container can have."""
+    found = [*(containers or ContainerSeries(is_all=True)).series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
         text = "When usage was last sampled; no row after three rounds without a sample."
-        rows: list[tuple[str, Number]] = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
-        found.append(Series("gpushare_usage_sampled_timestamp_seconds", text, rows=rows))
+        rows = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
+        found.append(_series("usage_sampled_timestamp_seconds", text, rows))
     # Prometheus takes a family without rows, but each costs two lines a scrape.
-    return [series for series in found if series.rows]
+    return [series for series in found if series.lines]
 
 
 def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
@@ -77,7 +76,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
 
     def of_gpu(name: str, text: str, value_of: Callable[[Gpu], Number | None], of: Sequence[Gpu] = gpus) -> Series:
         values = ((labels[gpu.uuid], value_of(gpu)) for gpu in of)
-        return Series(f"gpushare_gpu_{name}", text, rows=[(one, value) for one, value in values if value is not None])
+        return _series(f"gpu_{name}", text, [(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
     yield _info("gpu_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
@@ -92,7 +91,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     text = "MIG instances of this profile for which a GPU of mig.on_demand has room now, if it gets no others."
     room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
     rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
-    yield Series("gpushare_gpu_mig_room", text, rows=rows)
+    yield _series("gpu_mig_room", text, rows)
     text = "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares."
     yield of_gpu("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
     text = "Compute of the GPU that is allocated to containers."
@@ -111,37 +110,46 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         return
     # A GPU that did not answer in this round has no row, instead of the values of the round before.
     samples = [(labels[gpu.uuid], usage.gpus[gpu.uuid]) for gpu in gpus if gpu.uuid in usage.gpus]
-    for name, (field, text) in _GPU_SAMPLES.items():
-        rows = [(one, rounded(value)) for one, sample in samples if (value := getattr(sample, field)) is not None]
-        yield Series(f"gpushare_gpu_{name}", text, "counter" if name.endswith("_total") else "gauge", rows)
+    for name, (attribute, text) in _GPU_SAMPLES.items():
+        rows = [(one, rounded(value)) for one, sample in samples if (value := getattr(sample, attribute)) is not None]
+        yield _series(f"gpu_{name}", text, rows)
     yield from _labelled_samples([(own[sample.uuid], sample) for _, sample in samples])
     unattributed = [(one, usage.unattributed.get(s.uuid, ())) for one, s in samples if s.processes is not None]
     text = "Processes on the GPU that are attributed to no container."
     rows = [(one, len(processes)) for one, processes in unattributed]
-    yield Series("gpushare_gpu_stranger_processes", text, rows=rows)
+    yield _series("gpu_stranger_processes", text, rows)
     text = "Memory of the GPU that these processes use."
     rows = [(one, size) for one, processes in unattributed if (size := _memory(processes)) is not None]
-    yield Series("gpushare_gpu_stranger_memory_used_bytes", text, rows=rows)
+    yield _series("gpu_stranger_memory_used_bytes", text, rows)
+
+
+def _series(name: str, text: str, rows: Iterable[tuple[Labels, Number]]) -> Series:
+    name = f"gpushare_{name}"
+    kind: Kind = "counter" if name.endswith("_total") else "gauge"
+    return Series(name, text, kind, [line(name, labels, value) for labels, value in rows])
 
 
 def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
-    return Series(f"gpushare_{name}", text, rows=[(one, 1) for one in labels])
+    return _series(name, text, ((one, 1) for one in labels))
 
 
 def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) -> tuple[Series, Series]:
     """The series with a label of their own."""
-    text = "Memory errors since the driver was loaded: corrected, uncorrected."
-    ecc = Series("gpushare_gpu_ecc_errors_total", text, "counter")
-    throttled = Series("gpushare_gpu_throttled", "1 while the GPU is slowed down for this reason.")
+    ecc: list[tuple[Labels, Number]] = []
+    throttled: list[tuple[Labels, Number]] = []
     for own, sample in samples:
         for kind, count in (("corrected", sample.ecc_corrected_total), ("uncorrected", sample.ecc_uncorrected_total)):
             if count is not None:
-                ecc.rows.append((labels_text(kind=kind, **own), count))
+                ecc.append((labels_text(kind=kind, **own), count))
         if sample.throttle_reasons is not None:
             # Known reasons as 0 too: a query over time finds no difference where a series only appears with its 1.
-            for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons}):
-                throttled.rows.append((labels_text(reason=reason, **own), int(reason in sample.throttle_reasons)))
-    return ecc, throttled
+            throttled += [
+                (labels_text(reason=reason, **own), int(reason in sample.throttle_reasons))
+                for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons})
+            ]
+    text = "Memory errors since the driver was loaded: corrected, uncorrected."
+    slowed = _series("gpu_throttled", "1 while the GPU is slowed down for this reason.", throttled)
+    return _series("gpu_ecc_errors_total", text, ecc), slowed
 
 
 def _memory(processes: Sequence[ProcessSample]) -> int | None:
@@ -150,135 +158,150 @@ def _memory(processes: Sequence[ProcessSample]) -> int | None:
     return sum(known) if known or not processes else None
 
 
-class _Share(NamedTuple):
-    """A container on one of its GPUs. `use` is None while nothing is known of it."""
-
-    facts: ContainerFacts
-    gpu: Gpu
-    use: ContainerUse | None
-    labels: Labels
-
-
-def container_series(snapshot: NodeSnapshot) -> list[Series]:
-    """The series of the containers, rows by namespace, pod, container and GPU."""
-    labelled, shares, isolations, unlimited = [], [], [], []
-    for facts in snapshot.containers_by_name():
-        allocation, kept = facts.allocation, facts.kept
-        names = {"namespace": allocation.namespace, "node": snapshot.node}
-        pod, container = allocation.pod_name, allocation.container_name
-        former = labels_text(**names, pod_name=pod, container_name=container)
-        names |= {"pod": pod, "container": container}
-        own = [
-            _Share(
-                *(facts, gpu, snapshot.use_of(allocation.key, gpu.uuid)),
-                labels_text(**names, uuid=gpu.uuid, gpu=str(gpu.index)),
-            )
-            for gpu in snapshot.gpus_of(allocation)
-        ]
-        labelled.append((former, facts, own))
-        shares += own
-        # None without a known pod: its isolation, and so who enforces the share, is not known.
-        if kept is not None:
-            by = {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": ",".join(kept.not_kept)}
-            isolations.append(labels_text(**names, isolation=facts.isolation, **by))
-        if facts.not_limited:
-            unlimited.append(labels_text(**names))
-    not_limited = "Containers that run without a limit of their share; always 1, no row for others."
-    text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
-    series = [
-        *_requested(labelled, snapshot.names),
-        *_used_as_gpu_manager_shows_it(labelled),
-        *_modern(shares),
-        _sm_info(shares),
-        # Namesakes under the same isolation are one row, and it is 1.
-        _info("container_isolation_info", text, dict.fromkeys(isolations)),
-        _info("container_not_limited", not_limited, dict.fromkeys(unlimited)),
-    ]
-    # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
-    has_namesakes = len({labels for labels, _, _ in labelled}) < len(labelled)
-    return [_summed(one) for one in series] if has_namesakes else series
-
-
-def _summed(series: Series) -> Series:
-    """A pod that was deleted by force and created again has the name of one that still has processes: the labels of both are
-    the same, and Prometheus refuses a page with a series twice. The row has the sum of both."""
-    rows: dict[Labels, Number] = {}
-    for labels, value in series.rows:
-        rows[labels] = rounded(rows[labels] + value) if labels in rows else value
-    return replace(series, rows=list(rows.items()))
-
-
-# --- gpu-manager's four ---
-
-_Labelled = Sequence[tuple[Labels, ContainerFacts, Sequence[_Share]]]
-
-
-def _requested(containers: _Labelled, names: ResourceNames) -> list[Series]:
-    cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
-    memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
-    for labels, facts, _ in containers:
-        # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
-        cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
-        memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.requested_mib(names)))
-    return [cores, memory]
-
-
-def _used_as_gpu_manager_shows_it(containers: _Labelled) -> list[Series]:
-    """A row for each GPU and one for all of them; no row for what is not known."""
-    sm = Series("container_gpu_utilization", "Used compute in percent of a GPU, by GPU (gpu0) and in total.")
-    memory = Series("container_gpu_memory_total", "Used GPU memory in MiB, by GPU (gpu0) and in total.")
-    for labels, _, shares in containers:
-        used = [(share.gpu.index, share.use) for share in shares if share.use is not None]
-        ratios = [(index, use.sm_ratio) for index, use in used if use.sm_ratio is not None]
-        sizes = [(index, use.memory_bytes) for index, use in used if use.memory_bytes is not None]
-        sm.rows.extend((f'{labels},gpu="gpu{index}"', rounded(ratio * 100)) for index, ratio in ratios)
-        memory.rows.extend((f'{labels},gpu_memory="gpu{index}"', size / MIB) for index, size in sizes)
-        # The total is of the GPUs that are known: gpu-manager has it also for a single GPU.
-        if ratios:
-            sm.rows.append((f'{labels},gpu="total"', rounded(sum(ratio for _, ratio in ratios) * 100)))
-        if sizes:
-            memory.rows.append((f'{labels},gpu_memory="total"', sum(size for _, size in sizes) / MIB))
-    return [sm, memory]
-
-
 # --- containers ---
 
+_LIMITS = {
+    "gpushare_container_allocated_cores_ratio": "Compute of the GPU that is allocated to the container, 1 is the whole GPU.",
+    "gpushare_container_cores_limit_ratio": "Compute of the GPU that the container may use at most; more than allocated for"
+    " an elastic share.",
+    "gpushare_container_memory_limit_bytes": "Memory of the GPU that the container may use at most.",
+    "gpushare_container_isolation_info": "Who enforces the share's memory and compute, and what is not enforced; always 1.",
+    "gpushare_container_not_limited": "Containers that run without a limit of their share; always 1, no row for others.",
+    "container_request_gpu_utilization": "Requested share of GPUs, in GPUs.",
+    "container_request_gpu_memory": "Requested GPU memory, in MiB.",
+}
+"""Name of the series -> help, in the order of `_limits`; likewise the next. The last two are gpu-manager's."""
+_USED = {
+    "gpushare_container_memory_used_bytes": "Memory of the GPU that the container uses.",
+    "gpushare_container_sm_utilization_ratio": "Compute of the GPU that the container uses.",
+    "gpushare_container_processes": "Processes of the container on the GPU.",
+    # A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
+    # compute, and a mean over time would count both.
+    "gpushare_container_sm_utilization_info": "Who says how much of the GPU's compute the container uses: driver, or"
+    " library, by what it paid; always 1.",
+    "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which the container read or wrote the GPU's memory.",
+    "gpushare_container_encoder_utilization_ratio": "Use of the GPU's encoder by the container.",
+    "gpushare_container_decoder_utilization_ratio": "Use of the GPU's decoder by the container.",
+    "container_gpu_utilization": "Used compute in percent of a GPU, by GPU (gpu0) and in total.",
+    "container_gpu_memory_total": "Used GPU memory in MiB, by GPU (gpu0) and in total.",
+}
+_Row = tuple[int, Labels, Number | None]
+"""The series by its place above, labels, and the value if it is known."""
 
-def _sm_info(shares: Iterable[_Share]) -> Series:
-    """A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
-    compute, and a mean over time would count both."""
-    labels = dict.fromkeys(
-        f'{share.labels},source="{share.use.sm_source}"'
-        for share in shares
-        if share.use is not None and share.use.sm_ratio is not None
-    )
-    text = "Who says how much of the GPU's compute the container uses: driver, or library, by what it paid; always 1."
-    return _info("container_sm_utilization_info", text, labels)
+
+class _Container(Struct):
+    """`limits` are the lines that only another allocation, limit or GPU changes; `used` those of `uses`."""
+
+    facts: ContainerFacts
+    inventory: GpuInventory
+    gpus: Sequence[Gpu]
+    names: tuple[str, ...]
+    former: Labels
+    labels: Sequence[Labels]
+    """Of each GPU."""
+    limits: Sequence[str] = ()
+    uses: Sequence[ContainerUse | None] | None = None
+    used: Sequence[str] = ()
 
 
-def _modern(shares: Sequence[_Share]) -> Iterator[Series]:
-    uses = [(share.labels, share.use) for share in shares if share.use is not None]
+class ContainerSeries(Struct, eq=False):
+    """The series of the containers, rows by namespace, pod, container and GPU. `is_all`: also those that few read."""
 
-    def limit(name: str, text: str, value_of: Callable[[ContainerFacts, Gpu], Number]) -> Series:
-        rows = [(share.labels, value_of(share.facts, share.gpu)) for share in shares]
-        return Series(f"gpushare_container_{name}", text, rows=rows)
+    is_all: bool = False
+    _known: dict[ContainerKey, _Container] = field(default_factory=dict)
 
-    def used(name: str, text: str, value_of: Callable[[ContainerUse], Number | None]) -> Series:
-        rows = [(labels, value) for labels, use in uses if (value := value_of(use)) is not None]
-        return Series(f"gpushare_container_{name}", text, rows=rows)
+    def series(self, snapshot: NodeSnapshot) -> list[Series]:
+        # A new dictionary each time: what has ended is dropped without a search for it.
+        before, self._known = self._known, {}
+        for facts in snapshot.containers_by_name():
+            key = facts.allocation.key
+            one = before.get(key)
+            # By identity: facts are made again when anything in them changes.
+            if one is None or one.facts is not facts or one.inventory is not snapshot.inventory:
+                one = self._known_of(facts, snapshot)
+            uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
+            if uses != one.uses:
+                one.uses, one.used = uses, _written(_USED, self._used(one, uses))
+            self._known[key] = one
+        known = self._known.values()
+        # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
+        has_namesakes = len({one.names for one in known}) < len(known)
+        columns = (*zip(*(one.limits for one in known), strict=True), *zip(*(one.used for one in known), strict=True))
+        return [
+            Series(name, text, lines=_summed(name, column) if has_namesakes else column)
+            for (name, text), column in zip((_LIMITS | _USED).items(), columns, strict=False)
+            if any(column)
+        ]
 
-    text = "Compute of the GPU that is allocated to the container, 1 is the whole GPU."
-    yield limit("allocated_cores_ratio", text, lambda facts, gpu: facts.cores_on(gpu) / CORES_PER_GPU)
-    text = "Compute of the GPU that the container may use at most; more than allocated for an elastic share."
-    # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
-    ceiling = "cores_limit_ratio"
-    yield limit(ceiling, text, lambda facts, gpu: (facts.core_limit or facts.cores_on(gpu)) / CORES_PER_GPU)
-    text = "Memory of the GPU that the container may use at most."
-    yield limit("memory_limit_bytes", text, lambda facts, gpu: facts.memory_bytes_on(gpu))
-    yield used("memory_used_bytes", "Memory of the GPU that the container uses.", attrgetter("memory_bytes"))
-    yield used("sm_utilization_ratio", "Compute of the GPU that the container uses.", attrgetter("sm_ratio"))
-    text = "Time in which the container read or wrote the GPU's memory."
-    yield used("memory_bandwidth_utilization_ratio", text, attrgetter("memory_ratio"))
-    yield used("encoder_utilization_ratio", "Use of the GPU's encoder by the container.", attrgetter("encoder_ratio"))
-    yield used("decoder_utilization_ratio", "Use of the GPU's decoder by the container.", attrgetter("decoder_ratio"))
-    yield used("processes", "Processes of the container on the GPU.", lambda use: len(use.pids))
+    def _known_of(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
+        allocation, gpus = facts.allocation, snapshot.gpus_of(facts.allocation)
+        pod, container = allocation.pod_name, allocation.container_name
+        names = {"namespace": allocation.namespace, "node": snapshot.node}
+        former = labels_text(**names, pod_name=pod, container_name=container) if self.is_all else ""
+        names |= {"pod": pod, "container": container}
+        labels = [labels_text(**names, uuid=gpu.uuid, gpu=str(gpu.index)) for gpu in gpus]
+        one = _Container(facts, snapshot.inventory, gpus, (allocation.namespace, pod, container), former, labels)
+        one.limits = _written(_LIMITS, self._limits(one, names, snapshot.names))
+        return one
+
+    def _limits(self, one: _Container, own: Mapping[str, str], names: ResourceNames) -> Iterator[_Row]:
+        facts = one.facts
+        for gpu, labels in zip(one.gpus, one.labels, strict=True):
+            cores = facts.cores_on(gpu)
+            yield 0, labels, cores / CORES_PER_GPU
+            # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
+            yield 1, labels, (facts.core_limit or cores) / CORES_PER_GPU
+            yield 2, labels, facts.memory_bytes_on(gpu)
+        # None without a known pod: its isolation, and so who enforces the share, is not known.
+        if (kept := facts.kept) is not None:
+            by = {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": ",".join(kept.not_kept)}
+            yield 3, labels_text(**own, isolation=facts.isolation, **by), 1
+        if facts.not_limited:
+            yield 4, labels_text(**own), 1
+        if self.is_all:
+            # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
+            yield 5, f'{one.former},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU
+            yield 6, f'{one.former},req_of_gpu_memory="total"', facts.requested_mib(names)
+
+    def _used(self, one: _Container, uses: Sequence[ContainerUse | None]) -> Iterator[_Row]:
+        for labels, use in zip(one.labels, uses, strict=True):
+            if use is None:
+                continue
+            yield 0, labels, use.memory_bytes
+            yield 1, labels, use.sm_ratio
+            yield 2, labels, len(use.pids)
+            yield 3, f'{labels},source="{use.sm_source}"', None if use.sm_ratio is None else 1
+            if self.is_all:
+                yield 4, labels, use.memory_ratio
+                yield 5, labels, use.encoder_ratio
+                yield 6, labels, use.decoder_ratio
+        if self.is_all:
+            known = [(f"gpu{gpu.index}", use) for gpu, use in zip(one.gpus, uses, strict=True) if use is not None]
+            ratios = {gpu: use.sm_ratio * 100 for gpu, use in known if use.sm_ratio is not None}
+            sizes = {gpu: use.memory_bytes / MIB for gpu, use in known if use.memory_bytes is not None}
+            for place, label, values in ((7, "gpu", ratios), (8, "gpu_memory", sizes)):
+                # The total is of the GPUs that are known: gpu-manager has it also for a single GPU.
+                for gpu, value in (values | {"total": sum(values.values())} if values else {}).items():
+                    yield place, f'{one.former},{label}="{gpu}"', rounded(value)
+
+
+def _written(series: Mapping[str, str], rows: Iterable[_Row]) -> list[str]:
+    """The lines of each of these series."""
+    names, texts = tuple(series), [""] * len(series)
+    for place, labels, value in rows:
+        if value is not None:
+            texts[place] += line(names[place], labels, value)
+    return texts
+
+
+def _summed(name: str, texts: Iterable[str]) -> list[str]:
+    """A pod that was deleted by force and created again has the name of one that still has processes: the labels of both are
+    the same, and Prometheus refuses a page with a series twice. The row has the sum of both; of those that are always 1 it
+    is 1."""
+    rows: dict[str, Number] = {}
+    is_one = name.endswith(("_info", "_not_limited"))
+    for one in "".join(texts).split("\n")[:-1]:
+        labels, _, value = one.rpartition(" ")
+        number: Number = int(value) if value.isdigit() else float(value)
+        rows[labels] = rounded(rows[labels] + number) if labels in rows and not is_one else number
+    return [f"{labels} {value!r}\n" for labels, value in rows.items()]
