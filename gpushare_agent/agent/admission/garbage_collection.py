@@ -17,11 +17,9 @@ exists until the kubelet has cleaned up; what counts is whether a process is in 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -39,8 +37,7 @@ from gpushare_agent.agent.cluster.pod_store import NodePods
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.agent.node import Node
-from gpushare_agent.agent.runtime.cgroup_paths import pod_uid_of
-from gpushare_agent.agent.runtime.cgroups import CgroupWalk
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -347,10 +344,8 @@ READ_TIMEOUT_S = 2.0
 
 
 class PodProcesses:
-    """`root` is where the cgroup hierarchies are mounted."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, cgroups: Cgroups) -> None:
+        self._cgroups = cgroups
         self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
 
     async def are_running(self, uid: PodUid) -> bool | None:
@@ -359,29 +354,5 @@ class PodProcesses:
         Raises:
             Unavailable: the file system does not answer now; try again.
         """
-        what = f"reading the processes of pod {uid} below {self._root}"
-        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
-
-
-def _are_running(root: Path, uid: str) -> bool | None:
-    # No directory can have such a UID in its name: nothing is known of its processes.
-    if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
-        return None
-    walk = CgroupWalk(root)
-    if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
-        return True
-    # A directory that could not be read may be the one with the process.
-    return False if walk.is_complete else None
-
-
-def _has_process(path: str) -> bool:
-    for directory, _, files in os.walk(path):
-        if "cgroup.procs" in files:
-            try:
-                with Path(directory, "cgroup.procs").open("rb") as procs:
-                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
-                    if procs.read(1):
-                        return True
-            except OSError:
-                continue
-    return False
+        what = f"reading the processes of pod {uid} below {self._cgroups.root}"
+        return await self._thread.call(partial(self._cgroups.has_processes, uid), what, READ_TIMEOUT_S)

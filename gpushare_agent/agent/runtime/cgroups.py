@@ -9,8 +9,8 @@ A walk goes into no container of a pod: what a tenant makes below its own cgroup
 Where the node is itself a container of another cluster's pod, and that cluster's cgroups are in sight, `root` must be the
 node's directory (setting runtime.cgroup_root). Follows no symbolic link.
 
-State owned: which directory each container had in the last walk. It is checked at each use, and walked for again where a
-container is not in it.
+State owned: the directory that each container had when it was last found, which is checked at each use; the pods whose
+directory was seen; and the forms of the pods' directories, by which a pod is looked for without a walk over all others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.agent.runtime.cgroup_paths import (
     MAX_TEXT_BYTES,
@@ -149,6 +151,13 @@ _READ_BYTES = 64 * 1024
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
+WALK_AFTER_S, WALK_AGAIN_S = 5.0, 60.0
+"""So long after it was first asked for all cgroups are searched for what no known form has, and then again and again."""
+MAX_FORMS = 64
+MAX_KNOWN = 4096
+"""More than the containers of a node."""
+_CLASSES = ("burstable", "besteffort")
+
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
 
@@ -208,14 +217,55 @@ def _in_thread(
     return call
 
 
+class _PodForm(Struct, frozen=True):
+    """How the kubelet names the directories of pods below one: what stands before and after the UID, which is written with
+    this for its dashes."""
+
+    parent: str
+    before: str
+    after: str
+    dash: str
+
+
+def _of_all_classes(form: _PodForm) -> Iterator[_PodForm]:
+    """The form, and those of pods of the other QoS classes next to them, of which there may be none yet.
+
+    Guaranteed pods are in the directory of all pods: `kubepods/pod<UID>`, or `kubepods.slice/kubepods-pod<UID>.slice`; the
+    others in one of their class: `kubepods/burstable/pod<UID>`, or
+    `kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<UID>.slice`.
+    """
+    yield form
+    stem, top = form.before.removesuffix("pod"), form.parent
+    for name in _CLASSES:
+        if stem.endswith(f"-{name}-") or form.parent.endswith(f"/{name}"):
+            stem, top = stem.removesuffix(f"{name}-"), form.parent.rpartition("/")[0]
+    yield replace(form, parent=top, before=f"{stem}pod")
+    for name in _CLASSES:
+        # By systemd's rule a slice has the names of all above it in its own.
+        if stem:
+            yield replace(form, parent=f"{top}/{stem}{name}.slice", before=f"{stem}{name}-pod")
+        else:
+            yield replace(form, parent=f"{top}/{name}")
+
+
 class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
-    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
+    def __init__(
+        self,
+        root: Path = Path("/sys/fs/cgroup"),
+        proc: Path = Path("/proc"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.root = root
         self._proc = proc
         self._own_text = ""
-        self._known: Mapping[str, CgroupDir] = {}
+        self._clock = clock
+        self._known: dict[str, CgroupDir] = {}
+        self._seen: dict[PodUid, None] = {}
+        self._forms: dict[_PodForm, None] = {}
+        self._most = MAX_KNOWN
+        self._walk_at: dict[str, float] = {}
         self._walk_lock = threading.Lock()
         # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
         self.rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
@@ -224,29 +274,49 @@ class Cgroups:
     def find_many(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """The cgroups that exist, by container ID; where a UID comes with it, the path must name that pod or none.
 
-        One walk at most in each hierarchy, however many are requested.
+        A container that was not known is looked for in its pod's directory, and else in one walk at most in each hierarchy,
+        however many are requested.
         """
         # What is no ID of a container would be compared with names of directories: it comes from the runtime.
         uids = {container_id: uid for container_id, uid in requested if container_id_of(container_id) == container_id}
-        # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
-        if any(not _is_there(self._known.get(container_id)) for container_id in uids):
-            self._walk_for(uids.keys())
-        known = self._known
+        with self._walk_lock:
+            missing = {i: uid for i, uid in uids.items() if not self._is_known(i)}
+            for uid in {uid for uid in missing.values() if uid is not None}:
+                self._look_at(uid)
+            if self._is_walk_due(missing, self._known):
+                self._walk(lambda found: found.keys() >= missing.keys())
+            known = {i: self._known[i] for i in uids if i in self._known}
         # Of another pod is not found: an ID that names a container of another pod is a mistake of the runtime, or an
         # attack.
-        return {i: known[i] for i, uid in uids.items() if i in known and uid in (None, known[i].pod_uid or uid)}
+        return {i: place for i, place in known.items() if uids[i] in (None, place.pod_uid or uids[i])}
 
     def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
-        # Under v1 each hierarchy shows the same pods.
-        for hierarchy in self._hierarchies():
-            found: dict[PodUid, list[CgroupDir]] = {}
-            for place in CgroupWalk(hierarchy).containers():
-                if place.pod_uid is not None and place.pod_uid in uids:
-                    found.setdefault(place.pod_uid, []).append(place)
-            if found:
-                return found
-        return {}
+        with self._walk_lock:
+            found = {uid: self._look_at(uid) for uid in uids}
+            if self._is_walk_due(found, [uid for uid, places in found.items() if places]):
+                self._walk(lambda known: {place.pod_uid for place in known.values()} >= found.keys())
+                found = {uid: [place for place in self._known.values() if place.pod_uid == uid] for uid in uids}
+        return {uid: places for uid, places in found.items() if places}
+
+    def has_processes(self, uid: PodUid) -> bool | None:
+        """Whether a process is in one of the pod's cgroups, None where that cannot be known. Blocks."""
+        # No directory can have such a UID in its name: nothing is known of its processes.
+        if pod_uid_of(f"pod{uid}") != uid or not self.root.is_dir():
+            return None
+        with self._walk_lock:
+            paths = self._pod_paths(uid)
+            was_seen = uid in self._seen
+        if any(map(_has_process, paths)):
+            return True
+        # A directory that was there and is gone has no process: a pod keeps the path that it began with.
+        if was_seen:
+            return False
+        walk = CgroupWalk(self.root)
+        if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
+            return True
+        # A directory that could not be read may be the one with the process.
+        return False if walk.is_complete else None
 
     def find_pod_directories(self, uids: Collection[PodUid]) -> Mapping[PodUid, Path]:
         """The pods' own directories, of those that have one, in the first hierarchy that has any."""
@@ -371,19 +441,79 @@ class Cgroups:
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
     identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)
 
-    def _walk_for(self, requested: Iterable[str]) -> None:
-        """Learns where every container is; goes on to the next hierarchy while one of the requested is missing."""
-        with self._walk_lock:
-            found: dict[str, CgroupDir] = {}
-            for hierarchy in self._hierarchies():
-                for place in CgroupWalk(hierarchy).containers():
+    def _is_known(self, container_id: str) -> bool:
+        # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
+        if _is_there(self._known.get(container_id)):
+            return True
+        self._known.pop(container_id, None)
+        return False
+
+    def _pod_paths(self, uid: PodUid) -> list[str]:
+        """The pod's directories of the forms that are known."""
+        text = {"-": uid, "_": uid.replace("-", "_")}
+        paths = (f"{form.parent}/{form.before}{text[form.dash]}{form.after}" for form in self._forms)
+        return [path for path in paths if _is_directory(path)]
+
+    def _look_at(self, uid: PodUid) -> list[CgroupDir]:
+        """The pod's containers, in the directories of the forms that are known."""
+        if pod_uid_of(f"pod{uid}") != uid:
+            return []
+        found: dict[str, CgroupDir] = {}
+        for path in self._pod_paths(uid):
+            for name in subdirectories(path):
+                if (container_id := container_id_of(name)) is not None:
                     # The first hierarchy's place stays: the later ones show the same container again.
-                    found.setdefault(place.container_id, place)
-                # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
-                if all(container_id in found for container_id in requested):
-                    break
-            # Replaced as a whole, so that readers in other threads see the old walk or the new one.
-            self._known = found
+                    place = CgroupDir(path=Path(path, name), container_id=container_id, pod_uid=uid)
+                    found.setdefault(container_id, place)
+        for place in found.values():
+            self._note(place)
+        return list(found.values())
+
+    def _note(self, place: CgroupDir) -> None:
+        """The oldest are forgotten first: they are looked for again where somebody asks for them."""
+        self._known.setdefault(place.container_id, place)
+        _bound(self._known, self._most)
+        if place.pod_uid is not None:
+            self._seen[place.pod_uid] = None
+            _bound(self._seen)
+
+    def _is_walk_due(self, requested: Iterable[str], found: Container[str]) -> bool:
+        """Whether to look everywhere for what was not found. What no known form has is not there as a rule: its cgroup is
+        not made yet, or it has ended."""
+        now, is_due = self._clock(), False
+        for one in requested:
+            if one in found:
+                self._walk_at.pop(one, None)
+            elif not self._forms or now >= self._walk_at.setdefault(one, now + WALK_AFTER_S):
+                is_due = True
+                self._walk_at[one] = now + WALK_AGAIN_S
+        _bound(self._walk_at)
+        return is_due
+
+    def _walk(self, is_complete: Callable[[Mapping[str, CgroupDir]], bool]) -> None:
+        """Learns where every container is, and which forms the pods' directories have; goes on to the next hierarchy until
+        what was found is complete."""
+        found: dict[str, CgroupDir] = {}
+        for hierarchy in self._hierarchies():
+            for place in CgroupWalk(hierarchy).containers():
+                found.setdefault(place.container_id, place)
+                self._learn_form(place)
+            # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
+            if is_complete(found):
+                break
+        self._known, self._most = {}, max(MAX_KNOWN, 2 * len(found))
+        for place in found.values():
+            self._note(place)
+
+    def _learn_form(self, place: CgroupDir) -> None:
+        if place.pod_uid is None or len(self._forms) >= MAX_FORMS:
+            return
+        parent, _, name = str(place.path.parent).rpartition("/")
+        dash = "_" if name.endswith(".slice") else "-"
+        before, is_pods, after = name.partition(place.pod_uid.replace("-", dash))
+        # Else the container is in no directory of its pod: it has both names in its own.
+        if is_pods:
+            self._forms |= dict.fromkeys(_of_all_classes(_PodForm(parent, before, after, dash)))
 
     def _hierarchies(self) -> list[Path]:
         try:
@@ -404,10 +534,32 @@ def _driver_of(place: FoundDirectory) -> str:
 
 
 def _is_there(directory: CgroupDir | None) -> bool:
+    return directory is not None and _is_directory(str(directory.path))
+
+
+def _is_directory(path: str) -> bool:
     try:
-        return directory is not None and stat.S_ISDIR(os.lstat(directory.path).st_mode)
+        return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def _bound(known: dict[K, T], most: int = MAX_KNOWN) -> None:
+    while len(known) > most:
+        del known[next(iter(known))]
+
+
+def _has_process(path: str) -> bool:
+    for directory, _, files in os.walk(path):
+        if "cgroup.procs" in files:
+            try:
+                with Path(directory, "cgroup.procs").open("rb") as procs:
+                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
+                    if procs.read(1):
+                        return True
+            except OSError:
+                continue
+    return False
 
 
 def _read_tree(top: str) -> dict[str, bytes]:
