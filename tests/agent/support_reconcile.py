@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
-from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent

@@ -78,7 +78,7 @@ def spec(
 
 def counts_of(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
     found = allocations_by_pod(allocations, GPUS, lambda uid: known, NAMES)
-    return {one.pod_uid: dict(one.gpus) for one in found}
+    return {one.pod_uid: dict(one.gpus) for one in found.values()}
 
 
 # --- what is in it ---
@@ -159,7 +159,7 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
         )
     found = allocations_by_pod(cache, GPUS, lambda uid: None, NAMES)
     for one in GPUS:
-        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found]
+        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found.values()]
         by_pod = {f"{uid}{one.index}" for uid in "ab"}
         cores = [
             len({d for a in cache if a.key.pod_uid == uid for d in a.ids_of(ResourceKind.VCORE)})

@@ -120,7 +120,7 @@ class World:
     def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
         return self.claims.get(key)
 
-    async def running(self) -> Mapping[ContainerKey, str]:
+    async def running(self, uids: Collection[PodUid] | None = None) -> Mapping[ContainerKey, str]:
         if self.known is None:
             raise Unavailable("nobody knows")
         return self.known
@@ -151,7 +151,7 @@ class World:
 
     async def poll(self, manager: VirtualManager) -> None:
         """With the containers' IDs of now."""
-        await self.processes.read_ids()
+        await self.processes.read_ids(self.allocations)
         await manager.poll()
 
     @property
@@ -398,7 +398,7 @@ class Reported:
     def __init__(self, owners: Mapping[str, ContainerKey] | None = None, error: Unavailable | None = None) -> None:
         self.owners, self.error = owners or {}, error
 
-    async def running(self) -> dict[ContainerKey, str]:
+    async def running(self, of_pod: PodUid | None = None) -> dict[ContainerKey, str]:
         if self.error is not None:
             raise self.error
         return {key: container_id for container_id, key in reversed(self.owners.items())}

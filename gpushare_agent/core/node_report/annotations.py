@@ -218,8 +218,8 @@ def allocations_by_pod(
     names: ResourceNames,
     resized: Mapping[ContainerKey, Charge] = MappingProxyType({}),
     charged: Callable[[PodUid], Mapping[GpuUuid, Charge]] | None = None,
-) -> list[AllocatedTo]:
-    """The pods with allocations whose admission is over, sorted by UID.
+) -> dict[PodUid, AllocatedTo]:
+    """The pods with allocations whose admission is over, by UID.
 
     Replicas under NVIDIA's names are counted in cores and blocks, part of a block as a block. `resized` has how much more or
     less than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod,
@@ -233,8 +233,8 @@ def allocations_by_pod(
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     # A node's pods have a few sizes: an account is made for each size and not for each pod.
     counts_of: dict[tuple[GpuUuid, Charge], tuple[int, ...]] = {}
-    found = []
-    for uid, own in sorted(of_pod.items()):
+    found = {}
+    for uid, own in of_pod.items():
         pod = pod_of(uid)
         # Containers are admitted one by one: the scheduler would think the rest of the pod's GPUs free.
         if not _is_admitted(pod, own, names):
@@ -255,8 +255,9 @@ def allocations_by_pod(
                 gpus_of_pod[gpu.index] = counts
         if gpus_of_pod:
             # The extender has a static pod under the UID of its mirror pod.
-            uid = (pod.object_uid if pod is not None else None) or uid
-            found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
+            reported = (pod.object_uid if pod is not None else None) or uid
+            since = max(one.allocated_at for one in own)
+            found[uid] = AllocatedTo(pod_uid=reported, gpus=gpus_of_pod, since=since)
     return found
 
 
