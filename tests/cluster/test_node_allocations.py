@@ -173,7 +173,7 @@ def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
     """The same holdings give the same text, or it would be written again and again."""
     text = allocations_annotation(
         [
-            AllocatedTo(pod_uid=PodUid("b"), gpus={10: (5,), 2: (30, 4)}, since=2.0),
+            AllocatedTo(pod_uid=PodUid("b"), gpus={2: (30, 4), 10: (5,)}, since=2.0),
             AllocatedTo(pod_uid=PodUid("a"), gpus={0: (100, 0, 0, 1)}, since=1.0),
         ]
     )

@@ -37,6 +37,8 @@ class ContainerIds:
     async def running(self, uids: Collection[PodUid] | None = None) -> Mapping[ContainerKey, str]:
         """The IDs of the containers that run, at least of these pods."""
         running: dict[ContainerKey, str] = {}
+        if uids is not None and not uids:
+            return running
         try:
             # One by one while they are few: a list of all grows with the node.
             for uid in uids if uids is not None and len(uids) <= ASKED_PODS else (None,):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
 
@@ -203,7 +204,8 @@ MAX_CHARS = 200 * 1024
 
 
 class AllocatedTo(Struct, frozen=True, kw_only=True):
-    """One pod's part of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
+    """One pod's part of each GPU, by index and in its order: cores, blocks, units and 1 for a whole GPU, trailing zeros left
+    out."""
 
     pod_uid: PodUid
     gpus: Mapping[int, tuple[int, ...]]
@@ -257,7 +259,7 @@ def allocations_by_pod(
             # The extender has a static pod under the UID of its mirror pod.
             reported = (pod.object_uid if pod is not None else None) or uid
             since = max(one.allocated_at for one in own)
-            found[uid] = AllocatedTo(pod_uid=reported, gpus=gpus_of_pod, since=since)
+            found[uid] = AllocatedTo(pod_uid=reported, gpus=dict(sorted(gpus_of_pod.items())), since=since)
     return found
 
 
@@ -267,7 +269,7 @@ def allocations_annotation(
     """Compact JSON. Where not all fit, it has the newest, because the extender waits for those, and is marked as
     truncated."""
     # The extender waits for the report of pods that were bound just now.
-    newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
+    newest = sorted(sorted(allocated, key=attrgetter("pod_uid")), key=attrgetter("since"), reverse=True)
     chosen = newest[:max_pods]
     text = _document(chosen, is_truncated=len(chosen) < len(newest))
     # All annotations of an object share 256 KiB: a longer one would have the whole patch refused.
@@ -324,12 +326,9 @@ def _counts(account: GpuAccount) -> tuple[int, ...]:
 
 
 def _document(allocated: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
-    document: dict[str, object] = {
-        "schema": ALLOCATIONS_SCHEMA,
-        "allocations": {
-            one.pod_uid: dict(sorted(one.gpus.items())) for one in sorted(allocated, key=lambda one: one.pod_uid)
-        },
-    }
+    by_uid = sorted(allocated, key=attrgetter("pod_uid"))
+    allocations = dict(zip(map(attrgetter("pod_uid"), by_uid), map(attrgetter("gpus"), by_uid), strict=True))
+    document: dict[str, object] = {"schema": ALLOCATIONS_SCHEMA, "allocations": allocations}
     if is_truncated:
         document["truncated"] = True
     return encode(document).decode()
