@@ -559,6 +559,40 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
         assert world.pids == (7, 11)  # its pod's processes, at once
 
 
+async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world: World) -> None:
+    """The others are compared in the poll of all, as is what nobody told of."""
+    (other,) = more_containers(world, 1)
+    async with Running(world) as manager:
+        await manager.poll()
+        for key in (KEY, other):
+            (world.files.path(key) / "vcuda.config").unlink()
+        manager.changed(PodUid("ffffffff" + POD[8:]))
+        await manager._poll_changed(is_of_all=False)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert (world.directory / "vcuda.config").exists() and not (world.files.path(other) / "vcuda.config").exists()
+        share = world.allocations.pop(KEY)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert not (world.directory / "vcuda.sock").exists()
+        world.allocations[KEY] = share  # as a pod that is created again under its UID
+        manager.changed(POD, KEY)
+        await manager._poll_changed(is_of_all=False)
+        assert is_served(world.directory / "vcuda.sock")
+        del world.allocations[KEY], world.allocations[other]
+        await manager.poll()
+        assert not (world.directory / "vcuda.sock").exists()
+
+
+async def test_a_change_that_nobody_told_of_is_found_by_a_poll_of_all(world: World) -> None:
+    intervals = Intervals(poll_s=0.001, settled_poll_s=0.001)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    async with running(manager.run):
+        await poll_until((world.directory / "vcuda.sock").exists, "the socket")
+        del world.allocations[KEY]
+        await poll_until(lambda: not (world.directory / "vcuda.sock").exists(), "the end of the server")
+
+
 async def test_servers_whose_sockets_vanished_are_restarted_together(world: World) -> None:
     """Each may have peers that never read, and take half a second to stop."""
     keys = more_containers(world, 12)
