@@ -232,7 +232,7 @@ class _World:
     def sharers(self, _key: ContainerKey) -> None:
         """No claims here."""
 
-    async def running(self) -> Mapping[ContainerKey, str]:
+    async def running(self, _uids: object = None) -> Mapping[ContainerKey, str]:
         return {key: self._containers.id_of(key.pod_uid) for key in self.allocations}
 
     async def owner_of(self, _container_id: str) -> ContainerKey | None:

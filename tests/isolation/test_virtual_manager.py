@@ -117,6 +117,9 @@ class World:
     def get(self, uid: PodUid) -> Pod | None:
         return self.pods.get(uid)
 
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        return {key: one for key, one in self.allocations.items() if key.pod_uid == uid}
+
     def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
         return self.claims.get(key)
 

@@ -64,6 +64,7 @@ STOP_TIMEOUT_S = 1.0
 POLLED_SHARE = 5
 """In a burst of starts the polls of the recent ones take at most one part in so many of the time: PreStartContainer waits
 for the one under way."""
+WRITTEN_AT_ONCE = 64
 AHEAD_DELAY_S = 0.03
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
@@ -505,7 +506,11 @@ class VirtualManager:
         self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes]
     ) -> None:
         self._may_lack_ids.set()  # of those that have ended
-        errors = await self._reconcile(allocations, processes) if allocations else {}
+        keys, errors = sorted(allocations), dict[ContainerKey, AgentError]()
+        # In parts, each bounded in time: a restarted agent has to write for all, and containers that start wait for a part.
+        for first in range(0, len(keys), WRITTEN_AT_ONCE):
+            part = {key: allocations[key] for key in keys[first : first + WRITTEN_AT_ONCE]}
+            errors |= await self._reconcile(part, processes)
         self._log_failures(errors)
         # What could not be written is tried at the next poll, not five later.
         self._changed |= {key.pod_uid for key in errors}
@@ -538,7 +543,7 @@ class VirtualManager:
 
     def _is_stale(self, uid: PodUid) -> bool:
         # Both: the pod store may be late for a pod that was allocated a moment ago, and claims are in no pod store.
-        return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
+        return self._pods.get(uid) is None and not self._pods.shares_of(uid)
 
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
         """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
