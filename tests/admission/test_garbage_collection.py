@@ -223,7 +223,8 @@ async def test_after_a_start_only_what_may_differ_from_what_the_kubelet_listed_t
     assert await node.collection.recover() == 8
     node.cache.put(replace(node.cache.of_pod(node.pods[6].uid)[0], pod_name="p6"))
     node.store.upsert(replace(node.pods[7], has_started=False, resource_version="2"))
-    node.store.upsert(replace(pod("p5", container(cores=5, blocks=2), uid="uid-new", resource_version="3")))
+    new = replace(pod("p5", container(cores=5, blocks=2), uid="uid-new", resource_version="3"), has_started=True)
+    node.store.upsert(new)
     assert await node.asked() == {"p5", "p6", "p7"}
     assert not node.cache.of_pod(PodUid("uid-new"))
     assert len(await node.asked()) > 3
