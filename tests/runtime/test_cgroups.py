@@ -298,7 +298,8 @@ def test_a_pod_is_looked_for_where_the_kubelet_puts_such_and_everywhere_only_aft
     """Of any QoS class at once. Under a parent that no pod had so far its cgroup is found in the walk that is due then."""
     clock, other = _Clock(), f"kubepods/burstable/pod{OTHER_UID}/{OTHER_ID}"
     make_cgroup(make_v2(tmp_path) / other)
-    cgroups = Cgroups(tmp_path, clock=clock)
+    cgroups = Cgroups(tmp_path)
+    cgroups.clock = clock
     assert cgroups.find_pods({OTHER_UID}).keys() == {OTHER_UID}
     assert cgroups.find_pods({UID}) == {} == cgroups.find_many([(ID, UID)])
     for path in (f"kubepods/pod{UID}/{ID}", f"kubepods/besteffort/pod{UID}/{ID}"):
@@ -317,7 +318,8 @@ def test_a_pod_is_looked_for_where_the_kubelet_puts_such_and_everywhere_only_aft
 def test_under_systemd_too_the_other_classes_are_known_from_one(tmp_path: Path) -> None:
     other, own = OTHER_UID.replace("-", "_"), UID.replace("-", "_")
     make_cgroup(make_v2(tmp_path) / f"kubepods.slice/kubepods-pod{other}.slice/cri-containerd-{OTHER_ID}.scope")
-    cgroups = Cgroups(tmp_path, clock=_Clock())
+    cgroups = Cgroups(tmp_path)
+    cgroups.clock = _Clock()
     assert cgroups.find_pods({OTHER_UID}).keys() == {OTHER_UID}
     for name in ("kubepods-burstable", "kubepods-besteffort"):
         place = make_cgroup(tmp_path / f"kubepods.slice/{name}.slice/{name}-pod{own}.slice/crio-{ID}.scope")

@@ -1,9 +1,8 @@
 """Who uses the claims that are prepared on this node, and which of their allocations a container sees as one share.
 
-Plain functions find both; `ClaimPods` keeps their results. Pure: the module is in pyproject.toml's list.
+Plain functions find both; `ClaimPods` knows of whom to ask them. Pure: the module is in pyproject.toml's list.
 
-State owned: those results by claim, made again where an allocation or a pod of it has changed, and the claims and the pods
-by the names of claims.
+State owned: the claims with allocations and the pods by the names of claims, and the shares as they were made last.
 """
 
 from __future__ import annotations
@@ -79,20 +78,16 @@ def _joined(parts: Sequence[Allocation]) -> Allocation:
 
 
 Users = Mapping[ContainerKey, Sequence[ClaimUser]]
-ClaimName = tuple[str, str]
-"""Namespace and name."""
 
 
 class ClaimPods:
     def __init__(self, store: PodStore, cache: AllocationCache) -> None:
         self._store = store
         self._cache = cache
-        self._shares: dict[ContainerKey, Allocation] = {}
-        self._views: dict[PodUid, Mapping[ContainerKey, Allocation]] = {}
-        self._claims: dict[ClaimName, dict[PodUid, None]] = {}
-        self._pods: dict[ClaimName, dict[PodUid, None]] = {}
-        self._users: dict[PodUid, Users] = {}
-        self._parts: dict[PodUid, Mapping[ContainerKey, Sequence[Allocation]]] = {}
+        self._made_of = -1
+        self._shares: Mapping[ContainerKey, Allocation] = {}
+        self._claims: dict[tuple[str, str], dict[PodUid, None]] = {}
+        self._pods: dict[tuple[str, str], dict[PodUid, None]] = {}
         for allocation in cache:
             self._allocation_changed(None, allocation)
         for pod in store.pods():
@@ -122,16 +117,20 @@ class ClaimPods:
     def shares(self) -> Mapping[ContainerKey, Allocation]:
         """What isolations keep: an allocation for each container and one for each view of a claim; valid until the next
         change."""
+        if not self._claims:
+            return self._cache.view()
+        if self._made_of != self._cache.version:
+            self._made_of, self._shares = self._cache.version, by_view(self._cache.view(), parts_of_views(self._cache))
         return self._shares
 
     def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
         """Those of one pod or claim."""
-        found = self._views.get(uid)
-        return found if found is not None else {one.key: one for one in self._cache.of_pod(uid)}
+        own = self._cache.of_pod(uid)
+        return by_view({one.key: one for one in own}, parts_of_views(own))
 
     def parts(self, key: ContainerKey) -> Sequence[Allocation]:
         """The allocations behind one of `shares`: for a claim, every result that a container uses together with others."""
-        if (parts := self._parts.get(key.pod_uid, {}).get(key)) is not None:
+        if (parts := parts_of_views(self._cache.of_pod(key.pod_uid)).get(key)) is not None:
             return parts
         allocation = self._cache.get(key)
         return (allocation,) if allocation is not None else ()
@@ -168,38 +167,20 @@ class ClaimPods:
         return pod.container_ids.get(key.container, "") if pod is not None else ""
 
     def _users_of(self, uid: PodUid) -> Users:
-        if (known := self._users.get(uid)) is None:
-            own = [one for one in self._cache.of_pod(uid) if one.claim is not None]
-            names = {(one.claim.ref.namespace, one.claim.ref.name) for one in own if one.claim is not None}
-            uids = {pod: None for name in names for pod in self._pods.get(name, ())}
-            pods = sorted(filter(None, map(self._store.get, uids)), key=lambda pod: (pod.namespace, pod.name, pod.uid))
-            known = self._users[uid] = claim_users(own, pods)
-        return known
+        own = [one for one in self._cache.of_pod(uid) if one.claim is not None]
+        uids = {pod: None for one in own for pod in self._pods.get(_name_of(one), ())}
+        pods = filter(None, map(self._store.get, uids))
+        return claim_users(own, sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid)))
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        if (one := new or old) is None:
+        if (one := new or old) is None or one.claim is None:
             return
-        uid = one.key.pod_uid
-        if one.claim is None:
-            self._shares.pop(one.key, None)
-            if new is not None:
-                self._shares[new.key] = new
-            return
-        own, claims = (
-            self._cache.of_pod(uid),
-            self._claims.setdefault((one.claim.ref.namespace, one.claim.ref.name), {}),
-        )
-        claims[uid] = None
-        self._users.pop(uid, None)
-        for key in self._views.pop(uid, {}):
-            self._shares.pop(key, None)
-        self._parts[uid] = parts = parts_of_views(own)
-        self._views[uid] = views = by_view({each.key: each for each in own}, parts)
-        self._shares |= views
-        if not own:
-            del self._parts[uid], self._views[uid], claims[uid]
-            if not claims:
-                del self._claims[one.claim.ref.namespace, one.claim.ref.name]
+        claims = self._claims.setdefault(_name_of(one), {})
+        claims[one.key.pod_uid] = None
+        if not self._cache.of_pod(one.key.pod_uid):
+            del claims[one.key.pod_uid]
+        if not claims:
+            del self._claims[_name_of(one)]
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         for pod in filter(None, (old, new)):
@@ -210,9 +191,11 @@ class ClaimPods:
                     del users[pod.uid]
                 if not users:
                     del self._pods[name]
-                for uid in self._claims.get(name, ()):
-                    self._users.pop(uid, None)
 
 
-def _claim_names(pod: Pod) -> set[ClaimName]:
+def _name_of(allocation: Allocation) -> tuple[str, str]:
+    return allocation.claim.ref[:2] if allocation.claim is not None else ("", "")
+
+
+def _claim_names(pod: Pod) -> set[tuple[str, str]]:
     return {(pod.namespace, name) for name in pod.claims.values()}

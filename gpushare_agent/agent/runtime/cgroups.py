@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.agent.runtime.cgroup_paths import (
     MAX_TEXT_BYTES,
@@ -154,9 +153,10 @@ _LEAF_LINKS = 2
 WALK_AFTER_S, WALK_AGAIN_S = 5.0, 60.0
 """So long after it was first asked for all cgroups are searched for what no known form has, and then again and again."""
 MAX_FORMS = 64
-MAX_KNOWN = 4096
+MAX_KNOWN = 8192
 """More than the containers of a node."""
 _CLASSES = ("burstable", "besteffort")
+_UID = "\0"
 
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
@@ -217,54 +217,47 @@ def _in_thread(
     return call
 
 
-class _PodForm(Struct, frozen=True):
-    """How the kubelet names the directories of pods below one: what stands before and after the UID, which is written with
-    this for its dashes."""
-
-    parent: str
-    before: str
-    after: str
-    dash: str
-
-
-def _of_all_classes(form: _PodForm) -> Iterator[_PodForm]:
-    """The form, and those of pods of the other QoS classes next to them, of which there may be none yet.
+def _forms_of(place: CgroupDir) -> Iterator[str]:
+    """The path of the pod's directory with `_UID` for the pod's UID, and those of pods of other QoS classes next to it, of
+    which there may be none yet; nothing where the container is in no directory of its pod.
 
     Guaranteed pods are in the directory of all pods: `kubepods/pod<UID>`, or `kubepods.slice/kubepods-pod<UID>.slice`; the
     others in one of their class: `kubepods/burstable/pod<UID>`, or
     `kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<UID>.slice`.
     """
-    yield form
-    stem, top = form.before.removesuffix("pod"), form.parent
-    for name in _CLASSES:
-        if stem.endswith(f"-{name}-") or form.parent.endswith(f"/{name}"):
-            stem, top = stem.removesuffix(f"{name}-"), form.parent.rpartition("/")[0]
-    yield replace(form, parent=top, before=f"{stem}pod")
-    for name in _CLASSES:
+    if place.pod_uid is None:
+        return
+    parent, _, name = str(place.path.parent).rpartition("/")
+    before, is_pods, after = name.partition(_written(place.pod_uid, name))
+    if not is_pods:
+        return
+    yield f"{parent}/{before}{_UID}{after}"
+    stem = before.removesuffix("pod")
+    for one in _CLASSES:
+        if stem.endswith(f"-{one}-") or parent.endswith(f"/{one}"):
+            stem, parent = stem.removesuffix(f"{one}-"), parent.rpartition("/")[0]
+    yield f"{parent}/{stem}pod{_UID}{after}"
+    for one in _CLASSES:
         # By systemd's rule a slice has the names of all above it in its own.
-        if stem:
-            yield replace(form, parent=f"{top}/{stem}{name}.slice", before=f"{stem}{name}-pod")
-        else:
-            yield replace(form, parent=f"{top}/{name}")
+        below = f"{stem}{one}.slice/{stem}{one}-pod" if stem else f"{one}/pod"
+        yield f"{parent}/{below}{_UID}{after}"
+
+
+def _written(uid: str, directory: str) -> str:
+    return uid.replace("-", "_") if directory.endswith(".slice") else uid
 
 
 class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
-    def __init__(
-        self,
-        root: Path = Path("/sys/fs/cgroup"),
-        proc: Path = Path("/proc"),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
         self.root = root
         self._proc = proc
         self._own_text = ""
-        self._clock = clock
+        self.clock = time.monotonic
         self._known: dict[str, CgroupDir] = {}
         self._seen: dict[PodUid, None] = {}
-        self._forms: dict[_PodForm, None] = {}
-        self._most = MAX_KNOWN
+        self._forms: dict[str, None] = {}
         self._walk_at: dict[str, float] = {}
         self._walk_lock = threading.Lock()
         # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
@@ -280,7 +273,11 @@ class Cgroups:
         # What is no ID of a container would be compared with names of directories: it comes from the runtime.
         uids = {container_id: uid for container_id, uid in requested if container_id_of(container_id) == container_id}
         with self._walk_lock:
-            missing = {i: uid for i, uid in uids.items() if not self._is_known(i)}
+            self._bound()
+            # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
+            for gone in [i for i in uids if not _is_there(self._known.get(i))]:
+                self._known.pop(gone, None)
+            missing = {i: uid for i, uid in uids.items() if i not in self._known}
             for uid in {uid for uid in missing.values() if uid is not None}:
                 self._look_at(uid)
             if self._is_walk_due(missing, self._known):
@@ -293,10 +290,11 @@ class Cgroups:
     def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
         with self._walk_lock:
+            self._bound()
             found = {uid: self._look_at(uid) for uid in uids}
             if self._is_walk_due(found, [uid for uid, places in found.items() if places]):
-                self._walk(lambda known: {place.pod_uid for place in known.values()} >= found.keys())
-                found = {uid: [place for place in self._known.values() if place.pod_uid == uid] for uid in uids}
+                walked = self._walk(lambda known: {one.pod_uid for one in known.values()} >= found.keys()).values()
+                found = {uid: [one for one in walked if one.pod_uid == uid] for uid in uids}
         return {uid: places for uid, places in found.items() if places}
 
     def has_processes(self, uid: PodUid) -> bool | None:
@@ -305,8 +303,7 @@ class Cgroups:
         if pod_uid_of(f"pod{uid}") != uid or not self.root.is_dir():
             return None
         with self._walk_lock:
-            paths = self._pod_paths(uid)
-            was_seen = uid in self._seen
+            paths, was_seen = self._pod_paths(uid), uid in self._seen
         if any(map(_has_process, paths)):
             return True
         # A directory that was there and is gone has no process: a pod keeps the path that it began with.
@@ -441,79 +438,55 @@ class Cgroups:
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
     identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)
 
-    def _is_known(self, container_id: str) -> bool:
-        # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
-        if _is_there(self._known.get(container_id)):
-            return True
-        self._known.pop(container_id, None)
-        return False
+    def _bound(self) -> None:
+        for known in (self._known, self._seen, self._walk_at):
+            if len(known) > MAX_KNOWN:
+                known.clear()  # what somebody asks for is looked for again
 
     def _pod_paths(self, uid: PodUid) -> list[str]:
-        """The pod's directories of the forms that are known."""
-        text = {"-": uid, "_": uid.replace("-", "_")}
-        paths = (f"{form.parent}/{form.before}{text[form.dash]}{form.after}" for form in self._forms)
-        return [path for path in paths if _is_directory(path)]
+        """The pod's directories, of the forms that are known."""
+        return [path for form in self._forms if _is_directory(path := form.replace(_UID, _written(uid, form)))]
 
     def _look_at(self, uid: PodUid) -> list[CgroupDir]:
         """The pod's containers, in the directories of the forms that are known."""
-        if pod_uid_of(f"pod{uid}") != uid:
-            return []
         found: dict[str, CgroupDir] = {}
-        for path in self._pod_paths(uid):
+        for path in self._pod_paths(uid) if pod_uid_of(f"pod{uid}") == uid else ():
             for name in subdirectories(path):
                 if (container_id := container_id_of(name)) is not None:
                     # The first hierarchy's place stays: the later ones show the same container again.
                     place = CgroupDir(path=Path(path, name), container_id=container_id, pod_uid=uid)
-                    found.setdefault(container_id, place)
-        for place in found.values():
-            self._note(place)
+                    self._known[container_id] = found.setdefault(container_id, place)
+                    self._seen[uid] = None
         return list(found.values())
-
-    def _note(self, place: CgroupDir) -> None:
-        """The oldest are forgotten first: they are looked for again where somebody asks for them."""
-        self._known.setdefault(place.container_id, place)
-        _bound(self._known, self._most)
-        if place.pod_uid is not None:
-            self._seen[place.pod_uid] = None
-            _bound(self._seen)
 
     def _is_walk_due(self, requested: Iterable[str], found: Container[str]) -> bool:
         """Whether to look everywhere for what was not found. What no known form has is not there as a rule: its cgroup is
         not made yet, or it has ended."""
-        now, is_due = self._clock(), False
+        now, is_due = self.clock(), False
         for one in requested:
             if one in found:
                 self._walk_at.pop(one, None)
             elif not self._forms or now >= self._walk_at.setdefault(one, now + WALK_AFTER_S):
                 is_due = True
                 self._walk_at[one] = now + WALK_AGAIN_S
-        _bound(self._walk_at)
         return is_due
 
-    def _walk(self, is_complete: Callable[[Mapping[str, CgroupDir]], bool]) -> None:
+    def _walk(self, is_complete: Callable[[Mapping[str, CgroupDir]], bool]) -> Mapping[str, CgroupDir]:
         """Learns where every container is, and which forms the pods' directories have; goes on to the next hierarchy until
         what was found is complete."""
         found: dict[str, CgroupDir] = {}
         for hierarchy in self._hierarchies():
             for place in CgroupWalk(hierarchy).containers():
                 found.setdefault(place.container_id, place)
-                self._learn_form(place)
+                if place.pod_uid is not None:
+                    self._seen[place.pod_uid] = None
+                if len(self._forms) < MAX_FORMS:
+                    self._forms |= dict.fromkeys(_forms_of(place))
             # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
             if is_complete(found):
                 break
-        self._known, self._most = {}, max(MAX_KNOWN, 2 * len(found))
-        for place in found.values():
-            self._note(place)
-
-    def _learn_form(self, place: CgroupDir) -> None:
-        if place.pod_uid is None or len(self._forms) >= MAX_FORMS:
-            return
-        parent, _, name = str(place.path.parent).rpartition("/")
-        dash = "_" if name.endswith(".slice") else "-"
-        before, is_pods, after = name.partition(place.pod_uid.replace("-", dash))
-        # Else the container is in no directory of its pod: it has both names in its own.
-        if is_pods:
-            self._forms |= dict.fromkeys(_of_all_classes(_PodForm(parent, before, after, dash)))
+        self._known |= found
+        return found
 
     def _hierarchies(self) -> list[Path]:
         try:
@@ -542,11 +515,6 @@ def _is_directory(path: str) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _bound(known: dict[K, T], most: int = MAX_KNOWN) -> None:
-    while len(known) > most:
-        del known[next(iter(known))]
 
 
 def _has_process(path: str) -> bool:

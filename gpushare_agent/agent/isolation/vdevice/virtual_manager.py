@@ -211,6 +211,7 @@ class VirtualManager:
     async def poll(self) -> None:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         await self._poll_of(None, {key for keys in self._keys.values() for key in keys})
+        self._unsettled |= {key for key, _ in self._processes.unknown()}
 
     async def _poll_of(self, keys: Collection[ContainerKey] | None, known: Collection[ContainerKey]) -> None:
         """These containers, None: all; of the known ones some may be gone."""
@@ -362,10 +363,9 @@ class VirtualManager:
             self._prepared_at.pop(key, None)
             self._refreshes.pop(key, None)
             self._unsettled.discard(key)
-            if not (left := self._keys.get(key.pod_uid, set()) - {key}):
-                self._keys.pop(key.pod_uid, None)
-            else:
-                self._keys[key.pod_uid] = left
+            self._keys[key.pod_uid] = self._keys.get(key.pod_uid, set()) - {key}
+            if not self._keys[key.pod_uid]:
+                del self._keys[key.pod_uid]
         async with self._lock:  # a reconciliation under way may start such a server, which nobody would stop any more
             for key in keys:
                 if self._written.pop(key, None) is not None:
@@ -478,12 +478,9 @@ class VirtualManager:
         """The containers of pods that changed, and those with other processes than before."""
         of_changed = {key for uid in self._changed for key in self._keys.get(uid, ())}
         self._changed.clear()
-        compared = None if is_of_all else self._unsettled - of_changed
-        found = await self._processes.changed(compared) if compared is None or compared else set()
-        # What has changed is compared soon again.
-        self._unsettled = of_changed | found
-        if self._unsettled:
-            keys = set(self._unsettled)
+        compared, self._unsettled = self._unsettled, set()
+        if keys := of_changed | await self._processes.changed(None if is_of_all else compared):
+            self._unsettled |= keys  # what has changed is compared soon again
             await self._poll_of(keys, keys)
 
     async def _poll_prepared(self, keys: Collection[ContainerKey]) -> None:
@@ -491,11 +488,9 @@ class VirtualManager:
         if found := await self._processes.changed(keys):
             processes = await self._processes.read(found)
             # A moment ago the files were as they had to be: only what they have to hold is compared.
-            await self._write({
-                key: one
-                for key, one in self._desired(found).items()
-                if not self._is_written(one, self._pids_of(key, processes))
-            }, processes)  # fmt: skip
+            desired = self._desired(found).items()
+            new = {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
+            await self._write(new, processes)
 
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
         # Those that have not started have no processes; their pod's sandbox is none of theirs.
@@ -548,8 +543,9 @@ class VirtualManager:
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
         """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
         isolation until they start, and claims under one that mounts it."""
-        every = self._allocations()
-        found = every if keys is None else {key: every[key] for key in keys if key in every}
+        found = dict(self._allocations() if keys is None else {})
+        for uid in {key.pod_uid for key in keys or ()}:
+            found |= {key: one for key, one in self._pods.shares_of(uid).items() if key in (keys or ())}
         return {key: one for key, one in found.items() if _has_directory(one) and is_nameable(key)}
 
     async def identify(self, pid: int) -> PeerIdentity | None:
