@@ -229,6 +229,9 @@ class _World:
     def get(self, uid: PodUid) -> Pod | None:
         return self._pods.get(uid)
 
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        return {key: self.allocations[key] for key in [ContainerKey(uid, CONTAINER)] if key in self.allocations}
+
     def sharers(self, _key: ContainerKey) -> None:
         """No claims here."""
 
