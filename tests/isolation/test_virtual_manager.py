@@ -16,6 +16,7 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
+from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -586,6 +587,16 @@ async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world
         del world.allocations[KEY], world.allocations[other]
         await manager.poll()
         assert not (world.directory / "vcuda.sock").exists()
+
+
+async def test_a_container_that_does_not_start_for_long_is_prepared_again_when_it_does(world: World) -> None:
+    manager = world.manager()
+    async with running(manager.run):
+        manager.ahead.add(KEY)
+        await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
+        world.now = NOT_STARTED_FOR_S
+        await manager.poll()
+        assert manager.ahead.prepared == frozenset()
 
 
 async def test_a_change_that_nobody_told_of_is_found_by_a_poll_of_all(world: World) -> None:

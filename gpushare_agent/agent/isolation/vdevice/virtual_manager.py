@@ -218,7 +218,9 @@ class VirtualManager:
         desired = self._desired(keys)
         for key in desired:
             self._keys.setdefault(key.pod_uid, set()).add(key)
-        if gone := set(known) - desired.keys():
+        gone = set(known) - desired.keys()
+        self.ahead.keep_only(lambda key: key not in gone)
+        if gone:
             # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
             await self._forget(gone)
         # Asked again: an allocation may have come while servers stopped.
@@ -356,7 +358,6 @@ class VirtualManager:
 
     async def _forget(self, keys: Collection[ContainerKey]) -> None:
         """Stops the servers of containers that have no share any more, and forgets all that is kept of them."""
-        self.ahead.keep_only(lambda key: key not in keys)
         self._processes.forget(keys)
         self._configs.forget(keys)
         for key in keys:
