@@ -229,10 +229,13 @@ class _World:
     def get(self, uid: PodUid) -> Pod | None:
         return self._pods.get(uid)
 
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        return {key: self.allocations[key] for key in [ContainerKey(uid, CONTAINER)] if key in self.allocations}
+
     def sharers(self, _key: ContainerKey) -> None:
         """No claims here."""
 
-    async def running(self) -> Mapping[ContainerKey, str]:
+    async def running(self, _uids: object = None) -> Mapping[ContainerKey, str]:
         return {key: self._containers.id_of(key.pod_uid) for key in self.allocations}
 
     async def owner_of(self, _container_id: str) -> ContainerKey | None:

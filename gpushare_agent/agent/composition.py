@@ -34,10 +34,10 @@ from gpushare_agent.agent.observability.part import ObservabilityPart
 from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.core.kit.directories import has_files
 from gpushare_agent.core.kube.informer import Informer
-from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import is_one_of
+from gpushare_agent.core.model.names import PodUid, is_one_of
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import Settings
 
@@ -203,6 +203,9 @@ class _Subscriptions:
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         agent, either = self._agent, new or old
         agent.kubelet.admission.identification.allocation_changed(old, new)
+        # None: a resized share of which no record shows the container.
+        key = either.view if either is not None else None
+        uid = key.pod_uid if key is not None else None
         if any(one is not None and any(map(is_one_of, one.gpus)) for one in (old, new)):
             agent.node.inventory.hold(held_back(agent.node.cache))
         if either is not None and either.claim is not None:
@@ -213,8 +216,8 @@ class _Subscriptions:
             if new is not None:
                 agent.cluster.annotations.compare(new.key.pod_uid)
             agent.kubelet.tables.allocation_changed(old, new)
-        agent.cluster.allocations_changed()
-        self._changed()
+        agent.cluster.allocations_changed(uid)
+        self._changed(uid, key)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         agent = self._agent
@@ -224,16 +227,18 @@ class _Subscriptions:
         if agent.dra is not None and agent.dra.waker is not None:
             agent.dra.waker.pod_changed(old, new)
         agent.cluster.pod_changed(old, new)
-        agent.cluster.allocations_changed()
-        self._changed(is_pod=True)
+        for uid in {uid for pod in (old, new) if pod is not None for uid in agent.node.claim_pods.subjects(pod)}:
+            agent.cluster.allocations_changed(uid)
+            self._changed(uid, is_pod=True)
 
-    def _changed(self, *, is_pod: bool = False) -> None:
-        """Who compares what is with what should be, whatever has changed."""
+    def _changed(self, uid: PodUid | None = None, key: ContainerKey | None = None, *, is_pod: bool = False) -> None:
+        """Who compares what is with what should be, whatever has changed: of a pod or claim, an allocation of it, or
+        (None) of all."""
         agent = self._agent
         if agent.dra is not None and not is_pod:
             agent.dra.changed()
-        agent.kubelet.resizing.changed()
-        agent.isolation.changed()
+        agent.kubelet.resizing.changed(uid)
+        agent.isolation.changed(uid, key)
         agent.observability.expire()
 
     def _registered(self, resource: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -100,8 +101,10 @@ class Kubelet:
         self.asked: list[str] = []
         self.on_refresh: Callable[[], None] = lambda: None
 
-    def quiet_list(self, purpose: str, *, wait_s: float) -> NoReturn:
-        raise AssertionError
+    @asynccontextmanager
+    async def quiet_list(self, purpose: str, *, wait_s: float) -> AsyncIterator[list[Listed]]:
+        assert purpose == "recovery"
+        yield [Listed(one) for one in self.listed.values()]
 
     async def refresh_static(self, *, timeout_s: float) -> None:
         self.on_refresh()
@@ -211,6 +214,24 @@ async def test_a_pod_that_has_not_started_or_is_missing_is_asked_about_each_time
     node.kubelet.listed["p7"] = listed("p7")
     await node.asked()
     assert not node.cache.of_pod(waiting.uid)
+
+
+async def test_after_a_start_only_what_may_differ_from_what_the_kubelet_listed_then_is_asked_about() -> None:
+    """A pod whose allocation changed since, one that has not started, and one that came in the place of another; all after
+    a restart of the kubelet, and later the others in turns."""
+    node = ReconciledNode()
+    assert await node.collection.recover() == 8
+    node.cache.put(replace(node.cache.of_pod(node.pods[6].uid)[0], pod_name="p6"))
+    node.store.upsert(replace(node.pods[7], has_started=False, resource_version="2"))
+    new = replace(pod("p5", container(cores=5, blocks=2), uid="uid-new", resource_version="3"), has_started=True)
+    node.store.upsert(new)
+    assert await node.asked() == {"p5", "p6", "p7"}
+    assert not node.cache.of_pod(PodUid("uid-new"))
+    assert len(await node.asked()) > 3
+    node = ReconciledNode()
+    await node.collection.recover()
+    node.collection.kubelet_restarted()
+    assert len(await node.asked()) == 8
 
 
 async def test_a_kubelet_that_has_just_started_is_asked_about_everything() -> None:

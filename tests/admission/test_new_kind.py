@@ -135,7 +135,7 @@ async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:
 async def test_the_node_reports_it_and_explains_its_place() -> None:
     """In the annotation that the extender reads, and in the record of the decision."""
     kubelet, slices = await admitted()
-    (reported,) = allocations_by_pod([slices], GPUS.gpus, kubelet.agent.pods.get, NAMES)
+    (reported,) = allocations_by_pod([slices], GPUS.gpus, kubelet.agent.pods.get, NAMES).values()
     assert reported.gpus == {0: (38, 36)}
     why = kubelet.agent.explained[-1]
     assert why is not None and [one.verdict for one in why.candidates if one.is_chosen] == ["chosen"]

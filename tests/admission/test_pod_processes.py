@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.agent.admission.garbage_collection import PodProcesses
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
 
@@ -31,7 +32,7 @@ async def test_processes_are_found_below_any_hierarchy(tmp_path: Path, shape: st
     directory.mkdir(parents=True)
     procs = directory / "cgroup.procs"
     procs.write_text("")
-    processes = PodProcesses(tmp_path)
+    processes = PodProcesses(Cgroups(tmp_path))
     assert await processes.are_running(UID) is False
     procs.write_text("4711\n")
     assert await processes.are_running(UID) is True
@@ -40,9 +41,9 @@ async def test_processes_are_found_below_any_hierarchy(tmp_path: Path, shape: st
 
 async def test_what_cannot_be_known_is_none(tmp_path: Path) -> None:
     """No hierarchy at all, or a UID that is none: never a path."""
-    assert await PodProcesses(tmp_path / "none").are_running(UID) is None
-    assert await PodProcesses(tmp_path).are_running(PodUid("../../etc")) is None
-    assert await PodProcesses(tmp_path).are_running(PodUid("")) is None
+    assert await PodProcesses(Cgroups(tmp_path / "none")).are_running(UID) is None
+    assert await PodProcesses(Cgroups(tmp_path)).are_running(PodUid("../../etc")) is None
+    assert await PodProcesses(Cgroups(tmp_path)).are_running(PodUid("")) is None
 
 
 async def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     root.mkdir()
     (root / f"pod{UID}").symlink_to(target)
-    assert await PodProcesses(root).are_running(UID) is False
+    assert await PodProcesses(Cgroups(root)).are_running(UID) is False
 
 
 async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
     directory = tmp_path / f"kubepods/pod{UID}"
     directory.mkdir(parents=True)
     os.mkfifo(directory / "cgroup.procs")
-    processes = PodProcesses(tmp_path)
+    processes = PodProcesses(Cgroups(tmp_path))
     for reason in ("got no answer within 2 s", "an earlier call still hangs"):
         with pytest.raises(Unavailable, match=reason):
             await processes.are_running(UID)

@@ -198,7 +198,7 @@ class Node(RuleBasedStateMachine):
         assert pods == allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, differences, charged)
         for position, used in enumerate((used_cores(self.cache), used_blocks(self.cache))):
             for gpu in GPUS.gpus:
-                shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods)
+                shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods.values())
                 assert shown == used.get(gpu.uuid, 0)
 
 

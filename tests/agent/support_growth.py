@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from uuid import NAMESPACE_DNS, uuid5
 
 from msgspec.structs import replace
 
@@ -29,6 +30,11 @@ from tests.support_core import container, pod
 
 NODE, GPUS, CORES, BLOCKS = "node", 16, 1, 2
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
+
+
+def uid_of(name: str) -> PodUid:
+    """One that the API server could have given, and so the name of a cgroup could have in it."""
+    return PodUid(str(uuid5(NAMESPACE_DNS, name)))
 
 
 class Steps:
@@ -136,7 +142,7 @@ class CrowdedNode:
             cores = frozenset(device_id(uuid, own * CORES + one) for one in range(CORES))
             blocks = frozenset(device_id(uuid, own * BLOCKS + one) for one in range(BLOCKS))
             share = Allocation(
-                key=ContainerKey(PodUid(f"uid-share-{n}"), "main"),
+                key=ContainerKey(uid_of(f"share-{n}"), "main"),
                 namespace="default",
                 pod_name=f"share-{n}",
                 kind=ContainerKind.MAIN,
@@ -147,7 +153,7 @@ class CrowdedNode:
             self._channel.shares.append(self._listed(share))
 
     def pod(self, name: str, **changes: object) -> Pod:
-        return pod(name, container(cores=CORES, blocks=BLOCKS), resource_version="1", **changes)
+        return pod(name, container(cores=CORES, blocks=BLOCKS), uid=uid_of(name), resource_version="1", **changes)
 
     def _plugin(self, resource: str) -> DevicePlugin:
         return next(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.agent.support_agent import InnerAgent
@@ -23,7 +24,7 @@ def collection_of(
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
         checkpoint=KubeletCheckpoint(node.paths.device_plugin_path, DeviceIds()),
-        processes=PodProcesses(parts.node.settings.runtime.cgroup_root),
+        processes=PodProcesses(Cgroups(parts.node.settings.runtime.cgroup_root)),
         kubelet_age_s=kubelet_age_s or parts.kubelet.facts.age_s,
         clock=time.monotonic,
         fresh_s=0.0,

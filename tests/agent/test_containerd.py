@@ -85,7 +85,7 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
         }
         assert cgroups.check_driver("cgroupfs") is None
         assert cgroups.identify(os.getpid()) != expected
-        assert await PodProcesses(CGROUP_ROOT).are_running(made.pod_uid) is True
+        assert await PodProcesses(Cgroups(CGROUP_ROOT)).are_running(made.pod_uid) is True
 
 
 async def test_a_container_that_ends_has_no_processes_any_more(containerd: Containerd) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.agent.support_growth import CrowdedNode, Steps, grown
+import pytest
+from msgspec.structs import replace
+
+from gpushare_agent.agent.composition import NodeAgent
+from gpushare_agent.agent.isolation.gpushare.part import GpusharePart
+from gpushare_agent.core.model.allocations import ContainerKey
+from tests.agent.support_growth import CrowdedNode, Steps, counted, grown
 
 FEW, MANY = 100, 1500
 LISTED = 20
@@ -26,3 +35,105 @@ async def test_an_admission_takes_as_many_steps_next_to_1500_shares_as_next_to_1
     few, many = await _admission(FEW, tmp_path / "few"), await _admission(MANY, tmp_path / "many")
     listed = {step: LISTED * (MANY - FEW) for step in many if step.startswith("GetPreferred")}
     assert not grown(few, many, listed), grown(few, many, listed)
+
+
+class _Inline:
+    """A thread whose calls are carried out, and so counted, by the caller."""
+
+    async def call(self, blocking: Callable[[], object], what: str, timeout_s: float) -> object:
+        return blocking()
+
+
+class _Cgroups:
+    """As a runtime makes them, with one process in each container."""
+
+    def __init__(self, directory: Path) -> None:
+        self._root = directory / "cgroup"
+        self._root.mkdir(parents=True, exist_ok=True)
+        (self._root / "cgroup.controllers").touch()
+
+    def put(self, uid: str) -> str:
+        container_id = hashlib.sha256(uid.encode()).hexdigest()
+        directory = self._root / "kubepods" / "burstable" / f"pod{uid}" / container_id
+        directory.mkdir(parents=True)
+        (directory / "cgroup.procs").write_text("4711\n")
+        return container_id
+
+    def remove(self, uid: str) -> None:
+        shutil.rmtree(self._root / "kubepods" / "burstable" / f"pod{uid}")
+
+
+async def _compare(agent: NodeAgent) -> None:
+    """What the agent's loops do after a change."""
+    vdevices, cluster = agent.isolation.vdevices, agent.cluster
+    if vdevices is not None:
+        is_of_all, vdevices._has_changed = vdevices._has_changed, False
+        await (vdevices.poll() if is_of_all else vdevices._poll_changed(is_of_all=False))
+        await vdevices._processes.read_ids()
+        await vdevices._poll_prepared(list(vdevices._prepared_at))
+    for part in agent.isolation.parts.values():
+        if isinstance(part, GpusharePart):
+            part._shares()
+    await agent.kubelet.resizing.reconcile()
+    await agent.kubelet.garbage.release_deleted()
+    for writer in cluster.node_fields.values():
+        writer.desired()
+    while cluster.annotations._queue:
+        uid, _ = cluster.annotations._queue.popitem()
+        if (pod := agent.node.pods.get(uid)) is not None:
+            cluster.annotations.desired(pod)
+
+
+async def _rest_of_life(shares: int, directory: Path, isolation: str) -> dict[str, Steps]:
+    node = await CrowdedNode.open(shares, directory, f"--isolation={isolation}")
+    agent, cgroups, found = node.agent, _Cgroups(directory), {}
+    for owner, name in (
+        (agent.isolation.vdevices, "_thread"),
+        (agent.isolation.host.cgroups, "rounds"),
+        (agent.isolation.host.cgroups, "peers"),
+        (agent.kubelet.garbage.processes, "_thread"),
+        *((part._preparation, "_thread") for part in agent.isolation.parts.values() if isinstance(part, GpusharePart)),
+    ):
+        setattr(owner, name, _Inline())
+    for one in agent.node.pods.pods():
+        ids = {"main": cgroups.put(one.uid)}
+        agent.node.pods.upsert(replace(one, container_ids=ids, resource_version="2"))
+    await agent.isolation.start()
+    vdevices = agent.isolation.vdevices
+    for _ in range(2):  # the IDs are known after the first
+        if vdevices is not None:
+            vdevices.changed()
+        await _compare(agent)
+    for name in ("first", "second"):
+        admitted = node.pod(name)
+        agent.node.pods.upsert(admitted)
+        await node.admit(admitted)
+        with counted() as found["PreStartContainer"]:
+            assert await agent.isolation.prepare([ContainerKey(admitted.uid, "main")]) is None
+        with counted() as found["after it"]:
+            await _compare(agent)
+        ids = {"main": cgroups.put(admitted.uid)}
+        with counted() as found["status Running"]:
+            agent.node.pods.upsert(replace(node.start(admitted), container_ids=ids))
+            await _compare(agent)
+            await _compare(agent)
+        cgroups.remove(admitted.uid)
+        with counted() as found["deletion"]:
+            agent.node.pods.remove(admitted.uid)
+            await _compare(agent)
+            await _compare(agent)
+        assert not agent.node.cache.of_pod(admitted.uid)
+    if vdevices is not None:
+        assert vdevices._processes.unknown() == frozenset()
+        await vdevices._close(1.0)
+    return found
+
+
+@pytest.mark.parametrize("isolation", ["vcuda", "gpushare"])
+async def test_what_follows_an_admission_takes_as_many_steps_next_to_1500_shares_as_next_to_100(
+    short_dir: Path, isolation: str
+) -> None:
+    """With the files and cgroups that threads read; a poll of all containers is rare and not counted here."""
+    few = await _rest_of_life(FEW, short_dir / "f", isolation)
+    many = await _rest_of_life(MANY, short_dir / "m", isolation)
+    assert not grown(few, many, {}), grown(few, many, {})

@@ -17,6 +17,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
+from gpushare_agent.agent.cluster.part import AllocationsReport
+from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
@@ -30,7 +32,11 @@ from gpushare_agent.core.node_report.annotations import (
 )
 from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
-from tests.support_core import used_blocks
+from tests.support_core import allocation as made_allocation
+from tests.support_core import container, inventory, used_blocks
+from tests.support_core import ids as made_ids
+from tests.support_core import pod as made_pod
+from tests.support_node import node_of
 
 NAMES = ResourceNames()
 UID = PodUid("u1")
@@ -78,7 +84,7 @@ def spec(
 
 def counts_of(*allocations: Allocation, known: Pod | None = None) -> dict[str, dict[int, tuple[int, ...]]]:
     found = allocations_by_pod(allocations, GPUS, lambda uid: known, NAMES)
-    return {one.pod_uid: dict(one.gpus) for one in found}
+    return {one.pod_uid: dict(one.gpus) for one in found.values()}
 
 
 # --- what is in it ---
@@ -159,7 +165,7 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
         )
     found = allocations_by_pod(cache, GPUS, lambda uid: None, NAMES)
     for one in GPUS:
-        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found]
+        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found.values()]
         by_pod = {f"{uid}{one.index}" for uid in "ab"}
         cores = [
             len({d for a in cache if a.key.pod_uid == uid for d in a.ids_of(ResourceKind.VCORE)})
@@ -173,7 +179,7 @@ def test_the_text_is_compact_sorted_and_has_a_schema() -> None:
     """The same holdings give the same text, or it would be written again and again."""
     text = allocations_annotation(
         [
-            AllocatedTo(pod_uid=PodUid("b"), gpus={10: (5,), 2: (30, 4)}, since=2.0),
+            AllocatedTo(pod_uid=PodUid("b"), gpus={2: (30, 4), 10: (5,)}, since=2.0),
             AllocatedTo(pod_uid=PodUid("a"), gpus={0: (100, 0, 0, 1)}, since=1.0),
         ]
     )
@@ -332,3 +338,33 @@ async def test_a_missing_right_is_reported_once_with_what_is_lost_and_the_cure()
             await wait_requests(server, 3)
     (reported,) = [entry for entry in logs if entry["event"] == "node_fields_not_written"]
     assert ROLE in reported["cure"] and "extender" in reported["lost"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["put", "grow", "start", "gone", "free", "gpus"])), max_size=20
+    )
+)
+def test_after_any_changes_the_text_is_as_if_made_of_all(steps: list[tuple[int, str]]) -> None:
+    """Pods that come, start, end and come back under one UID, with what they had or more; GPUs that change."""
+    store, cache, known = PodStore(), AllocationCache(), inventory(2)
+    node = node_of(known, pods=store, cache=cache)
+    report, at = AllocationsReport(node), 0
+    store.subscribe(lambda old, new: [report.changed(one.uid) for one in (old, new) if one is not None])
+    cache.subscribe(lambda old, new: report.changed((new or old).key.pod_uid if new or old else None))
+    store.replace_all([])
+    for number, step in steps:
+        one, at = made_pod(f"p{number}", container(cores=20, blocks=2), resource_version=str(at + 1)), at + 1
+        others = [other for other in store.pods() if other.uid != one.uid]
+        cores = range(number * 20, number * 20 + (20 if step == "put" else 10))
+        if step in ("put", "grow"):
+            cache.put(made_allocation(one, "main", made_ids(0, cores), made_ids(0, range(number * 2, number * 2 + 2))))
+        if step == "free":
+            cache.release_pod(one.uid)
+        elif step == "gpus":
+            node.inventory.current = inventory(1 + number % 2)
+            report.changed(None)
+        else:
+            new = replace(one, has_started=step == "start")
+            store.replace_all(others if step == "gone" else [*others, new], resource_version=str(at))
+        assert report.text() == AllocationsReport(node).text()

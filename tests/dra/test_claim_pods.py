@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.cluster.pod_store import PodStore
-from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimShare, ContainerKey
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ContainerKey
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind
 from tests.dra.support_claims import ref_of, uid_of, using
@@ -87,3 +89,39 @@ def test_the_sharers_of_a_claim_are_its_containers_with_their_ids() -> None:
     x, y = (ContainerKey(PodUid("uid-one"), name) for name in "xy")
     assert pods.sharers(KEY_A) == {x: "c" * 64, y: ""} and pods.sharers(KEY_B) == {y: ""}
     assert pods.sharers(x) is None
+
+
+CLAIMS = [ContainerKey(PodUid(uid_of(number)), name) for number in (1, 2) for name in "ab"]
+STEPS = st.lists(st.tuples(st.sampled_from(range(8)), st.sampled_from(["", "claim-1", "claim-2", "gone"])), max_size=25)
+
+
+@given(STEPS)
+def test_after_any_changes_it_says_what_one_made_of_them_all_would(steps: list[tuple[int, str]]) -> None:
+    """Claims and pods in any order, pods that come back under one UID with another claim, views of two requests."""
+    store, cache = PodStore(), AllocationCache()
+    pods = ClaimPods(store, cache)
+    for number, (which, name) in enumerate(steps):
+        if which < 4 and name == "gone":
+            cache.release(CLAIMS[which])
+        elif which < 4:
+            made = booked(CLAIMS[which], which)
+            assert made.claim is not None
+            ref = ClaimRef("default", f"claim-{1 + which // 2}", CLAIMS[which].pod_uid)
+            cache.put(replace(made, claim=replace(made.claim, ref=ref, view="a" if name == "claim-1" else "")))
+        else:
+            # As a list has them: what it lacks is gone, and may be back under its UID in the next.
+            one = pod(f"p{which}", using("x", ("g", "a")), using("y", ("g", "")), claims={"g": name} if name else {})
+            others = [other for other in store.pods() if other.uid != one.uid]
+            new = replace(one, resource_version=str(number + 1))
+            store.replace_all(others if name == "gone" else [*others, new], resource_version=str(number + 1))
+        fresh = ClaimPods(store, cache)
+        assert pods.shares() == fresh.shares() and pods.users == fresh.users
+        assert pods.claims_of_containers() == fresh.claims_of_containers()
+        for key in (*CLAIMS, *fresh.shares()):
+            assert pods.parts(key) == fresh.parts(key) and pods.sharers(key) == fresh.sharers(key)
+            assert {k: one for k, one in fresh.shares().items() if k.pod_uid == key.pod_uid} == pods.shares_of(
+                key.pod_uid
+            )
+        for one in store.pods():
+            users = {uid for uid in {key.pod_uid for key in CLAIMS} if one in pods.using(uid)}
+            assert users <= pods.subjects(one)

@@ -125,7 +125,7 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
         NAMES,
     )
     gpus = gpus_annotation(found, cordoned={}, memory_block_mib=256)
-    assert node_of(raw_node(gpus, allocations_annotation(held))).allocated == {
+    assert node_of(raw_node(gpus, allocations_annotation(held.values()))).allocated == {
         "u-share": {0: Charge(cores=30, blocks=16)},
         "u-whole": {1: Charge(cores=100, wholes=1), 2: Charge(cores=100, wholes=1)},
     }

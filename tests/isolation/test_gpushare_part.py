@@ -35,7 +35,6 @@ class Node:
         self.pods: dict[PodUid, Pod] = {}
         self.found: GpuInventory = inventory(2)
         self.claim_pods = self
-        self.version = (0, 0)
 
     def add(self, one: Pod, cores: int, blocks: int) -> Allocation:
         made = allocation(one, "main", ids(0, range(cores)), ids(0, range(blocks)))
@@ -47,6 +46,9 @@ class Node:
 
     def shares(self) -> Mapping[ContainerKey, Allocation]:
         return self.cache
+
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        return {key: one for key, one in self.cache.items() if key.pod_uid == uid}
 
     def parts(self, key: ContainerKey) -> Sequence[Allocation]:
         return (self.cache[key],) if key in self.cache else ()
@@ -91,7 +93,7 @@ async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_af
     assert found == {KEY: (GpuLimits(uuid="GPU-0", memory_bytes=2048 * MIB, cores=3000),)}
     del node.pods[UID]
     assert kept(part) is found
-    node.version = (0, 1)
+    part.changed(UID)
     assert kept(part) == {}
     node.pods[UID] = pod("share", container(cores=30, blocks=8), uid=UID)
     node.found = inventory(2)

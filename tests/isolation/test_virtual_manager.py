@@ -16,6 +16,7 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
+from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -117,10 +118,13 @@ class World:
     def get(self, uid: PodUid) -> Pod | None:
         return self.pods.get(uid)
 
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        return {key: one for key, one in self.allocations.items() if key.pod_uid == uid}
+
     def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
         return self.claims.get(key)
 
-    async def running(self) -> Mapping[ContainerKey, str]:
+    async def running(self, uids: Collection[PodUid] | None = None) -> Mapping[ContainerKey, str]:
         if self.known is None:
             raise Unavailable("nobody knows")
         return self.known
@@ -151,7 +155,7 @@ class World:
 
     async def poll(self, manager: VirtualManager) -> None:
         """With the containers' IDs of now."""
-        await self.processes.read_ids()
+        await self.processes.read_ids(self.allocations)
         await manager.poll()
 
     @property
@@ -398,7 +402,7 @@ class Reported:
     def __init__(self, owners: Mapping[str, ContainerKey] | None = None, error: Unavailable | None = None) -> None:
         self.owners, self.error = owners or {}, error
 
-    async def running(self) -> dict[ContainerKey, str]:
+    async def running(self, of_pod: PodUid | None = None) -> dict[ContainerKey, str]:
         if self.error is not None:
             raise self.error
         return {key: container_id for container_id, key in reversed(self.owners.items())}
@@ -557,6 +561,51 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
         world.files.before_removal = allocate_meanwhile
         await manager.poll()
         assert world.pids == (7, 11)  # its pod's processes, at once
+
+
+async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world: World) -> None:
+    """The others are compared in the poll of all, as is what nobody told of."""
+    (other,) = more_containers(world, 1)
+    async with Running(world) as manager:
+        await manager.poll()
+        manager._unsettled.clear()  # whose IDs are not known
+        for key in (KEY, other):
+            (world.files.path(key) / "vcuda.config").unlink()
+        manager.changed(PodUid("ffffffff" + POD[8:]))
+        await manager._poll_changed(is_of_all=False)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert (world.directory / "vcuda.config").exists() and not (world.files.path(other) / "vcuda.config").exists()
+        share = world.allocations.pop(KEY)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert not (world.directory / "vcuda.sock").exists()
+        world.allocations[KEY] = share  # as a pod that is created again under its UID
+        manager.changed(POD, KEY)
+        await manager._poll_changed(is_of_all=False)
+        assert is_served(world.directory / "vcuda.sock")
+        del world.allocations[KEY], world.allocations[other]
+        await manager.poll()
+        assert not (world.directory / "vcuda.sock").exists()
+
+
+async def test_a_container_that_does_not_start_for_long_is_prepared_again_when_it_does(world: World) -> None:
+    manager = world.manager()
+    async with running(manager.run):
+        manager.ahead.add(KEY)
+        await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
+        world.now = NOT_STARTED_FOR_S
+        await manager.poll()
+        assert manager.ahead.prepared == frozenset()
+
+
+async def test_a_change_that_nobody_told_of_is_found_by_a_poll_of_all(world: World) -> None:
+    intervals = Intervals(poll_s=0.001, settled_poll_s=0.001)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    async with running(manager.run):
+        await poll_until((world.directory / "vcuda.sock").exists, "the socket")
+        del world.allocations[KEY]
+        await poll_until(lambda: not (world.directory / "vcuda.sock").exists(), "the end of the server")
 
 
 async def test_servers_whose_sockets_vanished_are_restarted_together(world: World) -> None:

@@ -69,7 +69,7 @@ def raw_node(agent: Node, owners: dict[PodUid, Pod], names: ResourceNames) -> di
     """The Node object as the agent writes it."""
     found = agent.found
     capacity = {names.name(kind): str(sum(names.units(gpu, kind) for gpu in found.gpus)) for kind in names.kinds}
-    by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, owners.get, names)
+    by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, owners.get, names).values()
     text = gpus_annotation(found, cordoned={}, memory_block_mib=names.memory_block_mib)
     return {
         "metadata": {
@@ -222,7 +222,7 @@ def test_replicas_and_instances_are_counted_alike_by_agent_extender_and_inspect(
             admitted[owner.uid] = owner
         if number in ends and admitted:
             agent.release(admitted.pop(sorted(admitted)[0]))
-        by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, admitted.get, own_names)
+        by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, admitted.get, own_names).values()
         raw = raw_node(agent, admitted, names)
         raw["metadata"]["annotations"][ALLOCATIONS_ANNOTATION] = allocations_annotation(by_pod)
         raw["metadata"]["annotations"][GPUS_ANNOTATION] = gpus_annotation(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
-from gpushare_agent.agent.runtime.cgroups import ANY_NAME_DEPTH, CgroupDir, Cgroups, CgroupVersion, cgroup_version
+from gpushare_agent.agent.runtime.cgroups import (
+    ANY_NAME_DEPTH,
+    WALK_AFTER_S,
+    CgroupDir,
+    Cgroups,
+    CgroupVersion,
+    cgroup_version,
+)
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.runtime.support_cgroups import find_cgroup
@@ -277,3 +285,57 @@ def test_a_pods_containers_are_found_without_their_ids(tmp_path: Path, make: Cal
     found = Cgroups(root).find_pods({UID})
     assert {place.path for place in found[UID]} == made and found.keys() == {UID}
     assert Cgroups(root).find_pods({PodUid("0" * 32)}) == {}
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_pod_is_looked_for_where_the_kubelet_puts_such_and_everywhere_only_after_a_while(tmp_path: Path) -> None:
+    """Of any QoS class at once. Under a parent that no pod had so far its cgroup is found in the walk that is due then."""
+    clock, other = _Clock(), f"kubepods/burstable/pod{OTHER_UID}/{OTHER_ID}"
+    make_cgroup(make_v2(tmp_path) / other)
+    cgroups = Cgroups(tmp_path)
+    cgroups.clock = clock
+    assert cgroups.find_pods({OTHER_UID}).keys() == {OTHER_UID}
+    assert cgroups.find_pods({UID}) == {} == cgroups.find_many([(ID, UID)])
+    for path in (f"kubepods/pod{UID}/{ID}", f"kubepods/besteffort/pod{UID}/{ID}"):
+        place = make_cgroup(tmp_path / path)
+        assert [one.path for one in cgroups.find_pods({UID})[UID]] == [place]
+        assert cgroups.find_many([(ID, UID)])[ID].path == place
+        shutil.rmtree(place.parent)
+        assert cgroups.find_pods({UID}) == {} == cgroups.find_many([(ID, UID)])
+    place = make_cgroup(tmp_path / f"elsewhere/pod{UID}/{ID}")
+    assert cgroups.find_pods({UID}) == {} == cgroups.find_many([(ID, UID)])
+    clock.now = WALK_AFTER_S
+    assert cgroups.find_many([(ID, UID)])[ID].path == place
+    assert [one.path for one in cgroups.find_pods({UID})[UID]] == [place]
+
+
+def test_under_systemd_too_the_other_classes_are_known_from_one(tmp_path: Path) -> None:
+    other, own = OTHER_UID.replace("-", "_"), UID.replace("-", "_")
+    make_cgroup(make_v2(tmp_path) / f"kubepods.slice/kubepods-pod{other}.slice/cri-containerd-{OTHER_ID}.scope")
+    cgroups = Cgroups(tmp_path)
+    cgroups.clock = _Clock()
+    assert cgroups.find_pods({OTHER_UID}).keys() == {OTHER_UID}
+    for name in ("kubepods-burstable", "kubepods-besteffort"):
+        place = make_cgroup(tmp_path / f"kubepods.slice/{name}.slice/{name}-pod{own}.slice/crio-{ID}.scope")
+        assert [one.path for one in cgroups.find_pods({UID})[UID]] == [place]
+        shutil.rmtree(place.parent)
+
+
+def test_a_pod_whose_directory_is_gone_has_no_process_until_it_is_there_again(tmp_path: Path) -> None:
+    """A pod that was never seen is looked for everywhere: its share is not freed by a guess."""
+    make_cgroup(make_v2(tmp_path) / f"kubepods/burstable/pod{UID}/{ID}", 7)
+    make_cgroup(tmp_path / f"elsewhere/pod{OTHER_UID}/{OTHER_ID}", 8)
+    cgroups = Cgroups(tmp_path)
+    assert cgroups.has_processes(OTHER_UID) is True
+    assert cgroups.find_pods({UID}).keys() == {UID}
+    assert cgroups.has_processes(UID) is True
+    shutil.rmtree(tmp_path / f"kubepods/burstable/pod{UID}")
+    assert cgroups.has_processes(UID) is False
+    make_cgroup(tmp_path / f"kubepods/pod{UID}/{ID}", 9)
+    assert cgroups.has_processes(UID) is True

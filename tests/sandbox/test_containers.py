@@ -49,7 +49,7 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         found = find_cgroup(cgroups, container.id, PodUid(UID))
         assert found is not None and found.path == container.cgroup
         assert cgroups.processes(found).pids == [container.pid]
-        processes = PodProcesses(runtime.cgroup_root)
+        processes = PodProcesses(Cgroups(runtime.cgroup_root))
         assert await processes.are_running(PodUid(UID))
         runtime.stop(container, 30)
         assert await wait_ended(runtime, container) == 143

@@ -1,8 +1,8 @@
 """Who uses the claims that are prepared on this node, and which of their allocations a container sees as one share.
 
-Plain functions find both; `ClaimPods` keeps their results. Pure: the module is in pyproject.toml's list.
+Plain functions find both; `ClaimPods` knows of whom to ask them. Pure: the module is in pyproject.toml's list.
 
-State owned: those results, made again where an allocation or a pod has changed.
+State owned: the claims with allocations and the pods by the names of claims, and the shares as they were made last.
 """
 
 from __future__ import annotations
@@ -84,25 +84,26 @@ class ClaimPods:
     def __init__(self, store: PodStore, cache: AllocationCache) -> None:
         self._store = store
         self._cache = cache
-        self._made_of: tuple[int, int] | None = None
-        self._users: Users = {}
+        self._made_of = -1
         self._shares: Mapping[ContainerKey, Allocation] = {}
-        self._parts: Mapping[ContainerKey, Sequence[Allocation]] = {}
+        self._claims: dict[tuple[str, str], dict[PodUid, None]] = {}
+        self._pods: dict[tuple[str, str], dict[PodUid, None]] = {}
+        for allocation in cache:
+            self._allocation_changed(None, allocation)
+        for pod in store.pods():
+            self._pod_changed(None, pod)
+        cache.subscribe(self._allocation_changed)
+        store.subscribe(self._pod_changed)
 
     @property
     def is_synced(self) -> bool:
         return self._store.is_synced
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Another one after every change of an allocation or a pod."""
-        return self._cache.version, self._store.version
-
-    @property
     def users(self) -> Users:
-        """The containers that use each claim's allocation; valid until the next change."""
-        self._refresh()
-        return self._users
+        """The containers that use each claim's allocation."""
+        uids = {uid: None for of_name in self._claims.values() for uid in of_name}
+        return {key: pairs for uid in uids for key, pairs in self._users_of(uid).items()}
 
     def claims_of_containers(self) -> dict[ContainerKey, tuple[ContainerKey, ...]]:
         """The keys of the claims' allocations that each container uses."""
@@ -116,13 +117,20 @@ class ClaimPods:
     def shares(self) -> Mapping[ContainerKey, Allocation]:
         """What isolations keep: an allocation for each container and one for each view of a claim; valid until the next
         change."""
-        self._refresh()
-        return self._shares or self._cache.view()
+        if not self._claims:
+            return self._cache.view()
+        if self._made_of != self._cache.version:
+            self._made_of, self._shares = self._cache.version, by_view(self._cache.view(), parts_of_views(self._cache))
+        return self._shares
+
+    def shares_of(self, uid: PodUid) -> Mapping[ContainerKey, Allocation]:
+        """Those of one pod or claim."""
+        own = self._cache.of_pod(uid)
+        return by_view({one.key: one for one in own}, parts_of_views(own))
 
     def parts(self, key: ContainerKey) -> Sequence[Allocation]:
         """The allocations behind one of `shares`: for a claim, every result that a container uses together with others."""
-        self._refresh()
-        if (parts := self._parts.get(key)) is not None:
+        if (parts := parts_of_views(self._cache.of_pod(key.pod_uid)).get(key)) is not None:
             return parts
         allocation = self._cache.get(key)
         return (allocation,) if allocation is not None else ()
@@ -132,16 +140,19 @@ class ClaimPods:
         `key` is a container's own."""
         if (allocation := self._cache.get(key)) is None or allocation.claim is None:
             return None
-        users = self.users.get(key, ())
+        users = self._users_of(key.pod_uid).get(key, ())
         return {ContainerKey(pod.uid, one.name): pod.container_ids.get(one.name, "") for pod, one in users}
 
     def using(self, uid: PodUid) -> tuple[Pod, ...]:
         """The pods that use a claim. For a pod's own UID: that pod."""
         if (pod := self._store.get(uid)) is not None:
             return (pod,)
-        users = self.users
-        found = {pod.uid: pod for one in self._cache.of_pod(uid) for pod, _ in users.get(one.key, ())}
+        found = {pod.uid: pod for pairs in self._users_of(uid).values() for pod, _ in pairs}
         return tuple(found[one] for one in sorted(found))
+
+    def subjects(self, pod: Pod) -> set[PodUid]:
+        """The UIDs under which there may be allocations that the pod uses: its own, and those of its claims."""
+        return {pod.uid, *(uid for name in _claim_names(pod) for uid in self._claims.get(name, ()))}
 
     def get(self, uid: PodUid) -> Pod | None:
         """A pod; a claim is none."""
@@ -155,12 +166,36 @@ class ClaimPods:
         pod = self._store.get(key.pod_uid)
         return pod.container_ids.get(key.container, "") if pod is not None else ""
 
-    def _refresh(self) -> None:
-        made_of = self.version
-        if made_of == self._made_of:
+    def _users_of(self, uid: PodUid) -> Users:
+        own = [one for one in self._cache.of_pod(uid) if one.claim is not None]
+        uids = {pod: None for one in own for pod in self._pods.get(_name_of(one), ())}
+        pods = filter(None, map(self._store.get, uids))
+        return claim_users(own, sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid)))
+
+    def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        if (one := new or old) is None or one.claim is None:
             return
-        self._made_of = made_of
-        shares = [one for one in self._cache if one.claim is not None]
-        self._users = claim_users(shares, self._store.pods()) if shares else {}
-        self._parts = parts_of_views(shares)
-        self._shares = by_view(self._cache.view(), self._parts) if shares else {}
+        claims = self._claims.setdefault(_name_of(one), {})
+        claims[one.key.pod_uid] = None
+        if not self._cache.of_pod(one.key.pod_uid):
+            del claims[one.key.pod_uid]
+        if not claims:
+            del self._claims[_name_of(one)]
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        for pod in filter(None, (old, new)):
+            for name in _claim_names(pod):
+                users = self._pods.setdefault(name, {})
+                users[pod.uid] = None
+                if pod is not new:
+                    del users[pod.uid]
+                if not users:
+                    del self._pods[name]
+
+
+def _name_of(allocation: Allocation) -> tuple[str, str]:
+    return allocation.claim.ref[:2] if allocation.claim is not None else ("", "")
+
+
+def _claim_names(pod: Pod) -> set[tuple[str, str]]:
+    return {(pod.namespace, name) for name in pod.claims.values()}

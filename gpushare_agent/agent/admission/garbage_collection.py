@@ -3,11 +3,13 @@
 Level, not edge: a pod's end is handled at once when its event comes, and by the next reconcile in any case.
 
 State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile,
-the pods whose allocations changed since the present one began, and the pods that agreed with the kubelet's records.
+what the kubelet listed at the start, the pods whose allocations changed since then or since the present reconcile began, and
+the pods that agreed with the kubelet's records.
 
 The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List by
 any client can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
-more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
+more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely, and the first
+reconcile takes those that the ledger was rebuilt from for what a Get would answer.
 
 The kubelet allocates a force-deleted pod's devices again while its processes still run (measured): `PodProcesses` says
 whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
@@ -17,11 +19,9 @@ exists until the kubelet has cleaned up; what counts is whether a process is in 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -39,8 +39,7 @@ from gpushare_agent.agent.cluster.pod_store import NodePods
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.agent.node import Node
-from gpushare_agent.agent.runtime.cgroup_paths import pod_uid_of
-from gpushare_agent.agent.runtime.cgroups import CgroupWalk
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -97,6 +96,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _is_getting: bool = False
     _changed_pods: set[PodUid] = field(default_factory=set)
+    _recovered: dict[tuple[str, str], ListedPod] = field(default_factory=dict)
     _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
     """As they were then; the longest unasked first."""
 
@@ -113,7 +113,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """Notes the pod for a comparison that is under way, and wakes those who wait for a release. For
         AllocationCache.subscribe."""
-        if self._is_getting:
+        if self._is_getting or self._recovered:
             self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
             self._has_released.set()
@@ -121,6 +121,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def kubelet_restarted(self) -> None:
         """Its records may be others now."""
         self._agreed.clear()
+        self._recovered.clear()
 
     def request_reconcile(self) -> None:
         """Reconciles as soon as possible, not at the next period: the pod store has listed."""
@@ -148,6 +149,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
         # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
         self.node.cache.replace_all(rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO))
+        self._recovered = {(pod.namespace, pod.name): pod for pod in listed}
         return len(self.node.cache)
 
     async def run(self) -> NoReturn:
@@ -214,6 +216,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
         except AgentError as e:
             log.warning("reconcile_failed", error=str(e))
+        finally:
+            self._recovered = {}
 
     def _may_lack_static_pods(self) -> bool:
         """Whether a static pod may be missed: of one without a mirror pod no event comes, neither its end nor, after the
@@ -226,17 +230,25 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """False if the kubelet has no Get. Pods with allocations that change meanwhile are left for the next time."""
         if not self.node.pods.is_synced:
             return False
+        recovered = self._recovered
+        # The records of a container that has started, and whose allocation is still what was read from them, are the same.
+        known = {
+            pod.uid: listed
+            for pod in (self.node.pods.pods() if recovered else ())
+            if pod.has_started and pod.uid not in self._changed_pods and self.node.cache.of_pod(pod.uid)
+            if (listed := recovered.get((pod.namespace, pod.name))) is not None
+        }
         self._changed_pods.clear()
         self._is_getting = True
         try:
-            return await self._get_and_compare(checkpoint)
+            return await self._get_and_compare(checkpoint, known)
         finally:
             self._is_getting = False
 
-    async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
-        listed: list[ListedPod] = []
+    async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry], known: Mapping[PodUid, ListedPod]) -> bool:
+        listed = list(known.values())
         asked = self._pods_to_ask()
-        for number, pod in enumerate(asked, start=1):
+        for number, pod in enumerate([pod for pod in asked if pod.uid not in known], start=1):
             try:
                 listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
             # That is an answer: the kubelet has no such pod, so nothing is listed of it.
@@ -354,10 +366,8 @@ READ_TIMEOUT_S = 2.0
 
 
 class PodProcesses:
-    """`root` is where the cgroup hierarchies are mounted."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, cgroups: Cgroups) -> None:
+        self._cgroups = cgroups
         self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
 
     async def are_running(self, uid: PodUid) -> bool | None:
@@ -366,29 +376,5 @@ class PodProcesses:
         Raises:
             Unavailable: the file system does not answer now; try again.
         """
-        what = f"reading the processes of pod {uid} below {self._root}"
-        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
-
-
-def _are_running(root: Path, uid: str) -> bool | None:
-    # No directory can have such a UID in its name: nothing is known of its processes.
-    if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
-        return None
-    walk = CgroupWalk(root)
-    if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
-        return True
-    # A directory that could not be read may be the one with the process.
-    return False if walk.is_complete else None
-
-
-def _has_process(path: str) -> bool:
-    for directory, _, files in os.walk(path):
-        if "cgroup.procs" in files:
-            try:
-                with Path(directory, "cgroup.procs").open("rb") as procs:
-                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
-                    if procs.read(1):
-                        return True
-            except OSError:
-                continue
-    return False
+        what = f"reading the processes of pod {uid} below {self._cgroups.root}"
+        return await self._thread.call(partial(self._cgroups.has_processes, uid), what, READ_TIMEOUT_S)

@@ -90,7 +90,7 @@ class AdmissionPart:
             gate=self.gate,
             pod_resources=self.pod_resources,
             checkpoint=checkpoint,
-            processes=PodProcesses(node.settings.runtime.cgroup_root),
+            processes=PodProcesses(isolation.host.cgroups),
             kubelet_age_s=self.facts.age_s,
             has_pod_resources=self.facts.has_pod_resources,
         )

@@ -1,7 +1,7 @@
 """Gives running shares the sizes that their pods' annotation `gpushare-agent/resize` asks for.
 
-Level, not edge: each round compares every share with its annotation; a change of a pod, an allocation or a GPU only
-starts one. In a round, in this order:
+Level, not edge: a round compares with its annotation each share that is resized or was refused, and those of pods and
+claims that changed; after a change of a GPU all. In a round, in this order:
 
 1. Decide, and charge what grows (`AllocationCache.charge`), without an await between.
 2. Save what is charged. What cannot be saved is not applied.
@@ -26,7 +26,7 @@ then has what the kubelet allocated, in the ledger and by its isolation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -246,7 +246,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     _request_usage: Callable[[], None] = lambda: None
     _enforced: dict[ContainerKey, _Enforced] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
-    _has_refused: bool = False
+    _changed: frozenset[PodUid] | None = None
+    """None: all."""
+    _refused: frozenset[PodUid] | set[PodUid] = frozenset()
     _save_failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
@@ -257,8 +259,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """`request` is called while a decision waits for a sample: samples may be rare."""
         self._request_usage = request
 
-    def changed(self) -> None:
-        """A pod, an allocation or a GPU."""
+    def changed(self, uid: PodUid | None = None) -> None:
+        """A pod or claim, an allocation of it, or (None) a GPU."""
+        self._changed = None if uid is None or self._changed is None else self._changed | {uid}
         self._reconciler.request()
 
     async def load(self) -> tuple[ResizedShare, ...]:
@@ -287,25 +290,28 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """Reconciles when something has changed, and every period while a share is resized, until cancelled."""
 
         def due_s() -> float | None:
-            return PERIOD_S if self.node.cache.resized or self._saved or self._has_refused else None
+            return PERIOD_S if self.node.cache.resized or self._saved or self._refused else None
 
         await self._reconciler.run(self.reconcile, due_s, pause_s=PAUSE_S)
 
     async def reconcile(self) -> None:
         """One round. A share that cannot be enforced does not stop the others."""
         self._forget_gone()
+        open_uids = self._refused | {key.pod_uid for key in self.node.cache.resized}
+        uids = None if self._changed is None else self._changed | open_uids
+        self._changed = frozenset()
         found = ResizeRound()
         # Twice at most: what shrank in the first pass makes room for growth in the second; more waits for the next
         # round.
         for _ in range(2):
-            found = self._decide()
+            found = self._decide(uids)
             await self._save_and_apply()
             if not await self._enforce(found):
                 break
         await self._save_and_apply()
-        self._has_refused = bool(found.refused or found.unknown)
+        self._refused = found.unknown.keys() | {key.pod_uid for key in found.refused}
         if self.node.pods.is_synced:
-            self.reports.report(found)
+            self.reports.report(found, {one.key.pod_uid for one in self.node.cache} if uids is None else uids)
 
     # --- 1: decide ---
 
@@ -320,12 +326,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             if pod is None or pod.is_terminal:
                 self.node.cache.forget_resized(key)
 
-    def _decide(self) -> ResizeRound:
+    def _decide(self, uids: Collection[PodUid] | None) -> ResizeRound:
         """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
         accounts = GrowthAccounts(self.node)
         candidates: list[tuple[Allocation, DesiredSize]] = []
-        for allocation in self.node.cache:
+        cache = self.node.cache
+        for allocation in cache if uids is None else [one for uid in sorted(uids) for one in cache.of_pod(uid)]:
             uid = allocation.key.pod_uid
             pods = self.node.claim_pods.using(uid)
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
@@ -480,7 +487,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
     _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_at: dict[PodUid, float] = field(default_factory=dict)
 
-    def report(self, found: ResizeRound) -> None:
+    def report(self, found: ResizeRound, compared: Collection[PodUid]) -> None:
         for known in (self._reported_at, self._statuses):
             for uid in [uid for uid in known if not self.node.cache.of_pod(uid) and self.node.pods.get(uid) is None]:
                 del known[uid]
@@ -489,7 +496,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
         for uid in sorted(uids):
             if users := self.node.claim_pods.using(uid):
                 self._report_pod(uid, users, found, reasons)
-        for uid in {one.key.pod_uid for one in self.node.cache} - uids:
+        for uid in {uid for uid in compared if self.node.cache.of_pod(uid)} - uids:
             self._show_status(uid, self.node.claim_pods.using(uid), None)
 
     def _report_pod(
@@ -532,6 +539,8 @@ class ResizeReports(Struct, kw_only=True, eq=False):
             before = self._statuses.get(pod.uid, {})
             parts = {one: text for one, text in {**before, uid: status}.items() if text is not None}
             self._statuses[pod.uid] = parts
+            if not parts:
+                del self._statuses[pod.uid]
             text = bounded_status([entry for one in sorted(parts) for entry in parts[one].split(";")])
             if parts != before or pod.annotations.get(RESIZE_STATUS_ANNOTATION) != text:
                 self.annotations.resize_status(pod, text)

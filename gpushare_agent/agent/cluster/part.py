@@ -31,8 +31,9 @@ from gpushare_agent.core.kube.events import NodeEvents, PodEvents
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.pods import mistyped_annotations
 from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.node_report.annotations import allocations_annotation, allocations_by_pod
+from gpushare_agent.core.node_report.annotations import AllocatedTo, allocations_annotation, allocations_by_pod
 from gpushare_agent.core.placement.free_gpus import FreeGpus, free_gpus
 from gpushare_agent.core.settings.settings import Settings
 
@@ -78,9 +79,10 @@ class ClusterPart:
         self.annotations = PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics)
         self.pod_events = PodEvents(node_name, count=node.metrics.pod_event)
         self.node_events = NodeEvents(node_name)
+        self._allocations = AllocationsReport(node)
         self.node_fields = {
             fields.name: NodeFieldsWriter(fields=fields, node_name=node_name, desired=partial(desired, node))
-            for fields, desired in _written_fields(settings)
+            for fields, desired in _written_fields(settings, self._allocations)
         }
         """Those that the settings have the agent write, by name."""
         self.kubelet_facts = KubeletFacts(
@@ -105,10 +107,12 @@ class ClusterPart:
 
     def gpus_changed(self) -> None:
         """What the node's object says of the GPUs may be another than before."""
+        self._allocations.changed(None)
         self._changed(FACTS, TAINT)
 
-    def allocations_changed(self) -> None:
-        """What the node's object says of them may be another than before."""
+    def allocations_changed(self, uid: PodUid | None) -> None:
+        """What the node's object says of those of a pod, or of all, may be another than before."""
+        self._allocations.changed(uid)
         self._changed(ALLOCATIONS, TAINT)
 
     def _changed(self, *fields: NodeFields[Any]) -> None:
@@ -179,14 +183,16 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
     return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
-def _written_fields(settings: Settings) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
+def _written_fields(
+    settings: Settings, allocations: AllocationsReport
+) -> Iterator[tuple[NodeFields[Any], Callable[[Node], object]]]:
     # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves. An agent that is to
     # write nothing removes nothing either.
     if settings.gpushare.enabled or settings.facts.is_written:
         # A kubelet that registers the node again resets its capacity: the number comes back soon.
         yield replace(CAPACITY, period_s=60.0) if settings.gpushare.enabled else CAPACITY, _desired_capacity
     if settings.facts.is_written:
-        yield from ((FACTS, desired_facts), (ALLOCATIONS, _desired_allocations), (TAINT, desired_free_gpus))
+        yield from ((FACTS, desired_facts), (ALLOCATIONS, lambda _: allocations.text()), (TAINT, desired_free_gpus))
 
 
 def _desired_capacity(node: Node) -> tuple[str, int | None]:
@@ -235,24 +241,47 @@ def _features(node: Node) -> Mapping[str, str]:
     )
 
 
-def _desired_allocations(node: Node) -> str | None:
-    """Which pod has what, for the node's object; None until the pods are listed and the GPUs read: a text that leaves out
-    what is allocated would give it away."""
-    gpus = node.gpus().gpus
-    if not node.pods.is_synced or not gpus:
-        return None
-    # What claims have is in the claims, where kube-scheduler counts it.
-    by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
-    return allocations_annotation(
-        allocations_by_pod(
-            by_plugins,
-            gpus,
-            node.pods.get,
-            node.names,
-            node.cache.charge_differences(),
-            node.cache.charges_of_pod,
+class AllocationsReport:
+    """Which pod has what, for the node's object. State owned: what each pod has, worked out again where the pod or an
+    allocation of it has changed."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._of_pod: dict[PodUid, AllocatedTo] = {}
+        self._changed: set[PodUid] | None = None
+        self._has_resized = False
+        self._text = ""
+
+    def changed(self, uid: PodUid | None) -> None:
+        """None: a GPU, or anything."""
+        if uid is None:
+            self._changed = None
+        elif self._changed is not None:
+            self._changed.add(uid)
+
+    def text(self) -> str | None:
+        """None until the pods are listed and the GPUs read: a text that leaves out what is allocated would give it away."""
+        node, cache, gpus = self._node, self._node.cache, self._node.gpus().gpus
+        if not node.pods.is_synced or not gpus:
+            return None
+        changed, self._changed = self._changed, set()
+        # What is shown of a resized share depends on the others of its GPU.
+        if self._has_resized or cache.resized:
+            changed = None
+        self._has_resized = bool(cache.resized)
+        own = cache if changed is None else [one for uid in changed for one in cache.of_pod(uid)]
+        # What claims have is in the claims, where kube-scheduler counts it.
+        by_plugins = [one for one in own if one.claim is None]
+        found = allocations_by_pod(
+            by_plugins, gpus, node.pods.get, node.names, cache.charge_differences(), cache.charges_of_pod
         )
-    )
+        before = self._of_pod if changed is None else {uid: self._of_pod[uid] for uid in changed if uid in self._of_pod}
+        if not self._text or found != before:
+            for uid in before.keys() - found.keys():
+                del self._of_pod[uid]
+            self._of_pod |= found
+            self._text = allocations_annotation(self._of_pod.values())
+        return self._text
 
 
 def desired_free_gpus(node: Node) -> FreeGpus | None:

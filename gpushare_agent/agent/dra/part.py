@@ -79,7 +79,7 @@ class DraPart:
         self.informer = Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
         )
-        self.stale_claims = StaleClaims(self.claims, PodProcesses(settings.runtime.cgroup_root))
+        self.stale_claims = StaleClaims(self.claims, PodProcesses(isolation.host.cgroups))
         self.waker = PodWaker(claims=self.claims)
         mig.on_change = self._mig_changed
         self.locks = {

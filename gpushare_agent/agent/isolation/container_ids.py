@@ -7,7 +7,7 @@ costs that second. State owned: whether its absence was logged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+ASKED_PODS = 4
+
 
 class ContainerIds:
     """`running` and `owner_of`, each bounded by the runtime client's own time limit."""
@@ -32,14 +34,19 @@ class ContainerIds:
         self._pods = pods
         self._unavailable = ReportOnce()
 
-    async def running(self) -> Mapping[ContainerKey, str]:
-        """The IDs of the containers that run."""
+    async def running(self, uids: Collection[PodUid] | None = None) -> Mapping[ContainerKey, str]:
+        """The IDs of the containers that run, at least of these pods."""
+        running: dict[ContainerKey, str] = {}
+        if uids is not None and not uids:
+            return running
         try:
-            running = await self._runtime.running()
+            # One by one while they are few: a list of all grows with the node.
+            for uid in uids if uids is not None and len(uids) <= ASKED_PODS else (None,):
+                running |= await self._runtime.running(uid)
         except AgentError as e:
             # Not an error: access to the socket is root on the node, and is often not given.
             self._note(e)
-            return self._in_statuses()
+            return self._in_statuses(uids)
         self._note(None)
         return running
 
@@ -73,9 +80,10 @@ class ContainerIds:
         elif self._unavailable.is_new("unavailable"):
             log.info("runtime_unavailable", why=str(error), then="container IDs come from the pods' statuses")
 
-    def _in_statuses(self) -> dict[ContainerKey, str]:
+    def _in_statuses(self, uids: Collection[PodUid] | None = None) -> dict[ContainerKey, str]:
+        pods = self._pods.pods() if uids is None else filter(None, map(self._pods.get, uids))
         return {
             ContainerKey(PodUid(pod.uid), name): container_id
-            for pod in self._pods.pods()
+            for pod in pods
             for name, container_id in pod.container_ids.items()
         }

@@ -34,7 +34,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.core.settings.settings import Settings
@@ -142,12 +142,12 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """The result of the agent's own program under this isolation, which is no combination: was it limited?"""
         return self.parts[part].probed() if part in self.parts else None
 
-    def changed(self) -> None:
-        """An allocation, a pod or a GPU."""
+    def changed(self, uid: PodUid | None = None, key: ContainerKey | None = None) -> None:
+        """The pod or claim, an allocation of it, or (None) a GPU."""
         if self.vdevices is not None:
-            self.vdevices.changed()
+            self.vdevices.changed(uid, key)
         for part in self.parts.values():
-            part.changed()
+            part.changed(uid)
 
     def follow_usage(
         self, subscribe: Callable[[Callable[[UsageRound | None], None]], None], request: Callable[[], None]

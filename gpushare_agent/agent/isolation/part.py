@@ -119,8 +119,8 @@ class IsolationPart:
         """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
         return ""
 
-    def changed(self) -> None:
-        """An allocation, a pod or a GPU."""
+    def changed(self, uid: PodUid | None) -> None:
+        """A pod or an allocation of it, a claim's, or (None) a GPU."""
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """A round, as UsageSampling tells it."""

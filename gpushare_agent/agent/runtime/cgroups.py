@@ -9,8 +9,8 @@ A walk goes into no container of a pod: what a tenant makes below its own cgroup
 Where the node is itself a container of another cluster's pod, and that cluster's cgroups are in sight, `root` must be the
 node's directory (setting runtime.cgroup_root). Follows no symbolic link.
 
-State owned: which directory each container had in the last walk. It is checked at each use, and walked for again where a
-container is not in it.
+State owned: the directory that each container had when it was last found, which is checked at each use; the pods whose
+directory was seen; and the forms of the pods' directories, by which a pod is looked for without a walk over all others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -149,6 +150,14 @@ _READ_BYTES = 64 * 1024
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
+WALK_AFTER_S, WALK_AGAIN_S = 5.0, 60.0
+"""So long after it was first asked for all cgroups are searched for what no known form has, and then again and again."""
+MAX_FORMS = 64
+MAX_KNOWN = 8192
+"""More than the containers of a node."""
+_CLASSES = ("burstable", "besteffort")
+_UID = "\0"
+
 ROUND_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 2.0
 
@@ -208,6 +217,36 @@ def _in_thread(
     return call
 
 
+def _forms_of(place: CgroupDir) -> Iterator[str]:
+    """The path of the pod's directory with `_UID` for the pod's UID, and those of pods of other QoS classes next to it, of
+    which there may be none yet; nothing where the container is in no directory of its pod.
+
+    Guaranteed pods are in the directory of all pods: `kubepods/pod<UID>`, or `kubepods.slice/kubepods-pod<UID>.slice`; the
+    others in one of their class: `kubepods/burstable/pod<UID>`, or
+    `kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<UID>.slice`.
+    """
+    if place.pod_uid is None:
+        return
+    parent, _, name = str(place.path.parent).rpartition("/")
+    before, is_pods, after = name.partition(_written(place.pod_uid, name))
+    if not is_pods:
+        return
+    yield f"{parent}/{before}{_UID}{after}"
+    stem = before.removesuffix("pod")
+    for one in _CLASSES:
+        if stem.endswith(f"-{one}-") or parent.endswith(f"/{one}"):
+            stem, parent = stem.removesuffix(f"{one}-"), parent.rpartition("/")[0]
+    yield f"{parent}/{stem}pod{_UID}{after}"
+    for one in _CLASSES:
+        # By systemd's rule a slice has the names of all above it in its own.
+        below = f"{stem}{one}.slice/{stem}{one}-pod" if stem else f"{one}/pod"
+        yield f"{parent}/{below}{_UID}{after}"
+
+
+def _written(uid: str, directory: str) -> str:
+    return uid.replace("-", "_") if directory.endswith(".slice") else uid
+
+
 class Cgroups:
     """`root` is where the host's hierarchies are mounted, `proc` its /proc."""
 
@@ -215,7 +254,11 @@ class Cgroups:
         self.root = root
         self._proc = proc
         self._own_text = ""
-        self._known: Mapping[str, CgroupDir] = {}
+        self.clock = time.monotonic
+        self._known: dict[str, CgroupDir] = {}
+        self._seen: dict[PodUid, None] = {}
+        self._forms: dict[str, None] = {}
+        self._walk_at: dict[str, float] = {}
         self._walk_lock = threading.Lock()
         # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
         self.rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
@@ -224,29 +267,53 @@ class Cgroups:
     def find_many(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """The cgroups that exist, by container ID; where a UID comes with it, the path must name that pod or none.
 
-        One walk at most in each hierarchy, however many are requested.
+        A container that was not known is looked for in its pod's directory, and else in one walk at most in each hierarchy,
+        however many are requested.
         """
         # What is no ID of a container would be compared with names of directories: it comes from the runtime.
         uids = {container_id: uid for container_id, uid in requested if container_id_of(container_id) == container_id}
-        # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
-        if any(not _is_there(self._known.get(container_id)) for container_id in uids):
-            self._walk_for(uids.keys())
-        known = self._known
+        with self._walk_lock:
+            self._bound()
+            # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
+            for gone in [i for i in uids if not _is_there(self._known.get(i))]:
+                self._known.pop(gone, None)
+            missing = {i: uid for i, uid in uids.items() if i not in self._known}
+            for uid in {uid for uid in missing.values() if uid is not None}:
+                self._look_at(uid)
+            if self._is_walk_due(missing, self._known):
+                self._walk(lambda found: found.keys() >= missing.keys())
+            known = {i: self._known[i] for i in uids if i in self._known}
         # Of another pod is not found: an ID that names a container of another pod is a mistake of the runtime, or an
         # attack.
-        return {i: known[i] for i, uid in uids.items() if i in known and uid in (None, known[i].pod_uid or uid)}
+        return {i: place for i, place in known.items() if uids[i] in (None, place.pod_uid or uids[i])}
 
     def find_pods(self, uids: Collection[PodUid]) -> Mapping[PodUid, list[CgroupDir]]:
         """The containers' cgroups of these pods, the pod's own sandbox among them, in the first hierarchy that has any."""
-        # Under v1 each hierarchy shows the same pods.
-        for hierarchy in self._hierarchies():
-            found: dict[PodUid, list[CgroupDir]] = {}
-            for place in CgroupWalk(hierarchy).containers():
-                if place.pod_uid is not None and place.pod_uid in uids:
-                    found.setdefault(place.pod_uid, []).append(place)
-            if found:
-                return found
-        return {}
+        with self._walk_lock:
+            self._bound()
+            found = {uid: self._look_at(uid) for uid in uids}
+            if self._is_walk_due(found, [uid for uid, places in found.items() if places]):
+                walked = self._walk(lambda known: {one.pod_uid for one in known.values()} >= found.keys()).values()
+                found = {uid: [one for one in walked if one.pod_uid == uid] for uid in uids}
+        return {uid: places for uid, places in found.items() if places}
+
+    def has_processes(self, uid: PodUid) -> bool | None:
+        """Whether a process is in one of the pod's cgroups, None where that cannot be known. Blocks."""
+        # No directory can have such a UID in its name: nothing is known of its processes.
+        if pod_uid_of(f"pod{uid}") != uid or not self.root.is_dir():
+            return None
+        with self._walk_lock:
+            paths, was_seen = self._pod_paths(uid), uid in self._seen
+        if any(map(_has_process, paths)):
+            return True
+        # A directory that was there and is gone has no process: a pod keeps the path that it began with.
+        if was_seen:
+            return False
+        walk = CgroupWalk(self.root)
+        if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
+            return True
+        # A directory that could not be read may be the one with the process.
+        return False if walk.is_complete else None
 
     def find_pod_directories(self, uids: Collection[PodUid]) -> Mapping[PodUid, Path]:
         """The pods' own directories, of those that have one, in the first hierarchy that has any."""
@@ -371,19 +438,55 @@ class Cgroups:
     started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
     identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)
 
-    def _walk_for(self, requested: Iterable[str]) -> None:
-        """Learns where every container is; goes on to the next hierarchy while one of the requested is missing."""
-        with self._walk_lock:
-            found: dict[str, CgroupDir] = {}
-            for hierarchy in self._hierarchies():
-                for place in CgroupWalk(hierarchy).containers():
+    def _bound(self) -> None:
+        for known in (self._known, self._seen, self._walk_at):
+            if len(known) > MAX_KNOWN:
+                known.clear()  # what somebody asks for is looked for again
+
+    def _pod_paths(self, uid: PodUid) -> list[str]:
+        """The pod's directories, of the forms that are known."""
+        return [path for form in self._forms if _is_directory(path := form.replace(_UID, _written(uid, form)))]
+
+    def _look_at(self, uid: PodUid) -> list[CgroupDir]:
+        """The pod's containers, in the directories of the forms that are known."""
+        found: dict[str, CgroupDir] = {}
+        for path in self._pod_paths(uid) if pod_uid_of(f"pod{uid}") == uid else ():
+            for name in subdirectories(path):
+                if (container_id := container_id_of(name)) is not None:
                     # The first hierarchy's place stays: the later ones show the same container again.
-                    found.setdefault(place.container_id, place)
-                # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
-                if all(container_id in found for container_id in requested):
-                    break
-            # Replaced as a whole, so that readers in other threads see the old walk or the new one.
-            self._known = found
+                    place = CgroupDir(path=Path(path, name), container_id=container_id, pod_uid=uid)
+                    self._known[container_id] = found.setdefault(container_id, place)
+                    self._seen[uid] = None
+        return list(found.values())
+
+    def _is_walk_due(self, requested: Iterable[str], found: Container[str]) -> bool:
+        """Whether to look everywhere for what was not found. What no known form has is not there as a rule: its cgroup is
+        not made yet, or it has ended."""
+        now, is_due = self.clock(), False
+        for one in requested:
+            if one in found:
+                self._walk_at.pop(one, None)
+            elif not self._forms or now >= self._walk_at.setdefault(one, now + WALK_AFTER_S):
+                is_due = True
+                self._walk_at[one] = now + WALK_AGAIN_S
+        return is_due
+
+    def _walk(self, is_complete: Callable[[Mapping[str, CgroupDir]], bool]) -> Mapping[str, CgroupDir]:
+        """Learns where every container is, and which forms the pods' directories have; goes on to the next hierarchy until
+        what was found is complete."""
+        found: dict[str, CgroupDir] = {}
+        for hierarchy in self._hierarchies():
+            for place in CgroupWalk(hierarchy).containers():
+                found.setdefault(place.container_id, place)
+                if place.pod_uid is not None:
+                    self._seen[place.pod_uid] = None
+                if len(self._forms) < MAX_FORMS:
+                    self._forms |= dict.fromkeys(_forms_of(place))
+            # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
+            if is_complete(found):
+                break
+        self._known |= found
+        return found
 
     def _hierarchies(self) -> list[Path]:
         try:
@@ -404,10 +507,27 @@ def _driver_of(place: FoundDirectory) -> str:
 
 
 def _is_there(directory: CgroupDir | None) -> bool:
+    return directory is not None and _is_directory(str(directory.path))
+
+
+def _is_directory(path: str) -> bool:
     try:
-        return directory is not None and stat.S_ISDIR(os.lstat(directory.path).st_mode)
+        return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def _has_process(path: str) -> bool:
+    for directory, _, files in os.walk(path):
+        if "cgroup.procs" in files:
+            try:
+                with Path(directory, "cgroup.procs").open("rb") as procs:
+                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
+                    if procs.read(1):
+                        return True
+            except OSError:
+                continue
+    return False
 
 
 def _read_tree(top: str) -> dict[str, bytes]:

@@ -76,8 +76,8 @@ class RuntimeClient:
         endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
         return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
 
-    async def running(self) -> dict[ContainerKey, str]:
-        """The IDs of the containers of pods that run; those of no pod are left out.
+    async def running(self, of_pod: PodUid | None = None) -> dict[ContainerKey, str]:
+        """The IDs of the containers of pods that run, or of those of one pod; those of no pod are left out.
 
         Raises:
             Unavailable: the runtime is away or does not answer in time.
@@ -87,7 +87,9 @@ class RuntimeClient:
         from gpushare_agent.core.wire.runtime import v1
 
         state = v1.ContainerState.CONTAINER_RUNNING
-        request = v1.ListContainersRequest(filter=v1.ContainerFilter(state=v1.ContainerStateValue(state=state)))
+        selector: dict[str, str] = {LABEL_POD_UID: of_pod} if of_pod is not None else {}
+        wanted = v1.ContainerFilter(state=v1.ContainerStateValue(state=state), label_selector=selector)
+        request = v1.ListContainersRequest(filter=wanted)
         endpoint, answer = await self._call("ListContainers", request, v1.ListContainersResponse)
         # Each is looked at while the event loop waits; no node has as many.
         if len(answer.containers) > MAX_CONTAINERS:

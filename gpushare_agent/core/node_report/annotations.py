@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
 
@@ -203,7 +204,8 @@ MAX_CHARS = 200 * 1024
 
 
 class AllocatedTo(Struct, frozen=True, kw_only=True):
-    """One pod's part of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
+    """One pod's part of each GPU, by index and in its order: cores, blocks, units and 1 for a whole GPU, trailing zeros left
+    out."""
 
     pod_uid: PodUid
     gpus: Mapping[int, tuple[int, ...]]
@@ -218,8 +220,8 @@ def allocations_by_pod(
     names: ResourceNames,
     resized: Mapping[ContainerKey, Charge] = MappingProxyType({}),
     charged: Callable[[PodUid], Mapping[GpuUuid, Charge]] | None = None,
-) -> list[AllocatedTo]:
-    """The pods with allocations whose admission is over, sorted by UID.
+) -> dict[PodUid, AllocatedTo]:
+    """The pods with allocations whose admission is over, by UID.
 
     Replicas under NVIDIA's names are counted in cores and blocks, part of a block as a block. `resized` has how much more or
     less than its allocation is charged for a container that was resized. `charged` has the sums of `charges_of` by pod,
@@ -233,8 +235,8 @@ def allocations_by_pod(
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     # A node's pods have a few sizes: an account is made for each size and not for each pod.
     counts_of: dict[tuple[GpuUuid, Charge], tuple[int, ...]] = {}
-    found = []
-    for uid, own in sorted(of_pod.items()):
+    found = {}
+    for uid, own in of_pod.items():
         pod = pod_of(uid)
         # Containers are admitted one by one: the scheduler would think the rest of the pod's GPUs free.
         if not _is_admitted(pod, own, names):
@@ -255,8 +257,9 @@ def allocations_by_pod(
                 gpus_of_pod[gpu.index] = counts
         if gpus_of_pod:
             # The extender has a static pod under the UID of its mirror pod.
-            uid = (pod.object_uid if pod is not None else None) or uid
-            found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
+            reported = (pod.object_uid if pod is not None else None) or uid
+            since = max(one.allocated_at for one in own)
+            found[uid] = AllocatedTo(pod_uid=reported, gpus=dict(sorted(gpus_of_pod.items())), since=since)
     return found
 
 
@@ -266,7 +269,7 @@ def allocations_annotation(
     """Compact JSON. Where not all fit, it has the newest, because the extender waits for those, and is marked as
     truncated."""
     # The extender waits for the report of pods that were bound just now.
-    newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
+    newest = sorted(sorted(allocated, key=attrgetter("pod_uid")), key=attrgetter("since"), reverse=True)
     chosen = newest[:max_pods]
     text = _document(chosen, is_truncated=len(chosen) < len(newest))
     # All annotations of an object share 256 KiB: a longer one would have the whole patch refused.
@@ -323,12 +326,9 @@ def _counts(account: GpuAccount) -> tuple[int, ...]:
 
 
 def _document(allocated: Iterable[AllocatedTo], *, is_truncated: bool) -> str:
-    document: dict[str, object] = {
-        "schema": ALLOCATIONS_SCHEMA,
-        "allocations": {
-            one.pod_uid: dict(sorted(one.gpus.items())) for one in sorted(allocated, key=lambda one: one.pod_uid)
-        },
-    }
+    by_uid = sorted(allocated, key=attrgetter("pod_uid"))
+    allocations = dict(zip(map(attrgetter("pod_uid"), by_uid), map(attrgetter("gpus"), by_uid), strict=True))
+    document: dict[str, object] = {"schema": ALLOCATIONS_SCHEMA, "allocations": allocations}
     if is_truncated:
         document["truncated"] = True
     return encode(document).decode()

@@ -21,7 +21,7 @@ from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import NodeEventReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import MIB, GpuUuid
+from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.core.settings.settings import Settings
 
@@ -46,7 +46,10 @@ class GpusharePart(IsolationPart):
         self._unlimited = UnlimitedContainers(
             files=self._files, host=host, shares=self._shares, request_usage=self._request_usage, thread=self._thread
         )
-        self._last: tuple[object, GpuInventory | None, dict[ContainerKey, _Limits]] = ((), None, {})
+        self._limits_of: dict[ContainerKey, _Limits] = {}
+        self._made_of: tuple[GpuInventory | None, ProbeResult | None] = (None, None)
+        self._keys: dict[PodUid, list[ContainerKey]] = {}
+        self._changed: set[PodUid] = set()
         self._probe = self._probed_library() if _is_proven(settings) else None
         self.services = {"gpushare files": self._preparation, "gpushare observed": self._seen}
         if settings.driver == "nvml":  # processes on simulated GPUs load no library
@@ -74,7 +77,9 @@ class GpusharePart(IsolationPart):
     def prepare_ahead(self, key: ContainerKey) -> None:
         self._preparation.ahead.add(key)
 
-    def changed(self) -> None:
+    def changed(self, uid: PodUid | None) -> None:
+        if uid is not None:
+            self._changed.add(uid)
         if self._probe is not None:
             self._probe.changed()
 
@@ -120,18 +125,24 @@ class GpusharePart(IsolationPart):
 
     def _shares(self) -> Mapping[ContainerKey, _Limits]:
         """Called up to four times a second, so made again only when an allocation, a pod, a GPU or the probe has changed."""
-        version, inventory = (self._node.claim_pods.version, self.probed()), self._node.gpus()
-        if self._last[0] == version and self._last[1] is inventory:
-            return self._last[2]
-        found: dict[ContainerKey, _Limits] = {}
-        for key, allocation in self._node.claim_pods.shares().items():
+        made_of, pods = (self._node.gpus(), self.probed()), self._node.claim_pods
+        if made_of[0] is not self._made_of[0] or made_of[1] != self._made_of[1]:
+            self._made_of, self._limits_of = made_of, {}
+            self._changed = {key.pod_uid for key in pods.shares()}
+        if not self._changed:
+            return self._limits_of
+        found = dict(self._limits_of)
+        for key in [key for uid in self._changed for key in self._keys.pop(uid, ())]:
+            found.pop(key, None)
+        for key, allocation in [one for uid in self._changed for one in pods.shares_of(uid).items()]:
             # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
             # alone.
             if not allocation.is_limited or not self._host.uses(allocation, "gpushare"):
                 continue
             if (desired := self._limits(key)) is not None:
                 found[key] = desired
-        self._last = version, inventory, found
+                self._keys.setdefault(key.pod_uid, []).append(key)
+        self._limits_of, self._changed = found, set()
         return found
 
     def _probed_library(self) -> ProbedLibrary:

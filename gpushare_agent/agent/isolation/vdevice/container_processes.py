@@ -72,10 +72,16 @@ class ContainerProcesses(Struct, eq=False):
     module: KernelModule | None = None
     sharers: Sharers = lambda key: None
     _instances: dict[ContainerKey, _Instance] = field(default_factory=dict)
+    _unknown: set[ContainerKey] = field(default_factory=set)
+    """Those whose ID is not known."""
+    _owners: dict[str, ContainerKey] = field(default_factory=dict)
+    """The others, by ID."""
 
     def begin_instance(self, key: ContainerKey) -> None:
         """The container is about to start, again or for the first time."""
         before = self._instances.get(key)
+        self.forget([key])
+        self._unknown.add(key)
         self._instances[key] = _Instance(
             # The pod's status and the runtime still report the ID of the instance that ended; its processes must not come
             # into the list of the new one.
@@ -83,9 +89,11 @@ class ContainerProcesses(Struct, eq=False):
             unknown_since=float("-inf"),
         )
 
-    def keep_only(self, keys: Collection[ContainerKey]) -> None:
-        for key in [key for key in self._instances if key not in keys]:
-            del self._instances[key]
+    def forget(self, keys: Iterable[ContainerKey]) -> None:
+        for key in keys:
+            if (instance := self._instances.pop(key, None)) is not None and instance.id is not None:
+                self._owners.pop(instance.id, None)
+            self._unknown.discard(key)
 
     def is_known(self, key: ContainerKey) -> bool:
         # A claim has no ID of its own: its users register, or their pods' statuses name them.
@@ -111,66 +119,80 @@ class ContainerProcesses(Struct, eq=False):
     def note(self, key: ContainerKey, container_id: str) -> bool:
         """The container itself sent its ID, and the kernel confirmed it. False where the ID is of the instance before, which
         has ended or is ending."""
-        instance = self._instances.setdefault(key, _Instance())
         # A process of the instance that is ending may still register.
-        if container_id == instance.previous:
+        if container_id == self._instance(key).previous:
             return False
-        instance.id = container_id
+        self._set_id(key, container_id)
         return True
 
     def note_sharer(self, key: ContainerKey, container_id: str, pod_uid: PodUid | None) -> None:
         """A container that uses the claim registered, and the kernel confirmed its ID."""
-        self._instances.setdefault(key, _Instance()).registered[container_id] = pod_uid
+        self._instance(key).registered[container_id] = pod_uid
 
     async def note_process(self, key: ContainerKey, pid: int) -> None:
         """It called through the container's own socket, and holds the connection; no cgroup says whose it is. Raises
         Unavailable."""
         # With the start time, because another process will have the PID one day.
         started = await self.cgroups.started_in_thread([pid])
-        noted = self._instances.setdefault(key, _Instance()).noted
+        noted = self._instance(key).noted
         noted |= started
         if len(noted) > MAX_PIDS:
             # The oldest: a tenant may register as many processes as it starts.
             del noted[next(iter(noted))]
 
-    def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
+    def unknown(self) -> frozenset[Instance]:
         """The instances whose ID is not known yet."""
-        own = [key for key in keys if self.sharers(key) is None]
-        instances = {key: self._instances.setdefault(key, _Instance()) for key in own}
-        return frozenset((key, instance.number) for key, instance in instances.items() if instance.id is None)
+        return frozenset((key, self._instances[key].number) for key in self._unknown if self.sharers(key) is None)
 
-    async def read_ids(self) -> None:
-        """Takes over the running containers' IDs. A source that does not answer only delays."""
+    def _instance(self, key: ContainerKey) -> _Instance:
+        if (known := self._instances.get(key)) is None:
+            known = self._instances[key] = _Instance()
+            self._unknown.add(key)
+        return known
+
+    def _set_id(self, key: ContainerKey, container_id: str | None) -> None:
+        self._owners.pop(self._instances[key].id or "", None)
+        self._instances[key].id = container_id
+        if container_id is None:
+            self._unknown.add(key)
+        else:
+            self._unknown.discard(key)
+            self._owners[container_id] = key
+
+    async def read_ids(self, keys: Iterable[ContainerKey] = ()) -> None:
+        """Takes over the IDs of running containers, at least those that are not known of these and others. A source that
+        does not answer only delays."""
+        for key in keys:
+            self._instance(key)
         # As they were before the await: an ID that was reported for the instance before must not reach one that began
         # meanwhile.
         instances = dict(self._instances)
         try:
-            reported = await self.ids.running()
+            reported = await self.ids.running({key.pod_uid for key, _ in self.unknown()})
         except AgentError as e:
             log.warning("container_ids_unknown", error=str(e), then="read again")
             return
         for key, container_id in reported.items():
-            instance = self._instances.setdefault(key, _Instance())
-            if instance is instances.get(key, instance) and container_id != instance.previous:
-                instance.id = container_id
+            instance = self._instances.get(key)
+            if instance is not None and instance is instances.get(key) and container_id != instance.previous:
+                self._set_id(key, container_id)
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         """The container with this ID. Raises Unavailable."""
-        for key, instance in self._instances.items():
-            if instance.id == container_id:
-                return key
-        return await self.ids.owner_of(container_id)
+        return self._owners.get(container_id) or await self.ids.owner_of(container_id)
 
-    async def changed(self) -> set[ContainerKey]:
-        """The containers whose processes may be others than at the last `read`. Raises Unavailable."""
-        listed = {key: instance.listed for key, instance in self._instances.items()}
+    async def changed(self, keys: Iterable[ContainerKey] | None = None) -> set[ContainerKey]:
+        """Of all containers, or of these, those whose processes may be others than at the last `read`. Raises
+        Unavailable."""
+        known_keys = self._instances if keys is None else self._instances.keys() & keys
+        listed = {key: self._instances[key].listed for key in known_keys}
         known = {key: processes for key, processes in listed.items() if processes}
         # A list that was not read yet counts as changed.
         return {*(listed.keys() - known.keys()), *(await self.cgroups.changed_in_thread(known) if known else ())}
 
     async def read(self, keys: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         """The processes of those whose cgroup is known now. Raises Unavailable."""
-        instances = {key: self._instances.setdefault(key, _Instance()) for key in keys}
+        instances = {key: self._instance(key) for key in keys}
         for instance in instances.values():
             instance.listed = ()
         own = await self._own_cgroups(instances)
@@ -246,8 +268,8 @@ class ContainerProcesses(Struct, eq=False):
                 del instance.registered[container_id]
             if instance.id in places:
                 instance.unknown_since = None
-            elif instance.id in found:  # else it was learnt during the await
-                instance.id = None
+            elif instance.id in found and self._instances.get(key) is instance:  # else it was learnt during the await
+                self._set_id(key, None)
         is_claims = {key for key in ids if self.sharers(key) is not None}
         own = {key: [places[one] for one in found if one in places] for key, found in ids.items()}
         return {key: found for key, found in own.items() if found or key in is_claims}
@@ -265,13 +287,12 @@ class ContainerProcesses(Struct, eq=False):
         if not unknown:
             return {}
         pods = await self.cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
-        # Processes known to be another container's are left out of the whole pod's.
-        taken = {instance.id: key for key, instance in self._instances.items() if instance.id is not None}
         return {
             key: [
                 place
                 for place in pods.get(key.pod_uid, ())
-                if place.container_id != instance.previous and taken.get(place.container_id, key) == key
+                # Processes known to be another container's are left out of the whole pod's.
+                if place.container_id != instance.previous and self._owners.get(place.container_id, key) == key
             ]
             for key, instance in unknown.items()
         }

@@ -11,7 +11,7 @@ container. Format: docs/reference/formats.md, the vDevice protocol.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -117,9 +117,9 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
     on_problem: Callable[[Pod, str], None]
     _known: dict[ContainerKey, tuple[tuple[object, ...], VDeviceConfig]] = field(default_factory=dict)
 
-    def keep_only(self, keys: Collection[ContainerKey]) -> None:
-        for key in [key for key in self._known if key not in keys]:
-            del self._known[key]
+    def forget(self, keys: Iterable[ContainerKey]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
 
     def config(self, allocation: Allocation, pod: Pod | None) -> VDeviceConfig:
         """`pod` None: its annotations are not known yet; the config has no elastic limit then."""

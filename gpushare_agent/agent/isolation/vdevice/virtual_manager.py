@@ -1,13 +1,14 @@
 """Keeps the vDevice directory of every container with cores true: prepares it, polls it, refreshes it, removes it.
 
 Level-triggered: each poll compares the allocation cache with the directories, so a lost event costs some seconds. Between
-two polls only the processes are compared with those listed last; `changed` reports what else is new. A container is
-prepared when it is allocated (ahead.py). Containers that run when the agent starts get their socket back in the first poll.
+two polls of all only the pods that `changed` named are polled, and the processes of the others compared with those listed
+last. A container is prepared when it is allocated (ahead.py). Containers that run when the agent starts get their socket
+back in the first poll.
 Nothing here waits for the runtime or the API server except the reading of container IDs, which has a task of its own;
 access to files and cgroups runs in threads and is bounded.
 
-State owned: the servers by container, what was last written, which containers were prepared recently, the refreshes under
-way, and the failures in the log. The processes are `ContainerProcesses`'.
+State owned: the servers by container, what was last written, which containers were prepared recently, those that changed
+or whose processes did, the refreshes under way, and the failures in the log. The processes are `ContainerProcesses`'.
 """
 
 from __future__ import annotations
@@ -63,16 +64,17 @@ STOP_TIMEOUT_S = 1.0
 POLLED_SHARE = 5
 """In a burst of starts the polls of the recent ones take at most one part in so many of the time: PreStartContainer waits
 for the one under way."""
+WRITTEN_AT_ONCE = 64
 AHEAD_DELAY_S = 0.03
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
 
 class Intervals(Struct, frozen=True, kw_only=True):
-    """Seconds between two comparisons of the processes: where the last one found others, where not, and of a container
-    prepared less than `recent_for_s` ago; between two refreshes of a container whose programs register; between two reads of
-    container IDs while one is unknown; and between two removals of stale directories. Of so many comparisons one is a poll
-    of everything, also without a change."""
+    """Seconds between two comparisons of a container's processes: where the last one found others, where not, and where it
+    was prepared less than `recent_for_s` ago; between two refreshes of a container whose programs register; between two
+    reads of container IDs while one is unknown; and between two removals of stale directories. Of so many comparisons of all
+    one is a poll of everything."""
 
     poll_s: float = 1.0
     settled_poll_s: float = 6.0
@@ -125,7 +127,9 @@ class VirtualManager:
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
         self._has_changed = True
-        self._is_settled = False
+        self._keys: dict[PodUid, set[ContainerKey]] = {}
+        self._changed: set[PodUid] = set()
+        self._unsettled: set[ContainerKey] = set()
         self._may_lack_ids = asyncio.Event()
         self._foreign = ReportOnce()
         self._refreshes: dict[ContainerKey, _Refreshes] = {}
@@ -161,6 +165,7 @@ class VirtualManager:
             # Even where all was prepared: the processes and the ID known so far are of the instance before.
             self._processes.begin_instance(key)
             self._prepared_at[key] = self._clock()
+            self._unsettled.add(key)
             self._has_recent.set()
             self._may_lack_ids.set()
         error = None if is_done else await self._prepare(desired)
@@ -190,25 +195,36 @@ class VirtualManager:
             # Last, when no task can start a server any more.
             await self._close(STOP_TIMEOUT_S)
 
-    def changed(self) -> None:
-        """An allocation, a pod or a GPU: the next poll is one of everything, and soon."""
-        self._has_changed = True
+    def changed(self, uid: PodUid | None = None, key: ContainerKey | None = None) -> None:
+        """The pod or claim, an allocation of it, or (None) a GPU: the next poll is one of it, or of everything, and soon."""
+        if key is not None:
+            self._keys.setdefault(key.pod_uid, set()).add(key)
+        if uid is None:
+            self._has_changed = True
+        elif uid in self._keys:
+            self._changed.add(uid)
+        else:
+            return  # a pod without a share, or whose allocation is still to come
         self._has_recent.set()
         self._may_lack_ids.set()
 
     async def poll(self) -> None:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
-        desired = self._desired()
-        for state in (self._prepared_at, self._refreshes):
-            for key in state.keys() - desired.keys():
-                del state[key]
-        self.ahead.keep_only(desired.__contains__)
-        self._processes.keep_only(desired)
-        self._configs.keep_only(desired)
-        # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
-        await self._forget_others(desired)
+        await self._poll_of(None, {key for keys in self._keys.values() for key in keys})
+        self._unsettled |= {key for key, _ in self._processes.unknown()}
+
+    async def _poll_of(self, keys: Collection[ContainerKey] | None, known: Collection[ContainerKey]) -> None:
+        """These containers, None: all; of the known ones some may be gone."""
+        desired = self._desired(keys)
+        for key in desired:
+            self._keys.setdefault(key.pod_uid, set()).add(key)
+        gone = set(known) - desired.keys()
+        self.ahead.keep_only(lambda key: key not in gone)
+        if gone:
+            # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
+            await self._forget(gone)
         # Asked again: an allocation may have come while servers stopped.
-        await self._poll_containers(self._desired())
+        await self._poll_containers(self._desired(keys))
 
     async def remove_stale(self) -> None:
         """Removes the directories of pods that neither the pod store nor an allocation names any more.
@@ -269,7 +285,7 @@ class VirtualManager:
             if not self._processes.note(key, container_id):
                 raise Unavailable(f"container {key.container} is being restarted: register again when it runs")
         elif not self._processes.is_known(key):
-            await self._processes.read_ids()
+            await self._processes.read_ids([key])
         processes = await self._processes.read([key])
         if key not in processes and self._processes.is_awaited(key):
             raise Unavailable(f"the processes of container {key.container} are not known yet: register again")
@@ -333,17 +349,29 @@ class VirtualManager:
 
     def _is_new(self, allocation: Allocation) -> bool:
         """The container's directory is as it is to be at its start, by what was last written: without processes."""
-        new = self._desired_directory(allocation, ())
-        is_written = new.before is not None and (new.before.config, new.before.pids) == (new.config, new.pids)
-        return is_written and new.is_config_known and new.socket is not None
+        return self._is_written(allocation, ())
 
-    async def _forget_others(self, keys: Collection[ContainerKey]) -> None:
-        """Stops the servers of containers that are not in `keys`, and forgets what was written for them."""
+    def _is_written(self, allocation: Allocation, pids: tuple[int, ...] | None) -> bool:
+        new = self._desired_directory(allocation, pids)
+        is_same = new.before is not None and new.before.config == new.config and pids in (None, new.before.pids)
+        return is_same and new.is_config_known and new.socket is not None
+
+    async def _forget(self, keys: Collection[ContainerKey]) -> None:
+        """Stops the servers of containers that have no share any more, and forgets all that is kept of them."""
+        self._processes.forget(keys)
+        self._configs.forget(keys)
+        for key in keys:
+            self._prepared_at.pop(key, None)
+            self._refreshes.pop(key, None)
+            self._unsettled.discard(key)
+            self._keys[key.pod_uid] = self._keys.get(key.pod_uid, set()) - {key}
+            if not self._keys[key.pod_uid]:
+                del self._keys[key.pod_uid]
         async with self._lock:  # a reconciliation under way may start such a server, which nobody would stop any more
-            for key in [key for key in self._written if key not in keys]:
-                del self._written[key]
-                self._failures.is_over(_subject(key))
-            await self._stop([key for key in self._servers if key not in keys])
+            for key in keys:
+                if self._written.pop(key, None) is not None:
+                    self._failures.is_over(_subject(key))
+            await self._stop([key for key in keys if key in self._servers])
 
     async def _close(self, timeout_s: float) -> None:
         """Stops every server; `_reconcile` raises from now on. Where a disk hangs for so long the sockets' files stay."""
@@ -400,16 +428,17 @@ class VirtualManager:
                 group.create_task(_stop_one(self._servers.pop(key)), name=f"stop {key.container}")
 
     async def _run_polls(self) -> NoReturn:
-        cleaned_at, polls = float("-inf"), 0
+        cleaned_at, compared_at, comparisons = float("-inf"), float("-inf"), 0
         while True:
-            if self._has_changed or polls % self._intervals.polls_of_all == 0:
-                # A change makes the next comparisons frequent again.
-                self._is_settled &= not self._has_changed
-                self._has_changed, polls = False, 0
+            is_due = self._clock() - compared_at >= self._intervals.settled_poll_s
+            if self._has_changed or (is_due and comparisons % self._intervals.polls_of_all == 0):
+                self._has_changed, comparisons = False, 0
+                self._changed.clear()
                 await self._try(self.poll)
             else:
-                await self._try(self._poll_processes)
-            polls += 1
+                await self._try(partial(self._poll_changed, is_of_all=is_due))
+            if is_due or not comparisons:
+                compared_at, comparisons = self._clock(), comparisons + 1
             # Before the first list of pods every directory would look stale.
             if self._pods.is_synced and self._clock() - cleaned_at >= self._intervals.cleanup_s:
                 cleaned_at = self._clock()
@@ -434,7 +463,7 @@ class VirtualManager:
                 pause_s = max(self._intervals.recent_poll_s, (POLLED_SHARE - 1) * took_s)
                 await asyncio.sleep(min(left_s, pause_s))
                 begun_at = self._clock()
-                await self._try(partial(self._poll_containers, recent))
+                await self._try(partial(self._poll_prepared, recent))
                 took_s = self._clock() - begun_at
                 continue
             self._prepared_at.clear()
@@ -443,23 +472,44 @@ class VirtualManager:
                 return
 
     def _period_s(self) -> float:
-        is_settled = self._is_settled and not self._has_changed
+        is_settled = not (self._has_changed or self._changed or self._unsettled)
         return self._intervals.settled_poll_s if is_settled else self._intervals.poll_s
 
-    async def _poll_processes(self) -> None:
-        keys = await self._processes.changed()
-        self._is_settled = not keys
-        if keys:
-            await self._poll_containers(keys)
+    async def _poll_changed(self, *, is_of_all: bool) -> None:
+        """The containers of pods that changed, and those with other processes than before."""
+        of_changed = {key for uid in self._changed for key in self._keys.get(uid, ())}
+        self._changed.clear()
+        compared, self._unsettled = self._unsettled, set()
+        if keys := of_changed | await self._processes.changed(None if is_of_all else compared):
+            self._unsettled |= keys  # what has changed is compared soon again
+            await self._poll_of(keys, keys)
+
+    async def _poll_prepared(self, keys: Collection[ContainerKey]) -> None:
+        """Those of which the processes are others, or not known."""
+        if found := await self._processes.changed(keys):
+            processes = await self._processes.read(found)
+            # A moment ago the files were as they had to be: only what they have to hold is compared.
+            desired = self._desired(found).items()
+            new = {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
+            await self._write(new, processes)
 
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
         # Those that have not started have no processes; their pod's sandbox is none of theirs.
         processes = await self._processes.read(set(keys) - self.ahead.prepared)
+        await self._write(self._desired(keys), processes)
+
+    async def _write(
+        self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes]
+    ) -> None:
         self._may_lack_ids.set()  # of those that have ended
-        errors = await self._reconcile(self._desired(keys), processes)
+        keys, errors = sorted(allocations), dict[ContainerKey, AgentError]()
+        # In parts, each bounded in time: a restarted agent has to write for all, and containers that start wait for a part.
+        for first in range(0, len(keys), WRITTEN_AT_ONCE):
+            part = {key: allocations[key] for key in keys[first : first + WRITTEN_AT_ONCE]}
+            errors |= await self._reconcile(part, processes)
         self._log_failures(errors)
         # What could not be written is tried at the next poll, not five later.
-        self._has_changed |= bool(errors)
+        self._changed |= {key.pod_uid for key in errors}
 
     async def _run_ids(self) -> NoReturn:
         """Reads container IDs while one is unknown; one that stays unknown (of an ended init container, say) ever less
@@ -467,7 +517,7 @@ class VirtualManager:
         requested: frozenset[Instance] = frozenset()
         periods, periods_left = 1, 0
         while True:
-            unknown = self._processes.unknown(self._desired())
+            unknown = self._processes.unknown()
             # A container that is new, or started again, is asked for at once; the others keep their longer periods.
             if unknown - requested:
                 periods, periods_left = 1, 0
@@ -489,16 +539,15 @@ class VirtualManager:
 
     def _is_stale(self, uid: PodUid) -> bool:
         # Both: the pod store may be late for a pod that was allocated a moment ago, and claims are in no pod store.
-        return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
+        return self._pods.get(uid) is None and not self._pods.shares_of(uid)
 
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
         """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
         isolation until they start, and claims under one that mounts it."""
-        return {
-            key: allocation
-            for key, allocation in self._allocations().items()
-            if (keys is None or key in keys) and _has_directory(allocation) and is_nameable(key)
-        }
+        found = dict(self._allocations() if keys is None else {})
+        for uid in {key.pod_uid for key in keys or ()}:
+            found |= {key: one for key, one in self._pods.shares_of(uid).items() if key in (keys or ())}
+        return {key: one for key, one in found.items() if _has_directory(one) and is_nameable(key)}
 
     async def identify(self, pid: int) -> PeerIdentity | None:
         """The container of a process of this node; None if that cannot be known. Raises Unavailable: call again later."""
