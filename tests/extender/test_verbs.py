@@ -152,16 +152,27 @@ PREFERENCE = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution"
 
 
 async def test_filter_answers_the_best_of_many_nodes() -> None:
-    """kube-scheduler scores what it is answered, so a pod that prefers nodes by itself gets all; and it reads the reasons
-    only where no node is left."""
+    """Those of the least cost: kube-scheduler scores what it is answered, and one node not at all. So a pod that prefers
+    nodes by itself gets all, as does one that is asked about again without a bind, and where such a node is tainted
+    PreferNoSchedule the best are answered. It reads the reasons only where no node is left."""
     nodes = [raw_node(f"n{number}") for number in range(5)]
+    nodes[2]["spec"] = {"taints": [{"key": "t", "effect": "PreferNoSchedule"}]}
     async with fake_cluster(*nodes, pods=[]) as cluster:
         for number, cores in ((1, 30), (3, 20), (4, 90)):
             cluster.holds(f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
         async with running_extender(cluster, most_fitting=2) as asker:
             names = ["n4", "n3", "n2", "n1", "n0"]
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
-            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1", "n3"], {}), "the fullest where it fits"
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1"], {}), "the fullest where it fits"
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert answer["NodeNames"] == ["n3", "n2", "n1", "n0"], "what was answered before has not led to a bind"
+            answer = await asker.filter(raw_pod("e", (30, 4)), ["n2", "n0"])
+            assert answer["NodeNames"] == ["n2", "n0"], "equals"
+            answer = await asker.filter(raw_pod("f", (30, 4)), ["n2", "n0", "n3"])
+            assert answer["NodeNames"] == ["n3"]
+            cluster.holds("n2", ("uid-2", 0, 31, 4), ("uid-other-2", 1, 31, 4))
+            answer = await asker.filter(raw_pod("g", (30, 4)), names)
+            assert answer["NodeNames"] == ["n2", "n1"], "the fullest is avoided"
             preferring = raw_pod("b", (30, 4))
             preferring["spec"]["affinity"] = PREFERENCE
             answer = await asker.filter(preferring, names)
