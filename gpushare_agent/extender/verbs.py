@@ -116,7 +116,8 @@ class Extender(Struct, kw_only=True, eq=False):
         victims, violations = args.victims, args.violations
         if args.pod.containers:
             # Nobody is evicted while a node that was not named yet has room.
-            is_room = self.waiters.is_looking(args.pod.uid) and await in_steps(self.state.somewhere_steps(args.pod))
+            is_looking = self.waiters.is_looking(args.pod.uid)
+            is_room = is_looking and bool(await in_steps(self.state.somewhere_steps(args.pod)))
             victims, violations = (
                 ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
             )

@@ -77,7 +77,7 @@ from tests.support_core import mig_instance
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/data/isolation/measured.md"
 """As `nox -s isolation -- --error-budget --table FILE` wrote it on the machine that the page names."""
-_OF_SCHEDULER = r"pods a second|: filter$|resident|of (extender|kube-scheduler) for|fits one node"
+_OF_SCHEDULER = r"pods a second|[:·] filter$|resident|of (extender|kube-scheduler) for|processor time of a pod|fits one"
 """Of some thirty rows for each size of the cluster."""
 _OBJECT = {"type": ["object", "null"], "additionalProperties": False}
 _LIST, _TEXT = ("array", "string", "integer"), ("string",)
