@@ -44,8 +44,8 @@ PACE_S = 0.05
 RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 LOOK_S = 0.05
-DELAY_S, DELAY_DOUBLINGS = 1.0, 6
-"""From 1 s to 64 s: between a refusal of a part of the nodes and the next try. Before the first try there is none."""
+DELAY_S, DELAY_DOUBLINGS = 0.25, 8
+"""To 64 s: between a refusal of a part of the nodes and the next try. Before the first try there is none."""
 
 
 class _Unnamed(Struct):
@@ -58,12 +58,12 @@ class _Unnamed(Struct):
     due_at: float = 0.0
 
     def delay_s(self) -> float:
-        """At once, then as often as there are parts, then more and more rarely: the scheduler may refuse the node that fits
-        by its own rules (taints, selectors, CPU), which are not known here."""
+        """At once, then more and more rarely: the scheduler may refuse the node that fits by its own rules (taints,
+        selectors, CPU), which are not known here."""
         # The scheduler's own note on the pod makes it try at once, too: the next part, which has no better chance.
         if not self.tries:
             return 0.0
-        return DELAY_S * 2.0 ** min(max(0, self.tries - self.parts), DELAY_DOUBLINGS)
+        return DELAY_S * 2.0 ** min(self.tries - 1, DELAY_DOUBLINGS)
 
 
 class Waiters(Struct, kw_only=True, eq=False):
