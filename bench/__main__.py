@@ -1,5 +1,5 @@
-"""`python -m bench [--quick] [--extender | --growth | --imports | --cluster | --scheduler DIR | --beside PLUGIN]
-[--json FILE]`: measures, and prints the table.
+"""`python -m bench [--quick] [--only PART] [--beside PLUGIN] [--scheduler DIR] [--json FILE]`: measures, and prints a table
+of each part.
 
 Exit code 0, also where a target is missed: the table says so. 1 where something could not be measured.
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
+from bench.admissions import admit_pods, burst_rows, empty_rows, filled_rows
 from bench.beside import beside_rows
 from bench.extender import extender_rows
 from bench.growth import SHARES, growth_rows
 from bench.imports import import_rows
-from bench.lifecycle import again_rows, idle_rows, start_rows
+from bench.lifecycle import again_rows, idle_rows, kill_rows, start_rows
 from bench.node import PODS, open_node
 from bench.nvml import gpushare_rows, nvml_idle_rows
 from bench.observation import sampling_rows, scrape_rows
@@ -30,7 +30,7 @@ from bench.page import poll_rows
 from bench.pure import list_rows, placement_rows
 from bench.real_cluster import cluster_rows
 from bench.real_scheduler import scheduler_rows
-from bench.results import Row, as_json, print_table, row
+from bench.results import Part, Row, as_json, print_table, row
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
 
@@ -38,10 +38,10 @@ from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows
 class Extent:
     """How often each thing is measured."""
 
-    starts: int = 20
+    starts: int = 10
     restarts: int = 60
-    filled: int = 400
-    empty: int = 150
+    filled: int = 200
+    empty: int = 100
     bursts: int = 3
     pure: int = 200
     rounds: int = 60
@@ -54,87 +54,75 @@ class Extent:
     extender_nodes: int = 5_000
     extender_pods: int = 400
     extender_resyncs: int = 3
-    scheduler_pods: int = 1_000
+    scheduler_pods: int = 300
     scheduler_rounds: int = 3
     cluster_pods: int = 30
     cluster_burst: int = 100
     lives: int = 60
-    settle_s: float = 40.0
+    restarted: int = 5
+    settle_s: float = 20.0
     """Until the first comparisons of everything with the kubelet are over."""
-    idle_s: float = 60.0
-    """Two periods of the comparison with the kubelet, one of the sampling that nobody reads."""
+    idle_s: float = 30.0
+    """A period of the comparison with the kubelet."""
 
 
 _QUICK = Extent(
     starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
     registrations=20, scrapes=4, samplings=10, imports=1, extender_nodes=500,
     extender_pods=60, extender_resyncs=1, scheduler_pods=300, scheduler_rounds=1, cluster_pods=5, cluster_burst=20,
-    lives=15,
+    lives=15, restarted=2,
 )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer runs: half a minute, and p99 means the worst one")
+    parser.add_argument("--quick", action="store_true", help="fewer runs: p99 means the worst one")
     parser.add_argument(
-        "--extender", action="store_true", help="measure the scheduler extender instead, on 5,000 nodes"
-    )
-    parser.add_argument(
-        "--growth", action="store_true", help="measure a pod's life with 100, 500 and 1,500 shares instead"
-    )
-    parser.add_argument("--imports", action="store_true", help="measure the memory of the agent's imports instead")
-    parser.add_argument(
-        "--cluster", action="store_true", help="measure the agent of a real cluster instead, named by KUBECONFIG"
+        "--only",
+        action="append",
+        choices=[*_PARTS, "cluster"],
+        help="measure this part alone; may be repeated. cluster: the agent of the real cluster that KUBECONFIG names",
     )
     parser.add_argument(
         "--scheduler",
         type=Path,
         metavar="DIR",
-        help="measure the real kube-scheduler instead, alone and with the extender: "
-        "DIR has kube-apiserver and kube-scheduler, and etcd where PATH has none",
+        help="for the part scheduler, the real kube-scheduler alone and with the extender: DIR has kube-apiserver and "
+        "kube-scheduler, and etcd where PATH has none",
     )
-    parser.add_argument("--nodes", default="1000,3000,5000", help="of the scheduler's clusters (%(default)s)")
-    parser.add_argument("--pods", type=int, help="of each run of --scheduler (1000)")
-    parser.add_argument("--extender-options", default="", help="more options of the extender, for --scheduler")
+    parser.add_argument("--nodes", default="5000", help="of the scheduler's clusters, as 1000,5000 (%(default)s)")
+    parser.add_argument("--pods", type=int, help="of each run of the scheduler (300)")
+    parser.add_argument("--extender-options", default="", help="more options of the extender, for the part scheduler")
     parser.add_argument(
-        "--beside", metavar="PLUGIN", help="measure in turns with this device plugin's program; as root"
+        "--beside", metavar="PLUGIN", help="for the part beside, in turns with this device plugin's program; as root"
     )
     parser.add_argument("--node", help="of the cluster, where several have an agent")
     parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there, part by part")
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    try:
-        rows = asyncio.run(_chosen(options, _QUICK if options.quick else Extent()))
-    except (OSError, RuntimeError, TimeoutError, ExceptionGroup) as error:
-        _say(f"could not measure: {_reason(error)}")
-        return 1
-    machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, load {load_before:.1f} before"
-    machine += f" and {os.getloadavg()[0]:.1f} after"
-    width = None if sys.stdout.isatty() else 150
-    print_table(rows, Console(width=width), f"gpushare-agent beside its targets ({machine})")
-    if options.json is not None:
-        options.json.write_text(as_json(rows, machine))
+    extent = _QUICK if options.quick else Extent()
+    measured = []
+    for name in options.only or [part for part in _PARTS if getattr(options, part, True)]:
+        _say(f"--- {name}")
+        load_before = os.getloadavg()[0]
+        try:
+            rows = asyncio.run(
+                _measure_cluster(extent, options) if name == "cluster" else _PARTS[name](extent, options)
+            )
+        except (OSError, RuntimeError, TimeoutError, ExceptionGroup) as error:
+            _say(f"could not measure: {_reason(error)}")
+            return 1
+        machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, load {load_before:.1f} before"
+        machine += f" and {os.getloadavg()[0]:.1f} after"
+        width = None if sys.stdout.isatty() else 150
+        print_table(rows, Console(width=width), f"{name} ({machine})")
+        measured.append(Part(name=name, machine=machine, rows=rows))
+        if options.json is not None:
+            options.json.write_text(as_json(measured))
     return 0
 
 
-async def _chosen(options: argparse.Namespace, extent: Extent) -> list[Row]:
-    if options.extender:
-        return await _measure_extender(extent)
-    if options.growth:
-        return await _measure_growth(extent)
-    if options.imports:
-        return await import_rows(extent.imports)
-    if options.scheduler is not None:
-        return await _measure_scheduler(extent, options)
-    if options.cluster:
-        return await _measure_cluster(extent, options.node, options.pod_image)
-    if options.beside is not None:
-        return await _measure_beside(extent, options.beside)
-    return await _measure(extent)
-
-
-async def _measure(extent: Extent) -> list[Row]:
+async def _measure_agent(extent: Extent, _options: argparse.Namespace) -> list[Row]:
     _say("placement")
     rows = placement_rows(extent.pure)
     async with open_node() as node:
@@ -143,6 +131,7 @@ async def _measure(extent: Extent) -> list[Row]:
         rows += list_rows(answer, extent.pure)
         _say(f"{extent.starts} starts")
         rows += await start_rows(node, extent.starts)
+        rows += await kill_rows(node, extent.starts)
         await node.start_agent()
         _say(f"{extent.idle_s:g} s of idleness")
         rows += await idle_rows(node, extent.settle_s, extent.idle_s)
@@ -159,7 +148,7 @@ async def _measure(extent: Extent) -> list[Row]:
         _say(f"{extent.empty} admissions on an empty node")
         rows += empty_rows(await admit_pods(node, extent.empty, "empty"))
         _say(f"{extent.bursts} times 100 pods at once")
-        rows.append(await burst_row(node, extent.bursts))
+        rows += await burst_rows(node, extent.bursts)
     rows += await _measure_vdevices(extent)
     return rows + await _measure_observation(extent)
 
@@ -190,15 +179,19 @@ async def _measure_observation(extent: Extent) -> list[Row]:
     return rows + poll_rows()
 
 
-async def _measure_growth(extent: Extent) -> list[Row]:
+async def _measure_growth(extent: Extent, _options: argparse.Namespace) -> list[Row]:
     rows = []
     for shares in SHARES:
         _say(f"{extent.lives} pods on a node with {shares:,} shares")
-        rows += await growth_rows(shares, extent.lives, max(extent.settle_s / 4, 4.0))
+        rows += await growth_rows(shares, extent.lives, extent.restarted, max(extent.settle_s / 4, 4.0))
     return rows
 
 
-async def _measure_extender(extent: Extent) -> list[Row]:
+async def _measure_imports(extent: Extent, _options: argparse.Namespace) -> list[Row]:
+    return await import_rows(extent.imports)
+
+
+async def _measure_extender(extent: Extent, _options: argparse.Namespace) -> list[Row]:
     _say(f"the extender on {extent.extender_nodes} nodes, {extent.extender_pods} pods to schedule")
     with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
         return await extender_rows(
@@ -223,22 +216,35 @@ async def _measure_scheduler(extent: Extent, options: argparse.Namespace) -> lis
     return rows
 
 
-async def _measure_cluster(extent: Extent, node: str | None, image: str) -> list[Row]:
-    _say(f"{extent.cluster_pods} pods one after the other, then {extent.cluster_burst} at once")
-    node, rows = await cluster_rows(node=node, image=image, singles=extent.cluster_pods, burst=extent.cluster_burst)
-    _say(f"measured on node {node}")
-    return rows
-
-
-async def _measure_beside(extent: Extent, command: str) -> list[Row]:
-    _say(f"in turns with {command}")
+async def _measure_beside(extent: Extent, options: argparse.Namespace) -> list[Row]:
+    _say(f"in turns with {options.beside}")
     return await beside_rows(
-        command,
+        options.beside,
         starts=extent.starts,
         admissions=extent.empty,
         settle_s=extent.settle_s,
         idle_s=extent.idle_s,
     )
+
+
+async def _measure_cluster(extent: Extent, options: argparse.Namespace) -> list[Row]:
+    _say(f"{extent.cluster_pods} pods one after the other, then {extent.cluster_burst} at once")
+    node, rows = await cluster_rows(
+        node=options.node, image=options.pod_image, singles=extent.cluster_pods, burst=extent.cluster_burst
+    )
+    _say(f"measured on node {node}")
+    return rows
+
+
+_PARTS = {
+    "agent": _measure_agent,
+    "growth": _measure_growth,
+    "imports": _measure_imports,
+    "extender": _measure_extender,
+    "beside": _measure_beside,
+    "scheduler": _measure_scheduler,
+}
+"""In the order of the pages. The last two need an option."""
 
 
 def _reason(error: BaseException) -> str:

@@ -81,6 +81,16 @@ class BenchAgent:
             raise RuntimeError(f"the agent did not end within {_STOP_TIMEOUT_S:g} s") from None
         return time.perf_counter() - started
 
+    async def kill(self) -> None:
+        """SIGKILL; returns when it has ended."""
+        process, self._process = self._process, None
+        if self._notify is not None:
+            self._notify.close()
+        if process is None or process.returncode is not None:
+            raise RuntimeError(f"the agent has ended; its log:\n{self.log_tail()}")
+        process.kill()
+        await process.wait()
+
     @property
     def _pid(self) -> int:
         if self._process is None or self._process.returncode is not None:

@@ -183,7 +183,15 @@ async def _open_rivals(command: list[str]) -> AsyncIterator[list[Rival]]:
                     open_node(isolation="none", flags=flags, environment=environment)
                 )
                 if rivals:
-                    bound = ["unshare", "--mount", "sh", "-c", _IN_NAMESPACE, "sh", str(node.state)]
+                    bound = [
+                        "unshare",
+                        "--mount",
+                        "sh",
+                        "-c",
+                        _IN_NAMESPACE,
+                        "sh",
+                        str(node.kubelet.plugin_directory.parent),
+                    ]
                     node.agent.become([*bound, program, *command[1:]])
                 rivals.append(Rival(name=name, node=node, script=script))
             yield rivals

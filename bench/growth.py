@@ -23,6 +23,7 @@ _SEEN_S, _AFTER_S = 0.05, 0.35
 _COMPARED_S = 120.0
 """The first comparison asks for 50 pods a second."""
 _FIRST_PID = 900_000
+_RESTART_NOTE = "the kubelet's checkpoint and PodResources name as many pods; pods listed, the web server up"
 _STEPS = ("four calls", "PreStartContainer", "after it", "status Running", "deletion")
 
 
@@ -39,8 +40,8 @@ class Life:
         return [sum(one) for one in zip(self.seen, *self.steps.values(), strict=True)]
 
 
-async def growth_rows(shares: int, pods: int, settle_s: float, isolation: str = "vcuda") -> list[Row]:
-    """On a node with `shares` running containers. Raises RuntimeError, RefusedPodError."""
+async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float, isolation: str = "vcuda") -> list[Row]:
+    """On a node with `shares` running containers, `pods` that come and go. Raises RuntimeError, RefusedPodError."""
     async with open_node(isolation=isolation, flags={"simulated.gpus": _GPUS}) as node:
         node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS)
         await node.start_agent(_COMPARED_S)
@@ -51,7 +52,19 @@ async def growth_rows(shares: int, pods: int, settle_s: float, isolation: str = 
         life = Life()
         for number in range(pods):
             await _live(node, number, life, idle)
-        return _rows(shares, life, node.agent.resident_mib())
+        rows = _rows(shares, life, node.agent.resident_mib())
+        return [*rows, row(f"{shares:,} shares: start to READY", await _restart(node, restarts), note=_RESTART_NOTE)]
+
+
+async def _restart(node: BenchNode, runs: int) -> list[float]:
+    times = []
+    for _ in range(runs):
+        await node.agent.stop()
+        node.kubelet.plugins.clear()
+        started = await node.agent.start()
+        await node.agent.wait_ready()
+        times.append((time.perf_counter() - started) * 1000)
+    return times
 
 
 async def _idle_share(node: BenchNode, window_s: float) -> float:

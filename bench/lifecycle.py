@@ -8,7 +8,7 @@ import time
 from bench.node import PODS, RESOURCES, BenchNode
 from bench.results import Row, row
 
-_START_MS, _SERVED_MS, _AGAIN_MS, _STOP_MS = 300.0, 1000.0, 300.0, 2000.0
+_START_MS, _SERVED_MS, _AGAIN_MS, _STOP_MS, _KILLED_MS = 250.0, 1000.0, 300.0, 2000.0, 2000.0
 _MEMORY_MIB, _PROCESSOR_PERCENT = 64.0, 0.5
 _BETWEEN_RESTARTS_S = 0.25
 _SOCKETS_TIMEOUT_S = 20.0
@@ -47,6 +47,23 @@ async def start_rows(node: BenchNode, runs: int) -> list[Row]:
         row("process start to READY (pods listed, web up)", ready),
         row("SIGTERM to the end of the process", stopped, target_median=_STOP_MS, target_p99=_STOP_MS),
     ]  # fmt: skip
+
+
+async def kill_rows(node: BenchNode, runs: int) -> list[Row]:
+    """Each run kills the agent that serves the filled node and starts it again at once, as a kubelet does the first time."""
+    times = []
+    await node.start_agent()
+    for _ in range(runs):
+        await node.agent.kill()
+        node.kubelet.plugins.clear()
+        started = await node.agent.start()
+        await node.wait_registered()
+        times.append((max(plugin.listed_at for plugin in node.kubelet.plugins.values()) - started) * 1000)
+        await node.agent.wait_ready()
+    await node.agent.stop()
+    node.kubelet.plugins.clear()
+    note = "SIGKILL while it serves; until the last byte of the second ListAndWatch message, without the kubelet's own time"
+    return [row("start after a kill to both device lists sent", times, target_median=_KILLED_MS, note=note)]
 
 
 async def _wait_sockets(node: BenchNode) -> float:

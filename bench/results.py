@@ -91,17 +91,39 @@ def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
         console.print(f"- {names}: {note}", soft_wrap=True, highlight=False)
 
 
-def as_json(rows: Sequence[Row], machine: str) -> str:
-    measurements = [{**asdict(one), "verdict": one.verdict} for one in rows]
-    return json.dumps({"machine": machine, "measurements": measurements}, indent=2) + "\n"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The rows of one part of the benchmark, and the machine with its load."""
+
+    name: str
+    machine: str
+    rows: list[Row]
 
 
-def from_json(text: str) -> tuple[list[Row], str]:
-    """The rows and the machine that `as_json` wrote."""
-    found = json.loads(text)
+def as_json(parts: Sequence[Part]) -> str:
+    found = {
+        part.name: {
+            "machine": part.machine,
+            "measurements": [{**asdict(one), "verdict": one.verdict} for one in part.rows],
+        }
+        for part in parts
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def from_json(text: str) -> dict[str, Part]:
+    """What `as_json` wrote, by name."""
     # What is worked out from the others is written for readers of the file alone.
-    rows = [Row(**{key: value for key, value in one.items() if key != "verdict"}) for one in found["measurements"]]
-    return rows, found["machine"]
+    return {
+        name: Part(
+            name=name,
+            machine=found["machine"],
+            rows=[
+                Row(**{key: value for key, value in one.items() if key != "verdict"}) for one in found["measurements"]
+            ],
+        )
+        for name, found in json.loads(text).items()
+    }
 
 
 def shown(value: float | None, unit: str) -> str:

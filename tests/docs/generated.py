@@ -77,6 +77,8 @@ from tests.support_core import mig_instance
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/data/isolation/measured.md"
 """As `nox -s isolation -- --error-budget --table FILE` wrote it on the machine that the page names."""
+_PARTS = from_json((ROOT / "bench/measured/whole.json").read_text(encoding="utf-8"))
+"""What one run of `nox -s bench` measured, with `--json`."""
 _OF_SCHEDULER = r"pods a second|[:·] filter$|resident|of (extender|kube-scheduler) for|processor time of a pod|fits one"
 """Of some thirty rows for each size of the cluster."""
 _OBJECT = {"type": ["object", "null"], "additionalProperties": False}
@@ -311,15 +313,12 @@ _COSTS = (
     ("isolation gpushare, while all of 100 shares compute", "· all compute"),
     ("the node: resident memory of the agent", "resident memory, idle"),
 )
-"""What the page says of a row of bench/measured/agent.json, and the row."""
+"""What the page says of a row of the agent's benchmark, and the row."""
 
 
 def _costs() -> str:
     """Of the agent's benchmark, and of the measured tables of isolations the column and the rows of libgpushare."""
-    rows = {
-        re.sub(r"^  (· )?", "· ", one.name): one
-        for one in from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))[0]
-    }
+    rows = {re.sub(r"^  (· )?", "· ", one.name): one for one in _PARTS["agent"].rows}
     head, _, *programs = _measured("vgpu-manager")
     [more] = [row[head.index("gpushare")] for row in programs if row[0].startswith("µs more")]
     table = [["what", "median", "p99", "command"]]
@@ -348,8 +347,7 @@ def _costs() -> str:
 
 def _numbers() -> str:
     """What the README says of the project's measurements, each with its command."""
-    rows, _ = from_json((ROOT / "bench/measured/agent.json").read_text(encoding="utf-8"))
-    [start] = [one for one in rows if one.name == "whole pod: both resources, four calls"]
+    [start] = [one for one in _PARTS["agent"].rows if one.name == "whole pod: both resources, four calls"]
     errors = [_errors_of(kind) for kind in ("short", "wave")]
     packed = {
         (row["policy"], row["cpu_pods"]): row["mean"]
@@ -625,15 +623,39 @@ def _packing(*, of_rules: bool) -> str:
 
 
 def _benchmark(name: str, shown_rows: str = "") -> str:
-    """The rows that `python -m bench --json bench/measured/NAME.json` wrote, those of the pattern, and where."""
-    rows, machine = from_json((ROOT / f"bench/measured/{name}.json").read_text(encoding="utf-8"))
+    """The rows of one part of the benchmark's run, those of the pattern, and where."""
+    part = _PARTS[name]
     table = [["what", "median", "p99", "target", ""]]
-    for one in (one for one in rows if re.search(shown_rows, one.name)):
+    for one in (one for one in part.rows if re.search(shown_rows, one.name)):
         targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
         p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
         what = re.sub(r"^  (· )?", "· ", one.name)
         table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, targets)), one.verdict])
-    return f"On {machine}:\n\n" + _joined(table)
+    return f"On {part.machine}:\n\n" + _joined(table)
+
+
+_COMPARED = (
+    ("growth", "1,500 shares", "100 shares"),
+    ("beside", "gpushare-agent", "nvidia-device-plugin"),
+    ("scheduler", "extender", "plain"),
+)
+"""Of each part two words, and rows whose names differ by these alone: the first is ours or the larger one."""
+
+
+def _ratios() -> str:
+    """What is measured twice, by the same run: here and next to it."""
+    table = [["what", "", "next to it", "", "ratio"]]
+    for name, here, there in _COMPARED:
+        rows = {one.name.strip(): one for one in _PARTS[name].rows}
+        for what, one in rows.items():
+            other = rows.get(what.replace(here, there)) if here in what else None
+            if other is not None and other.median > 0:
+                text = what.replace(f", {here}", "").replace(f": {here}", "").replace(f"{here}: ", "")
+                ratio = f"{one.median / other.median:.2f}"
+                table.append(
+                    [text, f"{shown(one.median, one.unit)} ({here})", shown(other.median, one.unit), there, ratio]
+                )
+    return _joined(table)
 
 
 _ENDURANCE = {
@@ -688,6 +710,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "alerts": _alerts,
     "policies": policies,
     "link_costs": _link_costs,
+    "measured_ratios": _ratios,
+    "measured_growth": lambda: _benchmark("growth"),
     "measured_agent": lambda: _benchmark("agent"),
     "measured_imports": lambda: _benchmark("imports"),
     "measured_extender": lambda: _benchmark("extender"),
