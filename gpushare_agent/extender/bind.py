@@ -133,6 +133,11 @@ class Binder(Struct, kw_only=True, eq=False):
         """Binds of unknown outcome: their GPUs stay reserved."""
         return sum(self._is_left(uid, Left.OPEN) for uid in self._left)
 
+    @property
+    def is_binding(self) -> bool:
+        """Pods come one after the other: the scheduler decides on the next one while this one is being bound."""
+        return bool(self._under_way)
+
     def _is_left(self, uid: PodUid, left: Left) -> bool:
         return uid in self._left and self._left[uid][0] is left
 
@@ -438,15 +443,19 @@ class PodWrites(Struct, kw_only=True, eq=False):
         self._check_leads()
         await self.api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
 
-    async def ask_for_retry(self, pod: Pod) -> None:
-        """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated."""
-        self._check_leads()
+    async def ask_for_retry(self, pod: Pod, node: str = "") -> None:
+        """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated, first on
+        `node`, if it is given."""
         written = {RETRY_ANNOTATION: str(self.time_ns())}
+        if node:
+            await self.nominate(pod, node, written)
+            return
+        self._check_leads()
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
-    async def nominate(self, pod: Pod, node: str) -> None:
+    async def nominate(self, pod: Pod, node: str, annotations: Mapping[str, str] | None = None) -> None:
         self._check_leads()
-        await self.api.nominate_pod(pod.namespace, pod.name, pod.uid, node)
+        await self.api.nominate_pod(pod.namespace, pod.name, pod.uid, node, annotations)
 
     async def evict(self, pod: Pod, *, is_tried: bool = False) -> None:
         """With `is_tried` nothing ends. Raises Throttled where a PodDisruptionBudget forbids it."""

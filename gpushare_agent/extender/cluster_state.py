@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -29,7 +30,7 @@ from gpushare_agent.core.model.pods import HostRequest, Pod
 from gpushare_agent.core.model.resources import NOTHING, request_of
 from gpushare_agent.core.placement import GpuAccount, validate_request
 from gpushare_agent.core.placement.fragmentation import KindCosts, PodKind, TypicalPods
-from gpushare_agent.core.placement.gpu_account import capacity_of, describe_request
+from gpushare_agent.core.placement.gpu_account import Capacity, capacity_of, describe_request
 from gpushare_agent.core.placement.gpu_choice import GpuChoice, accepting, choice_of
 from gpushare_agent.core.placement.mistakes import Offer
 from gpushare_agent.core.placement.place import SharePolicy
@@ -61,6 +62,8 @@ COST_OF_A_PLAN = 6
 """Planning a container costs about six times as much as comparing it with a node's summary, 10 µs."""
 MAX_SIGNATURES = 32
 """Each takes about a mebibyte with 5,000 nodes; so does each kind of pod whose costs are kept."""
+MAX_ALIKE = 4096
+"""Verdicts by capacity: nodes are alike, most of all the free and the full ones."""
 REPORT_WAIT_S = 2.0
 """The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
@@ -90,29 +93,9 @@ class _Verdict(NamedTuple):
     cost: float = 0.0
 
 
-class _Answers(Struct, eq=False):
-    """For the pods of one signature that accept the same GPUs, by node: the cost where they fit, else why they do not. For a
-    kind of pod its costs by policy fgd alone. What is known of the nodes in `outdated` does not hold any more: between two
-    requests a few nodes change, of thousands."""
-
-    outdated: set[str]
-    fitting: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    unresolvable: dict[str, str] = field(default_factory=dict)
-
-    def put(self, name: str, verdict: _Verdict) -> None:
-        self.forget(name)
-        if not verdict.text:
-            self.fitting[name] = verdict.cost
-        elif verdict.is_final:
-            self.unresolvable[name] = verdict.text
-        else:
-            self.failed[name] = verdict.text
-
-    def forget(self, name: str) -> None:
-        self.outdated.discard(name)
-        for of_nodes in (self.fitting, self.failed, self.unresolvable):
-            of_nodes.pop(name, None)
+_Verdicts = dict[str, _Verdict]
+"""For the pods of one signature that accept the same GPUs, by node. A node that changes is taken out: between two requests a
+few do, of thousands."""
 
 
 class ClusterState:
@@ -121,6 +104,7 @@ class ClusterState:
     def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
         self.policy = policy
         self.quota = quota or QuotaState(policy.names)
+        self._fullness: SharePolicy = "spread" if policy.node_policy == "spread" else "binpack"
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, tuple[Pod, str]] = {}
         """The pods that are bound or reserved, and on which node."""
@@ -132,8 +116,10 @@ class ClusterState:
         self._hosted: dict[str, Hosted] = {}
         """Their sums by node, of nodes that are away or offer no GPUs, too."""
         self._unreported_since: dict[str, float] = {}
-        self._answers: OrderedDict[tuple[Signature, GpuChoice], _Answers] = OrderedDict()
-        self._costs: OrderedDict[PodKind, _Answers] = OrderedDict()
+        self._answers: OrderedDict[tuple[Signature, GpuChoice], _Verdicts] = OrderedDict()
+        self._costs: OrderedDict[PodKind, dict[str, float]] = OrderedDict()
+        """By policy fgd alone."""
+        self._alone = lru_cache(maxsize=MAX_ALIKE)(self._verdict_alone)
         self._kinds: list[NodeKind] | None = None
         """The kinds of the nodes, each once: a few, of thousands of nodes. None: to be worked out."""
         self._offer: Offer | None = None
@@ -179,8 +165,6 @@ class ClusterState:
         is_recounted = self.quota.put_node(node)
         if ledger is None:
             ledger = self._nodes[node.name] = NodeLedger(node, self.policy.names, self._node_changed)
-            # A new node has no answers at all.
-            self._node_changed(node.name, True)
             ledger.set_hosted(self._hosted.get(node.name, NOTHING_HOSTED))
             on_node = self._pods_on.get(node.name, ())
             for known in [self._reservations[uid] for uid in on_node if uid in self._reservations]:
@@ -213,8 +197,7 @@ class ClusterState:
         for uid, reservation in ledger.reservations.items():
             if reservation.stage is not Stage.ASSUMED:
                 self._drop_reservation(uid)
-        for answers in (*self._answers.values(), *self._costs.values()):
-            answers.forget(name)
+        self._node_changed(name, True)
 
     def put_resources(self, names: Set[str]) -> None:
         """The extended resources of a node, whether it is known otherwise or not."""
@@ -280,30 +263,31 @@ class ClusterState:
             answer.unresolvable = {name: over[kind] for name, kind in kinds.items() if kind in over}
             answer.over_quota = over.keys() & kinds.values()
             asked = [name for name in asked if name not in answer.unresolvable]
-        answers = yield from self._answers_steps(pod, signature, asked)
-        fitting, failed, unresolvable = answers.fitting, answers.failed, answers.unresolvable
-        if kept := (yield from self._kept_steps(pod, fitting)):
-            fitting = {name: cost for name, cost in fitting.items() if name not in kept}
-            failed = failed | dict.fromkeys(kept, _KEPT)
-        answer.fitting = [name for name in asked if name in fitting]
-        if len(answer.fitting) == len(asked):
-            return answer
-        answer.unresolvable |= {name: unresolvable[name] for name in asked if name in unresolvable}
-        # `failed`, not unresolvable, where no GPUs are known: the node's agent may start at any moment.
-        others = (name for name in asked if name not in fitting and name not in unresolvable)
-        answer.failed = {name: failed.get(name, _UNKNOWN) for name in others}
+        verdicts = yield from self._verdicts_steps(pod, signature, asked)
+        kept = yield from self._kept_steps(pod, frozenset(asked) if self._nominated else ())
+        for name, verdict in zip(asked, verdicts, strict=True):
+            # `failed`, not unresolvable, where no GPUs are known: the node's agent may start at any moment.
+            if verdict is None:
+                answer.failed[name] = _UNKNOWN
+            elif verdict.is_final:
+                answer.unresolvable[name] = verdict.text
+            elif verdict.text or name in kept:
+                answer.failed[name] = verdict.text or _KEPT
+            else:
+                answer.fitting.append(name)
         return answer
 
-    def fits_somewhere_steps(self, pod: Pod) -> Steps[bool]:
-        """Whether any known node would take the pod, by GPUs and quota, in steps."""
+    def somewhere_steps(self, pod: Pod) -> Steps[list[str]]:
+        """All known nodes that would take the pod, by GPUs and quota, the fullest first, in steps."""
         signature = signature_of(pod, self.policy.names)
         if not signature or self._invalid(pod):
-            return False
-        over = self._over_quota(pod)
-        answers = yield from self._answers_steps(pod, signature, list(self._nodes))
-        kept = yield from self._kept_steps(pod, answers.fitting)
-        names = answers.fitting.keys() - kept
-        return any(self._nodes[name].node.kind not in over for name in names if name in self._nodes)
+            return []
+        over, names = self._over_quota(pod), self.node_names()
+        found = zip((yield from self._verdicts_steps(pod, signature, names)), names, strict=True)
+        costs = {name: verdict.cost for verdict, name in found if verdict is not None and not verdict.text}
+        kept = yield from self._kept_steps(pod, costs)
+        known = (name for name in costs if name in self._nodes and name not in kept)
+        return sorted((name for name in known if self._nodes[name].node.kind not in over), key=lambda name: costs[name])
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit: `scores_of` its cost among the costs of all."""
@@ -323,23 +307,25 @@ class ClusterState:
         signature = signature_of(pod, self.policy.names)
         if not signature or self._invalid(pod):
             return [None] * len(names)
-        answers, typical = (yield from self._answers_steps(pod, signature, names)), self.renew_typical()
-        fitting = answers.fitting
+        verdicts = yield from self._verdicts_steps(pod, signature, names)
+        costs = [None if one is None or one.text else one.cost for one in verdicts]
+        typical = self.renew_typical()
         if typical is None:
-            return [fitting.get(name) for name in names]
+            return costs
         kind = kind_of(signature, pod.host_request, self.policy.names)
-        known = _cached(self._costs, kind, lambda: _Answers(set(self._nodes)))
-        of_node, outdated, of_kind = known.fitting, known.outdated, KindCosts(typical, kind)
+        of_kind, known = KindCosts(typical, kind), _cached(self._costs, kind)
         work = 0
-        for name in [name for name in names if name in outdated and name in fitting]:
+        for number, name in enumerate(names):
+            if costs[number] is None:
+                continue
+            if (cost := known.get(name)) is None and (ledger := self._nodes.get(name)) is not None:
+                cost = known[name] = of_kind.of(ledger.free)
+                work += 1
+            costs[number] = cost
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
-            work += 1
-            if (ledger := self._nodes.get(name)) is not None:
-                outdated.discard(name)
-                of_node[name] = of_kind.of(ledger.free)
-        return [of_node.get(name) if name in fitting else None for name in names]
+        return costs
 
     def renew_typical(self) -> TypicalPods | None:
         """The pods that usually come, by the counts so far. None where the policy is not fgd, or too few pods were seen:
@@ -544,6 +530,15 @@ class ClusterState:
         ledger = self._nodes.get(name)
         return ledger.gpus if ledger is not None else ()
 
+    def is_avoided(self, name: str) -> bool:
+        """kube-scheduler prefers other nodes to this one, by a taint."""
+        ledger = self._nodes.get(name)
+        return ledger is not None and ledger.node.is_avoided
+
+    def roomiest(self, names: Sequence[str]) -> str:
+        """The node with the largest part of its CPU and main memory free; of equals the first."""
+        return max(names, key=lambda name: self._nodes[name].free_part if name in self._nodes else -2.0)
+
     def known_names(self) -> Set[str]:
         """All known nodes."""
         return self._nodes.keys()
@@ -651,46 +646,58 @@ class ClusterState:
 
     def _node_changed(self, name: str, gpus: bool) -> None:
         """`gpus` False: its CPU and main memory alone, which change costs and no answers."""
-        for answers in (*self._costs.values(), *(self._answers.values() if gpus else ())):
-            answers.outdated.add(name)
+        for known in (*self._costs.values(), *(self._answers.values() if gpus else ())):
+            known.pop(name, None)
 
-    def _answers_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[_Answers]:
-        """The answers about these nodes, up to date."""
+    def _verdicts_steps(self, pod: Pod, signature: Signature, names: Sequence[str]) -> Steps[list[_Verdict | None]]:
+        """About each of these nodes, None where none of its GPUs are known."""
         # It depends on these and the node alone, so pods of a Deployment share it.
-        key = signature, choice_of(pod.annotations)
-        answers = _cached(self._answers, key, lambda: _Answers(set(self._nodes)))
-        outdated = answers.outdated
+        choice = choice_of(pod.annotations)
+        known = _cached(self._answers, (signature, choice))
+        verdicts = list(map(known.get, names))
         # One container is decided by the summary alone; several have to be planned.
-        cost = 1 if len(signature) == 1 and not key[1] else COST_OF_A_PLAN * len(signature)
+        is_alone = len(signature) == 1 and not choice
+        cost = 1 if is_alone else COST_OF_A_PLAN * len(signature)
         work = 0
-        for name in [name for name in names if name in outdated] if outdated else ():
+        for number in [number for number, verdict in enumerate(verdicts) if verdict is None]:
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
-            # None: removed since the step before.
-            if (ledger := self._nodes.get(name)) is not None:
+            if (ledger := self._nodes.get(names[number])) is not None:
                 work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                answers.put(name, self._verdict(pod, *key, ledger))
-        return answers
+                verdicts[number] = known[names[number]] = (
+                    self._alone(ledger.capacity, signature)
+                    if is_alone
+                    else self._verdict(pod, signature, choice, ledger)
+                )
+        return verdicts
+
+    def _verdict_alone(self, capacity: Capacity, signature: Signature) -> _Verdict:
+        """About a pod of which one container asks for GPUs: for all nodes with the same capacity."""
+        [(_, request)] = signature
+        # The summary answers that in a few microseconds, and names what is lacking.
+        if (lack := capacity.lack(request)) is not None:
+            return _Verdict(lack.of_node(), lack.is_lasting)
+        return _Verdict("", cost=fullness_cost(capacity, signature, self._fullness))
 
     def _verdict(self, pod: Pod, signature: Signature, choice: GpuChoice, ledger: NodeLedger) -> _Verdict:
         capacity = capacity_of(accepting(choice, ledger.gpus)) if choice else ledger.capacity
         names = self.policy.names
-        for _, request in signature:
-            # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
-            if (lack := capacity.lack(request)) is not None:
-                which = f"no GPU for {describe_request(request, names)}: " if len(signature) > 1 else ""
-                return _Verdict(which + lack.of_node(), lack.is_lasting)
-        if len(signature) > 1:
-            # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
-            if text := lack_together(capacity, signature, names):
-                return _Verdict(text)
-            plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self.policy)
-            if isinstance(plan, Refused):
-                # What is invalid on this node stays so, whoever ends.
-                return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        policy: SharePolicy = "spread" if self.policy.node_policy == "spread" else "binpack"
-        return _Verdict("", cost=fullness_cost(capacity, signature, policy))
+        if len(signature) == 1:
+            return self._verdict_alone(capacity, signature)
+        # Each container alone first.
+        for one in signature:
+            verdict = self._verdict_alone(capacity, (one,))
+            if verdict.text:
+                return verdict._replace(text=f"no GPU for {describe_request(one[1], names)}: {verdict.text}")
+        # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
+        if text := lack_together(capacity, signature, names):
+            return _Verdict(text)
+        plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self.policy)
+        if isinstance(plan, Refused):
+            # What is invalid on this node stays so, whoever ends.
+            return _Verdict(plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
+        return _Verdict("", cost=fullness_cost(capacity, signature, self._fullness))
 
     def _over_quota(self, pod: Pod) -> dict[NodeKind, str]:
         """The refusal by kind of node, where a quota refuses the pod."""
@@ -716,10 +723,10 @@ class ClusterState:
         return ""
 
 
-def _cached(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """The kept answers of the key, else new ones; above MAX_SIGNATURES the least recently used are dropped."""
+def _cached(kept: OrderedDict[K, dict[str, V]], key: K) -> dict[str, V]:
+    """What is known by node of the key; above MAX_SIGNATURES the least recently used key is dropped."""
     if key not in kept:
-        kept[key] = make()
+        kept[key] = {}
         if len(kept) > MAX_SIGNATURES:
             kept.popitem(last=False)
     kept.move_to_end(key)

@@ -119,6 +119,7 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
         is_exact=reported is not None,
         is_cordoned=read.is_cordoned,
         is_ready=read.is_ready,
+        is_avoided=b'"PreferNoSchedule"' in bytes(read.spec.raw_taints),
         allocated=allocated,
         cpu_milli=cpu_milli,
         memory_mib=memory_mib,

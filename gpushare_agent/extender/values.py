@@ -37,6 +37,8 @@ class ClusterNode(Struct, frozen=True, kw_only=True):
     is_exact: bool = True
     is_cordoned: bool = False
     is_ready: bool = True
+    is_avoided: bool = False
+    """It has a taint PreferNoSchedule."""
     allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
     cpu_milli: int = 0
     memory_mib: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nsmallest
+from zlib import crc32
 
 import structlog
 from msgspec import Struct, field
@@ -116,9 +117,8 @@ class Extender(Struct, kw_only=True, eq=False):
         victims, violations = args.victims, args.violations
         if args.pod.containers:
             # Nobody is evicted while a node that was not named yet has room.
-            is_room = self.waiters.is_looking(args.pod.uid) and await in_steps(
-                self.state.fits_somewhere_steps(args.pod)
-            )
+            is_looking = self.waiters.is_looking(args.pod.uid)
+            is_room = is_looking and bool(await in_steps(self.state.somewhere_steps(args.pod)))
             victims, violations = (
                 ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
             )
@@ -137,10 +137,12 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
+        # Another filter, or a plugin, may have refused the node that was answered before.
+        is_again = args.pod.uid in self._passed
         found = await self._filter(args)
         # The reasons of the others do not count where a node fits. This was measured with 1.36 for pods that were then
         # scheduled; where none fits, none is left out.
-        if self.most_fitting and found.fitting:
+        if self.most_fitting and found.fitting and not is_again:
             return Filtered(fitting=await self._best(args, found.fitting))
         return found
 
@@ -172,13 +174,23 @@ class Extender(Struct, kw_only=True, eq=False):
         return 1 + len(known) // len(names)
 
     async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
-        """The nodes of the lowest costs. kube-scheduler's own criteria choose among the nodes in the answer: a pod with
-        preferences of its own gets all of them."""
-        if len(fitting) <= self.most_fitting or args.prefers_nodes:
+        """The nodes of the least cost: kube-scheduler's own criteria choose among them. One node it neither scores nor asks
+        us to score, a third of its time for a pod (measured): so while pods come one after the other it gets the one that
+        its first criterion, NodeResourcesFit, would choose. A pod with preferences of its own gets all nodes; where
+        kube-scheduler would rather avoid one of the best, the nodes of the lowest costs."""
+        if args.prefers_nodes:
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))
+        known = [(cost, number) for number, cost in enumerate(costs) if cost is not None]
+        least = min(known, default=(0.0, 0))[0]
+        best = [fitting[number] for cost, number in known if cost == least]
+        if not any(map(self.state.is_avoided, best)):
+            if best and self.binder.is_binding:
+                # Another one of equals each time: the bind of the pod before may not have come yet, and fill the first.
+                first = crc32(args.pod.uid.encode(errors="replace")) % len(best)
+                return [self.state.roomiest(best[first:] + best[:first])]
+            return best[: self.most_fitting]
         # Where the cost is the same, the first in the scheduler's order, which begins elsewhere each time.
-        known = ((cost, number) for number, cost in enumerate(costs) if cost is not None)
         return [fitting[number] for _, number in nsmallest(self.most_fitting, known)]
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:

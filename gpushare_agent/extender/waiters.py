@@ -4,8 +4,9 @@ A scheduler tries a pod that an extender refused again after an event of a node 
 are not among its events: a quota that allows more, and a request that named only a part of the nodes, where none fits, while
 another node does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every
 version since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with
-extenders registers all events). So the leader writes an annotation into the pod: that retries this pod alone, and needs no
-further right.
+extenders registers all events). So the leader writes an annotation into the pod: that retries this pod alone. With it goes
+the node that would take the pod, as nominated node: a scheduler looks at that one first, and drops the nomination where its
+own filters refuse the node (schedule_one.go, evaluateNominatedNode).
 
 State owned: the waiting pods, with the kinds of nodes that the quota closes to them, or how often they were refused on a
 part of the nodes, MAX_WAITING of each at most.
@@ -42,22 +43,27 @@ PACE_S = 0.05
 """The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
 RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
-LOOK_S = 0.25
-DELAY_S, DELAY_DOUBLINGS = 1.0, 6
-"""From 1 s to 64 s: between a refusal of a part of the nodes and the next try."""
+LOOK_S = 0.05
+DELAY_S, DELAY_DOUBLINGS = 0.25, 8
+"""To 64 s: between a refusal of a part of the nodes and the next try. Before the first try there is none."""
 
 
 class _Unnamed(Struct):
-    """A pod that fits none of the nodes that were named, `refusals` times. `parts` of that size are the cluster."""
+    """A pod that fits none of the nodes that were named, `refusals` times, and that we let be tried again `tries` times.
+    `parts` of that size are the cluster."""
 
     parts: int
-    refusals: int
+    refusals: int = 0
+    tries: int = 0
     due_at: float = 0.0
 
     def delay_s(self) -> float:
-        """Every part once, then more and more rarely: the scheduler may refuse the node that fits by its own rules (taints,
+        """At once, then more and more rarely: the scheduler may refuse the node that fits by its own rules (taints,
         selectors, CPU), which are not known here."""
-        return DELAY_S * 2.0 ** min(max(0, self.refusals - self.parts), DELAY_DOUBLINGS)
+        # The scheduler's own note on the pod makes it try at once, too: the next part, which has no better chance.
+        if not self.tries:
+            return 0.0
+        return DELAY_S * 2.0 ** min(self.tries - 1, DELAY_DOUBLINGS)
 
 
 class Waiters(Struct, kw_only=True, eq=False):
@@ -82,9 +88,9 @@ class Waiters(Struct, kw_only=True, eq=False):
         self._over_quota.pop(uid, None)
         if closed:
             _keep(self._over_quota, uid, tuple(closed))
-        known = self._unnamed.pop(uid, None)
+        known = self._unnamed.pop(uid, _Unnamed(parts))
         if parts:
-            one = _Unnamed(parts, 1 + (known.refusals if known is not None else 0))
+            one = _Unnamed(parts, known.refusals + 1, known.tries)
             # From this try on, whoever caused it: a pod that the scheduler tries by itself all the time needs none of ours.
             one.due_at = self.clock() + one.delay_s()
             _keep(self._unnamed, uid, one)
@@ -116,16 +122,18 @@ class Waiters(Struct, kw_only=True, eq=False):
                 continue
             pod = self.unscheduled(uid)
             # Bound or gone meanwhile, or no node would take it: the scheduler's next event is for it.
-            is_over = pod is None or not await in_steps(self.state.fits_somewhere_steps(pod))
+            fitting = await in_steps(self.state.somewhere_steps(pod)) if pod is not None else []
             # Filter may have answered meanwhile: that answer counts.
             if self._unnamed.get(uid) is not one:
                 continue
-            if pod is None or is_over or not self.writes.leads():
+            if pod is None or not fitting or not self.writes.leads():
                 del self._unnamed[uid]
                 continue
             # The next answer says when. None comes where no node passes the scheduler's own rules now.
             one.due_at = self.clock() + DELAY_S * 2.0**DELAY_DOUBLINGS
-            if not await self._try_again(pod, "node"):
+            # Another one each time, in case the scheduler refuses the first.
+            one.tries += 1
+            if not await self._try_again(pod, "node", fitting[(one.tries - 1) % len(fitting)]):
                 await asyncio.sleep(RETRY_S)
                 break
         if not self._unnamed:
@@ -158,14 +166,14 @@ class Waiters(Struct, kw_only=True, eq=False):
         kinds = self._over_quota.get(pod.uid, ())
         return any(self.state.quota(pod, model=model, pool=pool) is None for model, pool in kinds)
 
-    async def _try_again(self, pod: Pod, reason: str) -> bool:
-        """False where the API server did not answer. `reason` is the metric's."""
+    async def _try_again(self, pod: Pod, reason: str, node: str = "") -> bool:
+        """`node` is one that would take the pod. False where the API server did not answer. `reason` is the metric's."""
         # A follower has no refusals: it answers no filter. A replica that has just lost the lease forgets the pod; the next
         # filter asks the new leader.
         if not self.writes.leads():
             return True
         try:
-            await self.writes.ask_for_retry(pod)
+            await self.writes.ask_for_retry(pod, node)
         except (NotFound, Conflict):  # gone, or another pod by now
             return True
         except AgentError as e:

@@ -82,7 +82,7 @@ MEASURED = ROOT / "tests/data/isolation/measured.md"
 """As `nox -s isolation -- --error-budget --table FILE` wrote it on the machine that the page names."""
 _PARTS = from_json((ROOT / "bench/measured/whole.json").read_text(encoding="utf-8"))
 """What one run of `nox -s bench` measured, with `--json`."""
-_OF_SCHEDULER = r"pods a second|: filter$|resident|of (extender|kube-scheduler) for|fits one node"
+_OF_SCHEDULER = r"pods a second|[: ] filter$|resident|of (extender|kube-scheduler) for|processor time of a pod|fits one"
 """Of some thirty rows for each size of the cluster."""
 _OBJECT = {"type": ["object", "null"], "additionalProperties": False}
 _LIST, _TEXT = ("array", "string", "integer"), ("string",)

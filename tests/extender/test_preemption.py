@@ -241,7 +241,7 @@ def test_room_is_kept_for_nominated_pods() -> None:
         answer = state.filter(refused, None)
         assert (answer.fitting, list(answer.failed)) == ([], ["a"]) and "are kept for pods" in answer.failed["a"]
         assert not isinstance(state.reserve(refused, "a", 3.0), Reservation)
-        assert not at_once(state.fits_somewhere_steps(refused))
+        assert not at_once(state.somewhere_steps(refused))
     assert state.filter(asking("small", (30, 5), priority=0), None).fitting == ["a"], "next to b, or next to the first"
     assert state.filter(asking("higher", *SIX_TENTHS, priority=URGENT + 1), None).fitting == ["a"]
     # Two of one priority that are nominated both do not wait for each other.

@@ -152,16 +152,27 @@ PREFERENCE = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution"
 
 
 async def test_filter_answers_the_best_of_many_nodes() -> None:
-    """kube-scheduler scores what it is answered, so a pod that prefers nodes by itself gets all; and it reads the reasons
-    only where no node is left."""
+    """Those of the least cost: kube-scheduler scores what it is answered, and one node not at all. So a pod that prefers
+    nodes by itself gets all, as does one that is asked about again without a bind, and where such a node is tainted
+    PreferNoSchedule the best are answered. It reads the reasons only where no node is left."""
     nodes = [raw_node(f"n{number}") for number in range(5)]
+    nodes[2]["spec"] = {"taints": [{"key": "t", "effect": "PreferNoSchedule"}]}
     async with fake_cluster(*nodes, pods=[]) as cluster:
         for number, cores in ((1, 30), (3, 20), (4, 90)):
             cluster.holds(f"n{number}", (f"uid-{number}", 0, cores, 4), (f"uid-other-{number}", 1, cores, 4))
         async with running_extender(cluster, most_fitting=2) as asker:
             names = ["n4", "n3", "n2", "n1", "n0"]
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
-            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1", "n3"], {}), "the fullest where it fits"
+            assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1"], {}), "the fullest where it fits"
+            answer = await asker.filter(raw_pod("a", (30, 4)), names)
+            assert answer["NodeNames"] == ["n3", "n2", "n1", "n0"], "what was answered before has not led to a bind"
+            answer = await asker.filter(raw_pod("e", (30, 4)), ["n2", "n0"])
+            assert answer["NodeNames"] == ["n2", "n0"], "equals"
+            answer = await asker.filter(raw_pod("f", (30, 4)), ["n2", "n0", "n3"])
+            assert answer["NodeNames"] == ["n3"]
+            cluster.holds("n2", ("uid-2", 0, 31, 4), ("uid-other-2", 1, 31, 4))
+            answer = await asker.filter(raw_pod("g", (30, 4)), names)
+            assert answer["NodeNames"] == ["n2", "n1"], "the fullest is avoided"
             preferring = raw_pod("b", (30, 4))
             preferring["spec"]["affinity"] = PREFERENCE
             answer = await asker.filter(preferring, names)
@@ -171,6 +182,32 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
         async with running_extender(cluster, most_fitting=0) as asker:
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
             assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
+
+
+async def test_of_equal_nodes_one_is_answered_while_another_pod_is_bound() -> None:
+    """The one with most CPU and memory free, as kube-scheduler's first criterion would; not always the same one of those."""
+    late, busy = raw_node("late"), raw_pod("busy", (0, 0), node="n1")
+    busy["spec"]["containers"][0]["resources"]["requests"] = {"cpu": "8"}
+    annotations = late["metadata"].pop("annotations")
+    clock = FakeClock()
+    names = ["n1", "n2", "n3"]
+    nodes = [raw_node(name) for name in names]
+    for node in nodes:
+        node["status"]["allocatable"] |= {"cpu": "16"}
+    binding = raw_pod("binding", (30, 4))
+    async with (
+        fake_cluster(late, *nodes, pods=[binding, busy]) as cluster,
+        running_extender(cluster, clock=clock) as asker,
+        asyncio.TaskGroup() as group,
+    ):
+        assert (await asker.filter(raw_pod("a", (30, 4)), names))["NodeNames"] == names
+        bind = group.create_task(asker.bind(binding, "late"))  # it waits for the report of the node's agent
+        await eventually(lambda: asker.parts.binder.is_binding)
+        answers = [(await asker.filter(raw_pod(f"b{n}", (30, 4)), names))["NodeNames"] for n in range(8)]
+        assert {len(answer) for answer in answers} == {1}
+        assert {name for [name] in answers} == {"n2", "n3"}
+        cluster.change("nodes", "late", lambda raw: raw["metadata"].update(annotations=annotations))
+        assert await bind == ""
 
 
 async def test_bind_annotates_and_binds() -> None:

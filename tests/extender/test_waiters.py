@@ -1,4 +1,4 @@
-"""Pods that fit none of the nodes that kube-scheduler named: they are updated, so that it names the next ones."""
+"""Pods that fit none of the nodes that kube-scheduler named: they are nominated for one that fits, and updated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.names import RETRY_ANNOTATION, PodUid
@@ -56,6 +57,10 @@ class Waiting(Struct, kw_only=True):
         else:
             self.state.remove_node(NODE.name)
 
+    @property
+    def nominated(self) -> str:
+        return str(self.cluster.pod(POD.namespace, "a")["status"].get("nominatedNodeName", ""))
+
     def version(self) -> str:
         return str(self.cluster.pod(POD.namespace, "a")["metadata"]["resourceVersion"])
 
@@ -86,22 +91,38 @@ async def waiting(parts: int) -> AsyncIterator[tuple[Waiting, Waiters]]:
 
 
 @pytest.mark.parametrize(
-    ("is_asked_again", "expected"), [(True, [1, 1, 1, 2, 4, 8, 16, 32, 64, 64]), (False, [1, 64, 64])]
+    ("is_asked_again", "expected"), [(True, [0, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 64]), (False, [0, 64, 64])]
 )
-async def test_every_part_is_tried_once_and_then_ever_more_seldom(is_asked_again: bool, expected: list[int]) -> None:
+async def test_it_is_tried_at_once_and_then_ever_more_seldom(is_asked_again: bool, expected: list[float]) -> None:
     """Seldom also where a try does not reach the extender."""
     async with waiting(parts=3) as (one, waiters):
         waits: list[float] = []
         last = one.clock()
         while len(waits) < len(expected):
-            one.clock.now += 1.0
             if await one.is_tried():
                 waits.append(one.clock() - last)
                 last = one.clock()
                 if is_asked_again:
                     waiters.answered(POD.uid, parts=3)
                     assert waiters.is_looking(POD.uid) == (len(waits) < 2)
+            one.clock.now += 0.25
         assert waits == expected
+
+
+async def test_it_is_nominated_for_a_node_that_fits_another_one_each_time() -> None:
+    """In the write that has it tried again. The scheduler's own tries until then do not put it off."""
+    async with waiting(parts=9) as (one, waiters):
+        for name in ("m", "o"):
+            one.state.put_node(replace(NODE, name=name), 0.0)
+        nominated = []
+        for _ in range(4):
+            waiters.answered(POD.uid, parts=9)
+            one.clock.now += 1.0 if nominated else 0.0
+            before = int(one.version())
+            await waiters.try_due()
+            assert int(one.version()) == before + 1
+            nominated.append(one.nominated)
+        assert nominated == ["m", "n", "o", "m"]
 
 
 @pytest.mark.parametrize("what", ["fits", "is_unscheduled", "leads"])
@@ -139,10 +160,10 @@ async def test_the_pods_are_bounded() -> None:
 async def test_a_node_that_was_not_named_has_the_pod_tried_again_and_nobody_evicted() -> None:
     """Over HTTP. One of fewer than a hundred names has been looked at in vain with all others: it is left alone."""
     clock = FakeClock()
-    names = [f"n{number}" for number in range(100)]
+    names, large = [f"n{number}" for number in range(100)], ["large", "larger"]
     far, near = (raw_pod(name, (200, 0)) for name in ("far", "near"))
-    nodes = [*(raw_node(name, gpus=1) for name in names), raw_node("large", gpus=2)]
-    victims = {name: {"Pods": [{"UID": "victim"}], "NumPDBViolations": 0} for name in ["large"]}
+    nodes = [*(raw_node(name, gpus=1) for name in names), *(raw_node(name, gpus=2) for name in large)]
+    victims = {name: {"Pods": [{"UID": "victim"}], "NumPDBViolations": 0} for name in large}
     async with fake_cluster(*nodes, pods=[far, near]) as cluster, running_extender(cluster, clock=clock) as asker:
 
         def is_retried(name: str) -> bool:
@@ -158,8 +179,8 @@ async def test_a_node_that_was_not_named_has_the_pod_tried_again_and_nobody_evic
         for pod, asked in ((far, names), (near, names[:99])):
             assert not (await asker.filter(pod, asked))["NodeNames"]
         assert await proposed(far) == []
-        clock.now += 1.0
         await eventually(lambda: is_retried("far"))
+        assert cluster.pod(far["metadata"]["namespace"], "far")["status"]["nominatedNodeName"] == "large"
         assert not is_retried("near")
         assert (await asker.filter(far, ["large"]))["NodeNames"] == ["large"]
-        assert await proposed(near) == ["large"]
+        assert await proposed(near) == ["larger"], "the other one is kept for the nominated pod"

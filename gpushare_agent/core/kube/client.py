@@ -299,9 +299,11 @@ class ClusterApi(KubeApi):
         path = f"{pod_path(namespace, name)}/binding"
         await self._send("POST", f"bind pod {namespace}/{name} to node {node}", path, body)
 
-    async def nominate_pod(self, namespace: str, name: str, uid: PodUid, node: str) -> None:
-        """Note on the pod for which node others end for it."""
-        body = {"metadata": {"uid": uid}, "status": {"nominatedNodeName": node}}
+    async def nominate_pod(
+        self, namespace: str, name: str, uid: PodUid, node: str, annotations: Mapping[str, str] | None = None
+    ) -> None:
+        """Note on the pod the node where the scheduler is to try it first; set the annotations with it."""
+        body = {"metadata": {"uid": uid, "annotations": annotations or {}}, "status": {"nominatedNodeName": node}}
         await self._send("PATCH", f"nominate pod {namespace}/{name}", f"{pod_path(namespace, name)}/status", body)
 
     async def evict_pod(self, namespace: str, name: str, uid: PodUid, *, is_tried: bool) -> None:
