@@ -133,11 +133,6 @@ class Binder(Struct, kw_only=True, eq=False):
         """Binds of unknown outcome: their GPUs stay reserved."""
         return sum(self._is_left(uid, Left.OPEN) for uid in self._left)
 
-    @property
-    def is_binding(self) -> bool:
-        """Pods come one after the other: the scheduler decides on the next one while this one is being bound."""
-        return bool(self._under_way)
-
     def _is_left(self, uid: PodUid, left: Left) -> bool:
         return uid in self._left and self._left[uid][0] is left
 

@@ -535,10 +535,6 @@ class ClusterState:
         ledger = self._nodes.get(name)
         return ledger is not None and ledger.node.is_avoided
 
-    def roomiest(self, names: Sequence[str]) -> str:
-        """The node with the largest part of its CPU and main memory free; of equals the first."""
-        return max(names, key=lambda name: self._nodes[name].free_part if name in self._nodes else -2.0)
-
     def known_names(self) -> Set[str]:
         """All known nodes."""
         return self._nodes.keys()

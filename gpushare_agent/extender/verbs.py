@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nsmallest
-from zlib import crc32
 
 import structlog
 from msgspec import Struct, field
@@ -174,10 +173,9 @@ class Extender(Struct, kw_only=True, eq=False):
         return 1 + len(known) // len(names)
 
     async def _best(self, args: NodesArgs, fitting: list[str]) -> list[str]:
-        """The nodes of the least cost: kube-scheduler's own criteria choose among them. One node it neither scores nor asks
-        us to score, a third of its time for a pod (measured): so while pods come one after the other it gets the one that
-        its first criterion, NodeResourcesFit, would choose. A pod with preferences of its own gets all nodes; where
-        kube-scheduler would rather avoid one of the best, the nodes of the lowest costs."""
+        """The nodes of the least cost: kube-scheduler's own criteria choose among them, and one node it neither scores nor
+        asks us to score. A pod with preferences of its own gets all nodes; where kube-scheduler would rather avoid one of
+        the best, the nodes of the lowest costs."""
         if args.prefers_nodes:
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))
@@ -185,10 +183,6 @@ class Extender(Struct, kw_only=True, eq=False):
         least = min(known, default=(0.0, 0))[0]
         best = [fitting[number] for cost, number in known if cost == least]
         if not any(map(self.state.is_avoided, best)):
-            if best and self.binder.is_binding:
-                # Another one of equals each time: the bind of the pod before may not have come yet, and fill the first.
-                first = crc32(args.pod.uid.encode(errors="replace")) % len(best)
-                return [self.state.roomiest(best[first:] + best[:first])]
             return best[: self.most_fitting]
         # Where the cost is the same, the first in the scheduler's order, which begins elsewhere each time.
         return [fitting[number] for _, number in nsmallest(self.most_fitting, known)]

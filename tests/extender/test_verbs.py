@@ -184,32 +184,6 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
             assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
 
 
-async def test_of_equal_nodes_one_is_answered_while_another_pod_is_bound() -> None:
-    """The one with most CPU and memory free, as kube-scheduler's first criterion would; not always the same one of those."""
-    late, busy = raw_node("late"), raw_pod("busy", (0, 0), node="n1")
-    busy["spec"]["containers"][0]["resources"]["requests"] = {"cpu": "8"}
-    annotations = late["metadata"].pop("annotations")
-    clock = FakeClock()
-    names = ["n1", "n2", "n3"]
-    nodes = [raw_node(name) for name in names]
-    for node in nodes:
-        node["status"]["allocatable"] |= {"cpu": "16"}
-    binding = raw_pod("binding", (30, 4))
-    async with (
-        fake_cluster(late, *nodes, pods=[binding, busy]) as cluster,
-        running_extender(cluster, clock=clock) as asker,
-        asyncio.TaskGroup() as group,
-    ):
-        assert (await asker.filter(raw_pod("a", (30, 4)), names))["NodeNames"] == names
-        bind = group.create_task(asker.bind(binding, "late"))  # it waits for the report of the node's agent
-        await eventually(lambda: asker.parts.binder.is_binding)
-        answers = [(await asker.filter(raw_pod(f"b{n}", (30, 4)), names))["NodeNames"] for n in range(8)]
-        assert {len(answer) for answer in answers} == {1}
-        assert {name for [name] in answers} == {"n2", "n3"}
-        cluster.change("nodes", "late", lambda raw: raw["metadata"].update(annotations=annotations))
-        assert await bind == ""
-
-
 async def test_bind_annotates_and_binds() -> None:
     """The pod gets gpu-admission's annotations with its node; the answer has no error."""
     pod = raw_pod("a", (30, 4), (100, 0), (0, 0))

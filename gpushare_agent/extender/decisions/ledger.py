@@ -117,12 +117,6 @@ class NodeLedger(Struct, eq=False):
             )
         return self._free
 
-    @property
-    def free_part(self) -> float:
-        """Of CPU and main memory, both alike, as kube-scheduler's LeastAllocated counts; less two."""
-        node, hosted = self.node, self.hosted
-        return -hosted.cpu_milli / (node.cpu_milli or 1) - hosted.memory_mib / (node.memory_mib or 1)
-
     def set_hosted(self, hosted: Hosted) -> None:
         """The requests of the node's pods. They change no fit: kube-scheduler decides on CPU and memory."""
         self.hosted, self._free = hosted, None
