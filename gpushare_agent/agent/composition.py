@@ -34,7 +34,7 @@ from gpushare_agent.agent.observability.part import ObservabilityPart
 from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.core.kit.directories import has_files
 from gpushare_agent.core.kube.informer import Informer
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import PodUid, is_one_of
@@ -204,8 +204,7 @@ class _Subscriptions:
         agent, either = self._agent, new or old
         agent.kubelet.admission.identification.allocation_changed(old, new)
         # None: a resized share of which no record shows the container.
-        key = either.view if either is not None else None
-        uid = key.pod_uid if key is not None else None
+        uid = either.key.pod_uid if either is not None else None
         if any(one is not None and any(map(is_one_of, one.gpus)) for one in (old, new)):
             agent.node.inventory.hold(held_back(agent.node.cache))
         if either is not None and either.claim is not None:
@@ -217,7 +216,7 @@ class _Subscriptions:
                 agent.cluster.annotations.compare(new.key.pod_uid)
             agent.kubelet.tables.allocation_changed(old, new)
         agent.cluster.allocations_changed(uid)
-        self._changed(uid, key)
+        self._changed(uid)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         agent = self._agent
@@ -231,14 +230,14 @@ class _Subscriptions:
             agent.cluster.allocations_changed(uid)
             self._changed(uid, is_pod=True)
 
-    def _changed(self, uid: PodUid | None = None, key: ContainerKey | None = None, *, is_pod: bool = False) -> None:
+    def _changed(self, uid: PodUid | None = None, *, is_pod: bool = False) -> None:
         """Who compares what is with what should be, whatever has changed: of a pod or claim, an allocation of it, or
         (None) of all."""
         agent = self._agent
         if agent.dra is not None and not is_pod:
             agent.dra.changed()
         agent.kubelet.resizing.changed(uid)
-        agent.isolation.changed(uid, key)
+        agent.isolation.changed(uid)
         agent.observability.expire()
 
     def _registered(self, resource: str) -> None:

@@ -581,7 +581,7 @@ async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world
         await manager._poll_changed(is_of_all=False)
         assert not (world.directory / "vcuda.sock").exists()
         world.allocations[KEY] = share  # as a pod that is created again under its UID
-        manager.changed(POD, KEY)
+        manager.changed(POD)
         await manager._poll_changed(is_of_all=False)
         assert is_served(world.directory / "vcuda.sock")
         del world.allocations[KEY], world.allocations[other]

@@ -142,10 +142,10 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """The result of the agent's own program under this isolation, which is no combination: was it limited?"""
         return self.parts[part].probed() if part in self.parts else None
 
-    def changed(self, uid: PodUid | None = None, key: ContainerKey | None = None) -> None:
+    def changed(self, uid: PodUid | None = None) -> None:
         """The pod or claim, an allocation of it, or (None) a GPU."""
         if self.vdevices is not None:
-            self.vdevices.changed(uid, key)
+            self.vdevices.changed(uid)
         for part in self.parts.values():
             part.changed(uid)
 

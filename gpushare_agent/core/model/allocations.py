@@ -162,12 +162,6 @@ class Allocation(Struct, frozen=True, kw_only=True):
         if not all(self.ids.values()):  # so that two with the same IDs are equal
             force_setattr(self, "ids", {kind: ids for kind, ids in self.ids.items() if ids})
 
-    @property
-    def view(self) -> ContainerKey:
-        """By what its containers see it: those of a claim that a container uses together are one share."""
-        name = self.claim.view if self.claim is not None else ""
-        return ContainerKey(self.key.pod_uid, name) if name else self.key
-
     def ids_of(self, kind: ResourceKind) -> frozenset[DeviceId]:
         return self.ids.get(kind, NO_IDS)
 

@@ -160,7 +160,7 @@ class VirtualManager:
         ahead = [key for key in desired if self.ahead.take(key)]
         # Prepared ahead, and still as it is to be: nothing waits for a thread, which in a burst gets no processor (107 ms
         # before, 4 ms after).
-        is_done = len(ahead) == len(desired) and all(self._is_new(desired[key]) for key in ahead)
+        is_done = len(ahead) == len(desired) and all(self._is_written(desired[key], ()) for key in ahead)
         for key in desired:
             # Even where all was prepared: the processes and the ID known so far are of the instance before.
             self._processes.begin_instance(key)
@@ -195,13 +195,12 @@ class VirtualManager:
             # Last, when no task can start a server any more.
             await self._close(STOP_TIMEOUT_S)
 
-    def changed(self, uid: PodUid | None = None, key: ContainerKey | None = None) -> None:
+    def changed(self, uid: PodUid | None = None) -> None:
         """The pod or claim, an allocation of it, or (None) a GPU: the next poll is one of it, or of everything, and soon."""
-        if key is not None:
-            self._keys.setdefault(key.pod_uid, set()).add(key)
         if uid is None:
             self._has_changed = True
-        elif uid in self._keys:
+        elif keys := self._keys.get(uid, set()) | self._pods.shares_of(uid).keys():
+            self._keys[uid] = keys
             self._changed.add(uid)
         else:
             return  # a pod without a share, or whose allocation is still to come
@@ -347,11 +346,8 @@ class VirtualManager:
                     log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
             return errors
 
-    def _is_new(self, allocation: Allocation) -> bool:
-        """The container's directory is as it is to be at its start, by what was last written: without processes."""
-        return self._is_written(allocation, ())
-
     def _is_written(self, allocation: Allocation, pids: tuple[int, ...] | None) -> bool:
+        """The container's directory is as it is to be, by what was last written; without processes as at its start."""
         new = self._desired_directory(allocation, pids)
         is_same = new.before is not None and new.before.config == new.config and pids in (None, new.before.pids)
         return is_same and new.is_config_known and new.socket is not None
