@@ -105,11 +105,11 @@ def scaled(hosts: Sequence[Host], count: int) -> list[Host]:
 
 
 async def fill_clusters(
-    programs: Path, state: Path, folder: Path, wanted: Sequence[tuple[Way, int]], nodes: int = NODES
+    programs: Path, state: Path, folder: Path, wanted: Sequence[tuple[Way, int]]
 ) -> AsyncIterator[Filled]:
     """One run for each way and seed. `programs` as for `scheduler_rows`; `folder` has the trace. Raises RuntimeError where a
     program does not start, AgentError where the API server refuses something, TimeoutError where a pod is not decided."""
-    hosts = scaled(read_hosts(folder / "openb_node_list_gpu_node.csv"), nodes)
+    hosts = scaled(read_hosts(folder / "openb_node_list_gpu_node.csv"), NODES)
     kinds = read_kinds(folder / "openb_pod_list_default.csv")
     shutil.rmtree(state, ignore_errors=True)
     state.mkdir(parents=True)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_link_on_the_way_is_replaced_and_not_followed(files: GpushareFiles, sh
 )
 def test_no_path_is_made_of_a_name_that_kubernetes_would_not_admit(files: GpushareFiles, uid: str, name: str) -> None:
     key = ContainerKey(PodUid(uid), name)
-    for attempt in (files.prepare, files.paid, files.cut, files.container_directory):
+    for attempt in (files.prepare, partial(files.usage_head, gpus=1), files.cut, files.container_directory):
         with pytest.raises(Rejected):
             attempt(key)
     assert files.oversized([key]) == [] and not files.containers.exists()
@@ -247,7 +248,7 @@ def test_a_tenant_with_a_lease_on_its_file_does_not_keep_it_large(files: Gpushar
         try:
             assert tenant.stdout is not None and tenant.stdout.readline() == "taken\n"
             with pytest.raises(Unavailable):
-                files.paid(KEY)
+                files.usage_head(KEY, 1)
             files.cut(KEY)
         finally:
             tenant.kill()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits
+from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, read_paid
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -156,7 +156,7 @@ async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None
         await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
 
     await world.running(body)
-    assert {one.launches for one in world.files.paid(OTHER)} == {0}
+    assert {one.launches for one in read_paid(world.files.usage_head(OTHER, 1))} == {0}
 
 
 async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
@@ -180,7 +180,7 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
         for key in others:
             assert await world.preparation.prepare([key]) is None
         assert await world.preparation.prepare([OTHER]) is None
-        assert usage.stat().st_ino != former and world.files.paid(OTHER)
+        assert usage.stat().st_ino != former and world.files.usage_head(OTHER, 1)
         assert vdevice.remove_pod(OTHER.pod_uid)
         assert await world.preparation.prepare([OTHER]) is None
         assert slow.waited == []

@@ -78,6 +78,8 @@ def _joined(parts: Sequence[Allocation]) -> Allocation:
 
 
 Users = Mapping[ContainerKey, Sequence[ClaimUser]]
+_UidsOfClaim = dict[tuple[str, str], dict[PodUid, None]]
+"""By the namespace and name of a claim."""
 
 
 class ClaimPods:
@@ -86,8 +88,8 @@ class ClaimPods:
         self._cache = cache
         self._made_of = -1
         self._shares: Mapping[ContainerKey, Allocation] = {}
-        self._claims: dict[tuple[str, str], dict[PodUid, None]] = {}
-        self._pods: dict[tuple[str, str], dict[PodUid, None]] = {}
+        self._claims: _UidsOfClaim = {}
+        self._pods: _UidsOfClaim = {}
         for allocation in cache:
             self._allocation_changed(None, allocation)
         for pod in store.pods():
@@ -173,24 +175,22 @@ class ClaimPods:
         return claim_users(own, sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid)))
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        if (one := new or old) is None or one.claim is None:
-            return
-        claims = self._claims.setdefault(_name_of(one), {})
-        claims[one.key.pod_uid] = None
-        if not self._cache.of_pod(one.key.pod_uid):
-            del claims[one.key.pod_uid]
-        if not claims:
-            del self._claims[_name_of(one)]
+        if (one := new or old) is not None and one.claim is not None:
+            _note(self._claims, _name_of(one), one.key.pod_uid, is_there=bool(self._cache.of_pod(one.key.pod_uid)))
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         for pod in filter(None, (old, new)):
             for name in _claim_names(pod):
-                users = self._pods.setdefault(name, {})
-                users[pod.uid] = None
-                if pod is not new:
-                    del users[pod.uid]
-                if not users:
-                    del self._pods[name]
+                _note(self._pods, name, pod.uid, is_there=pod is new)
+
+
+def _note(uids: _UidsOfClaim, name: tuple[str, str], uid: PodUid, *, is_there: bool) -> None:
+    own = uids.setdefault(name, {})
+    own[uid] = None
+    if not is_there:
+        del own[uid]
+    if not own:
+        del uids[name]
 
 
 def _name_of(allocation: Allocation) -> tuple[str, str]:

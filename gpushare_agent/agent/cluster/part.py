@@ -248,23 +248,20 @@ class AllocationsReport:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._of_pod: dict[PodUid, AllocatedTo] = {}
-        self._changed: set[PodUid] | None = None
+        self._changed: frozenset[PodUid] | None = None
         self._has_resized = False
         self._text = ""
 
     def changed(self, uid: PodUid | None) -> None:
         """None: a GPU, or anything."""
-        if uid is None:
-            self._changed = None
-        elif self._changed is not None:
-            self._changed.add(uid)
+        self._changed = None if uid is None or self._changed is None else self._changed | {uid}
 
     def text(self) -> str | None:
         """None until the pods are listed and the GPUs read: a text that leaves out what is allocated would give it away."""
         node, cache, gpus = self._node, self._node.cache, self._node.gpus().gpus
         if not node.pods.is_synced or not gpus:
             return None
-        changed, self._changed = self._changed, set()
+        changed, self._changed = self._changed, frozenset()
         # What is shown of a resized share depends on the others of its GPU.
         if self._has_resized or cache.resized:
             changed = None

@@ -27,7 +27,7 @@ ASKED_PODS = 4
 
 
 class ContainerIds:
-    """`running` and `owner_of`, each bounded by the runtime client's own time limit."""
+    """`running` and `owner_of`, bounded by the runtime client's own time limit for each of ASKED_PODS calls at most."""
 
     def __init__(self, runtime: RuntimeClient, pods: PodStore) -> None:
         self._runtime = runtime

@@ -102,11 +102,10 @@ class DevicePlugin(Struct, eq=False):
     @property
     def decoders(self) -> Mapping[type, Decoder]:
         """FAST_DECODERS with the IDs that are announced, which are thousands in each offer."""
-
-        def decode(data: bytes) -> list[PreferredContainer]:
-            return decode_preferred_allocation(data, self.ids.announced)
-
-        return {**FAST_DECODERS, v1beta1.PreferredAllocationRequest: decode}
+        return {
+            **FAST_DECODERS,
+            v1beta1.PreferredAllocationRequest: lambda data: decode_preferred_allocation(data, self.ids.announced),
+        }
 
     def continue_as(self, other: DevicePlugin) -> None:
         """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""

@@ -275,8 +275,8 @@ class Cgroups:
         with self._walk_lock:
             self._bound()
             # What is known is believed only while its directory is there: an ID is never given again, but a container ends.
-            for gone in [i for i in uids if not _is_there(self._known.get(i))]:
-                self._known.pop(gone, None)
+            for gone in [i for i in uids if i in self._known and not _is_directory(str(self._known[i].path))]:
+                del self._known[gone]
             missing = {i: uid for i, uid in uids.items() if i not in self._known}
             for uid in {uid for uid in missing.values() if uid is not None}:
                 self._look_at(uid)
@@ -504,10 +504,6 @@ class Cgroups:
 def _driver_of(place: FoundDirectory) -> str:
     """A pod's directory is named by the kubelet, joined ones too (`<pod>.slice:<runtime>:<ID>`)."""
     return "systemd" if ".slice" in place.path.rpartition("/")[2] else "cgroupfs"
-
-
-def _is_there(directory: CgroupDir | None) -> bool:
-    return directory is not None and _is_directory(str(directory.path))
 
 
 def _is_directory(path: str) -> bool:

@@ -44,13 +44,11 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     USAGE_NAME,
     GpuLimits,
     Observed,
-    Paid,
     Slot,
     encode_config,
     encode_usage,
     gpu_uuids,
     read_held,
-    read_paid,
     read_slots,
     usage_head_bytes,
     write_limits,
@@ -131,7 +129,7 @@ class GpushareFiles:
     def _has_claims_files(self, key: ContainerKey) -> bool:
         """True if they also have its present limits. Unreadable files are made again: a tenant can shorten `usage`."""
         with suppress(NotFound, Corrupt):
-            self.paid(key)
+            self.usage_head(key, MOST_GPUS)
             if not self._is_from_before_boot(key):
                 self.write_limits(key, self._known_limits(key))
                 return True
@@ -221,12 +219,9 @@ class GpushareFiles:
             for key in self._mapped.keys() - set(keys):
                 self._mapped.pop(key)[0].close()
 
-    def paid(self, key: ContainerKey, gpus: int = MOST_GPUS) -> list[Paid]:
-        """What its processes say that they have paid, on the first `gpus`. Raises as `write_limits`."""
-        return read_paid(self.usage_head(key, gpus))
-
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
-        """For read_paid. Called for 100 containers ten times a second. Raises as `write_limits`."""
+        """What its processes say that they have paid, on the first `gpus`: for read_paid. Called for 100 containers ten
+        times a second. Raises as `write_limits`."""
         return self._in_usage(key, lambda file: _read(file, usage_head_bytes(gpus)))
 
     def _in_usage(self, key: ContainerKey, read: Callable[[int], T]) -> T:
