@@ -98,6 +98,11 @@ async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_af
     node.pods[UID] = pod("share", container(cores=30, blocks=8), uid=UID)
     node.found = inventory(2)
     assert kept(part) == found
+    # A pod that ends while the GPUs become others.
+    del node.cache[KEY]
+    part.changed(UID)
+    node.found = inventory(2)
+    assert kept(part) == {} and not part._keys
 
 
 class Probed:
