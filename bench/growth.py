@@ -20,9 +20,8 @@ SHARES = (100, 500, 1500)
 _GPUS = 16
 _CORES, _BLOCKS = 1, 2
 _SEEN_S, _AFTER_S = 0.05, 0.35
-_COMPARED_S = 120.0
-"""The first comparison asks for 50 pods a second."""
-_STILL_SHARE = 0.1
+_STILL_SHARE, _STILL_S = 0.1, 120.0
+"""After its start the agent writes files and annotations of each share: that part of a core or less is taken for idleness."""
 _FIRST_PID = 900_000
 _RESTART_NOTE = "the kubelet's checkpoint and PodResources name as many pods; pods listed, the web server up"
 _STEPS = ("four calls", "PreStartContainer", "after it", "status Running", "deletion")
@@ -44,11 +43,11 @@ class Life:
 async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float, isolation: str = "vcuda") -> list[Row]:
     """On a node with `shares` running containers, `pods` that come and go. Raises RuntimeError, RefusedPodError."""
     async with open_node(isolation=isolation, flags={"simulated.gpus": _GPUS}) as node:
-        node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS)
-        await node.start_agent(_COMPARED_S)
+        node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS, foreign=0)
+        await node.start_agent(_STILL_S)
         if isolation == "vcuda":
             await wait_sockets(node, shares)
-        async with asyncio.timeout(_COMPARED_S):  # it writes for each share, and is then still
+        async with asyncio.timeout(_STILL_S):
             while (idle := await _idle_share(node, settle_s)) > _STILL_SHARE:
                 pass
         life = Life()
