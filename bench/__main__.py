@@ -183,7 +183,7 @@ async def _measure_growth(extent: Extent, _options: argparse.Namespace) -> list[
     rows = []
     for shares in SHARES:
         _say(f"{extent.lives} pods on a node with {shares:,} shares")
-        rows += await growth_rows(shares, extent.lives, extent.restarted, max(extent.settle_s / 4, 4.0))
+        rows += await growth_rows(shares, extent.lives, extent.restarted, max(extent.settle_s, 6.0))
     return rows
 
 
