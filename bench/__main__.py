@@ -38,14 +38,14 @@ from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows
 class Extent:
     """How often each thing is measured."""
 
-    starts: int = 10
-    restarts: int = 60
+    starts: int = 8
+    restarts: int = 30
     filled: int = 200
     empty: int = 100
     bursts: int = 3
     pure: int = 200
     rounds: int = 60
-    pre_starts: int = 150
+    pre_starts: int = 60
     registrations: int = 100
     """By name, and as many by ID."""
     scrapes: int = 30
@@ -55,15 +55,15 @@ class Extent:
     extender_pods: int = 400
     extender_resyncs: int = 3
     scheduler_pods: int = 300
-    scheduler_rounds: int = 3
+    scheduler_rounds: int = 2
     cluster_pods: int = 30
     cluster_burst: int = 100
-    lives: int = 60
-    restarted: int = 5
-    settle_s: float = 20.0
+    lives: int = 30
+    restarted: int = 3
+    settle_s: float = 10.0
     """Until the first comparisons of everything with the kubelet are over."""
-    idle_s: float = 30.0
-    """A period of the comparison with the kubelet."""
+    idle_s: float = 20.0
+    """Of each measurement of idleness."""
 
 
 _QUICK = Extent(
@@ -183,7 +183,7 @@ async def _measure_growth(extent: Extent, _options: argparse.Namespace) -> list[
     rows = []
     for shares in SHARES:
         _say(f"{extent.lives} pods on a node with {shares:,} shares")
-        rows += await growth_rows(shares, extent.lives, extent.restarted, max(extent.settle_s / 4, 4.0))
+        rows += await growth_rows(shares, extent.lives, extent.restarted, max(extent.settle_s, 6.0))
     return rows
 
 

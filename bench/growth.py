@@ -6,6 +6,7 @@ Nothing may grow with the shares that the pod has nothing to do with, but the Li
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -20,8 +21,8 @@ SHARES = (100, 500, 1500)
 _GPUS = 16
 _CORES, _BLOCKS = 1, 2
 _SEEN_S, _AFTER_S = 0.05, 0.35
-_STILL_TIMEOUT_S = 120.0
-_STILL_SHARE = 0.1
+_STILL_S, _STILL = 120.0, 0.8
+"""It is idle when a window costs more than this part of the one before."""
 _FIRST_PID = 900_000
 _RESTART_NOTE = "the kubelet's checkpoint and PodResources name as many pods; pods listed, the web server up"
 _STEPS = ("four calls", "PreStartContainer", "after it", "status Running", "deletion")
@@ -43,12 +44,14 @@ class Life:
 async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) -> list[Row]:
     """On a node with `shares` running containers, `pods` that come and go. Raises RuntimeError, RefusedPodError."""
     async with open_node(flags={"simulated.gpus": _GPUS}) as node:
-        node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS)
+        node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS, foreign=0)
         await node.start_agent()
         await wait_sockets(node, shares)
-        async with asyncio.timeout(_STILL_TIMEOUT_S):  # it writes for each share, and is then still
-            while (idle := await _idle_share(node, settle_s)) > _STILL_SHARE:
-                pass
+        # After its start the agent writes files and annotations of each share.
+        before, idle = math.inf, await _idle_share(node, settle_s)
+        async with asyncio.timeout(_STILL_S):
+            while idle < before * _STILL:
+                before, idle = idle, await _idle_share(node, settle_s)
         life = Life()
         for number in range(pods):
             await _live(node, number, life, idle)

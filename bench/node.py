@@ -74,9 +74,16 @@ class BenchNode:
         own.mkdir(parents=True, exist_ok=True)
         (own / "cgroup").write_text(cgroup_text)
 
-    def fill(self, pods: int = PODS, cores: int = POD_CORES, blocks: int = POD_BLOCKS, gpus: int = GPUS) -> None:
+    def fill(
+        self,
+        pods: int = PODS,
+        cores: int = POD_CORES,
+        blocks: int = POD_BLOCKS,
+        gpus: int = GPUS,
+        foreign: int = POD_FOREIGN,
+    ) -> None:
         """The 100 pods with 5,000 IDs, spread over the GPUs in turn; or others. Each has a container with 20
-        processes."""
+        processes; `foreign` IDs are of another device plugin."""
         containers = Containers(self.state / "cgroup")
         left = {gpu: [0, 0] for gpu in range(gpus)}
         for number in range(pods):
@@ -90,7 +97,7 @@ class BenchNode:
                 pod.allocated[resource] = [
                     device(resource, ids.write(device_id(uuid, n)), numa) for n in range(first, first + count)
                 ]
-            ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
+            ports = range(number * foreign, (number + 1) * foreign)
             pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
             self.create(pod)
             containers.put(pod.uid, range(FIRST_PID + PROCESSES * number, FIRST_PID + PROCESSES * (number + 1)))

@@ -367,12 +367,12 @@ def _rows(label: str, plain: Sequence[_Run], ours: Sequence[_Run], *, goal: floa
     rows = [
         row(f"{label}: pods a second, of plain", ratios, unit="", failed=low, note=f"in turn with and without {shown}"),
         *(
-            row(f"  {kind}: pods a second", [run.pods_per_s for run in runs], unit="/s")
+            row(f"  {label}, {kind}: pods a second", [run.pods_per_s for run in runs], unit="/s")
             for kind, runs in ((_PLAIN, plain), (_OURS, ours))
         ),
     ]
     rows += [
-        row(f"  {kind}: processor time of a pod, {program}", [run.processor_ms[program] for run in runs])
+        row(f"  {label}, {kind}: processor time of a pod, {program}", [run.processor_ms[program] for run in runs])
         for kind, runs in ((_PLAIN, plain), (_OURS, ours))
         for program in runs[0].processor_ms
     ]
@@ -380,8 +380,10 @@ def _rows(label: str, plain: Sequence[_Run], ours: Sequence[_Run], *, goal: floa
     counts = [run.extender for run in ours]
     for verb in _VERBS:
         target = FILTER_P99_MS if verb == "filter" else None
-        rows += histogram_row(f"  {verb}", name, (("verb", verb),), counts, target_p99=target)
-    rows.append(row("  resident memory", [run.extender_mib for run in ours], unit="MiB", target_median=MEMORY_MIB))
+        rows += histogram_row(f"  {label}: {verb}", name, (("verb", verb),), counts, target_p99=target)
+    rows.append(
+        row(f"  {label}: resident memory", [run.extender_mib for run in ours], unit="MiB", target_median=MEMORY_MIB)
+    )
     return rows
 
 
