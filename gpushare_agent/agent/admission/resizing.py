@@ -26,7 +26,7 @@ then has what the kubelet allocated, in the ledger and by its isolation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -248,7 +248,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _changed: frozenset[PodUid] | None = None
     """None: all."""
-    _refused: frozenset[PodUid] | set[PodUid] = frozenset()
+    _refused: Set[PodUid] = frozenset()
     _save_failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
@@ -297,9 +297,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     async def reconcile(self) -> None:
         """One round. A share that cannot be enforced does not stop the others."""
         self._forget_gone()
-        open_uids = self._refused | {key.pod_uid for key in self.node.cache.resized}
-        uids = None if self._changed is None else self._changed | open_uids
-        self._changed = frozenset()
+        changed = {one.key.pod_uid for one in self.node.cache} if self._changed is None else self._changed
+        uids, self._changed = changed | self._refused | {key.pod_uid for key in self.node.cache.resized}, frozenset()
         found = ResizeRound()
         # Twice at most: what shrank in the first pass makes room for growth in the second; more waits for the next
         # round.
@@ -311,7 +310,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         await self._save_and_apply()
         self._refused = found.unknown.keys() | {key.pod_uid for key in found.refused}
         if self.node.pods.is_synced:
-            self.reports.report(found, {one.key.pod_uid for one in self.node.cache} if uids is None else uids)
+            self.reports.report(found, uids)
 
     # --- 1: decide ---
 
@@ -326,13 +325,12 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             if pod is None or pod.is_terminal:
                 self.node.cache.forget_resized(key)
 
-    def _decide(self, uids: Collection[PodUid] | None) -> ResizeRound:
+    def _decide(self, uids: Collection[PodUid]) -> ResizeRound:
         """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
         accounts = GrowthAccounts(self.node)
         candidates: list[tuple[Allocation, DesiredSize]] = []
-        cache = self.node.cache
-        for allocation in cache if uids is None else [one for uid in sorted(uids) for one in cache.of_pod(uid)]:
+        for allocation in [one for uid in sorted(uids) for one in self.node.cache.of_pod(uid)]:
             uid = allocation.key.pod_uid
             pods = self.node.claim_pods.using(uid)
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
