@@ -248,7 +248,7 @@ class AgentMetrics:
         self.registry.register(collector)
 
     def exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
-        """Content type and text, as an Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""
+        """Content type and text, as the Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""
         try:
             _, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # it compares versions that are no numbers

@@ -211,6 +211,7 @@ class ContainerSeries(Struct, eq=False):
     _known: dict[ContainerKey, _Container] = field(default_factory=dict)
 
     def series(self, snapshot: NodeSnapshot) -> list[Series]:
+        """Those that have a row, always in the same order."""
         # A new dictionary each time: what has ended is dropped without a search for it.
         before, self._known = self._known, {}
         for facts in snapshot.containers_by_name():

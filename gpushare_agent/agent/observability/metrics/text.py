@@ -38,8 +38,8 @@ class Series(Struct, frozen=True):
 
 
 class NodePage(Struct, eq=False):
-    """`text` calls `series`, told whether all of a container are wanted, when its text is older than `max_age_s` or was
-    `expire`d."""
+    """`text` calls `series` when its text is older than `max_age_s` or was `expire`d, with whether all series of a container
+    are wanted."""
 
     series: Callable[[bool], Sequence[Series]]
     max_age_s: float
@@ -68,6 +68,7 @@ def labels_text(**values: str) -> Labels:
 
 
 def line(name: str, labels: Labels, value: Number) -> str:
+    """One sample, with the end of its line."""
     return f"{name}{{{labels}}} {value!r}\n"
 
 
