@@ -734,7 +734,7 @@ async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(worl
         async def release() -> None:
             world.processes.after_read = None
             del world.allocations[KEY]
-            manager.changed(POD, KEY)
+            manager.changed(POD)
             await manager._poll_changed(is_of_all=False)
             assert not is_served(world.directory / "vcuda.sock")
 
