@@ -54,7 +54,7 @@ async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float, is
         await asyncio.sleep(_AGED_S)
         await node.start_agent(_STILL_S)
         if isolation == "vcuda":
-            await wait_sockets(node, shares)
+            await wait_sockets(node, shares, _STILL_S)
         # After its start the agent writes files and annotations of each share.
         before, now = math.inf, await _window_ms(node, settle_s)
         async with asyncio.timeout(_STILL_S):
