@@ -134,7 +134,9 @@ async def test_a_terminal_does_not_stop_what_could_not_be_ended_then(tmp_path: P
 
 async def test_a_parent_that_ignores_the_end_of_children_takes_no_exit_code(tmp_path: Path) -> None:
     """It is inherited, and the kernel would keep no status of the program: nobody would see its end."""
-    script = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    script = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     assert (await output_of(sys.executable, "-c", script, build(tmp_path), "sh", "-c", "exit 7"))[0] == 7
 
 
