@@ -14,9 +14,12 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
+from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.protobuf import bytes_field
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation
+from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.core.model.pods import Pod
@@ -335,3 +338,27 @@ async def test_another_static_pod_that_cannot_be_read_refuses_no_other_pods_call
 
     result = await Both(pod("ordinary", container(cores=10)), None).identify(10, poll_again_s=DEADLINE_S)
     assert isinstance(result, Target) and result.pod.name == "ordinary"
+
+
+async def test_what_was_found_of_a_pod_that_ends_is_not_kept_for_the_next_of_its_name() -> None:
+    """The kubelet lists both for a while, and what it lists of the third pod is what it listed of the first."""
+    node, client = node_of(), PodResourcesClient(None, DeviceIds())
+    identification = identification_of(node, Outside(), poll_again_s=0.0)
+    node.pods.subscribe(identification.pod_changed)
+
+    def listed(name: bytes) -> bytes:
+        return bytes_field(1, bytes_field(1, b"a") + bytes_field(2, b"default") + bytes_field(3, bytes_field(1, name)))
+
+    async def identify(*names: bytes) -> Target | Refused:
+        async def inside() -> Sequence[ListedDevices]:
+            return client._listings(b"".join(map(listed, names)))
+
+        return await identification.identify(vcore_call(size=10), inside)
+
+    for uid, version, lists in (("1", "1", [(b"first",)]), ("2", "2", [(b"next", b"first")] * 2)):
+        node.pods.upsert(pod("a", container("x"), uid=uid, resource_version=version))
+        for names in lists:
+            assert isinstance(await identify(*names), Refused)
+    node.pods.upsert(pod("a", container("first", cores=10), uid="3", resource_version="3"))
+    found = await identify(b"first")
+    assert isinstance(found, Target) and found.pod.uid == "3"

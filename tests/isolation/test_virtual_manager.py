@@ -726,6 +726,29 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
         await poll_until(lambda: not is_served(world.directory / "vcuda.sock"), "the end of its server")
 
 
+async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(world: World) -> None:
+    """Its release was polled before the registration wrote: the next poll of all finds what that left."""
+    async with Running(world) as manager:
+        await world.poll(manager)
+
+        async def release() -> None:
+            world.processes.after_read = None
+            del world.allocations[KEY]
+            manager.changed(POD, KEY)
+            await manager._poll_changed(is_of_all=False)
+            assert not is_served(world.directory / "vcuda.sock")
+
+        world.processes.after_read = release
+        await manager.refresh(KEY, ID)
+        assert is_served(world.directory / "vcuda.sock")
+        with pytest.raises(Unavailable, match="no allocation"):  # once more, by its socket
+            await manager.refresh(KEY, ID)
+        await manager.poll()
+        assert not is_served(world.directory / "vcuda.sock")
+        kept = manager._servers, manager._written, manager._refreshes, manager._configs._known
+        assert not any(kept) and not world.processes.keys()
+
+
 @pytest.mark.parametrize("is_started_before", [True, False])
 async def test_where_the_disk_hangs_no_server_outlives_the_manager(world: World, is_started_before: bool) -> None:
     """The process may go on: it reads its settings again."""

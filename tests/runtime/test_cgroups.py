@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -338,4 +339,36 @@ def test_a_pod_whose_directory_is_gone_has_no_process_until_it_is_there_again(tm
     shutil.rmtree(tmp_path / f"kubepods/burstable/pod{UID}")
     assert cgroups.has_processes(UID) is False
     make_cgroup(tmp_path / f"kubepods/pod{UID}/{ID}", 9)
+    assert cgroups.has_processes(UID) is True
+
+
+def test_a_container_outside_its_pods_directory_is_counted_after_it_was_found(tmp_path: Path) -> None:
+    """As a runtime makes it that writes cgroups itself: the pod's own directory, if any, is empty. Also where the runtime
+    was reconfigured meanwhile."""
+    outside = f"system.slice/kubepods-burstable-{SLICE}:cri-containerd:{ID}"
+    procs = make_cgroup(make_v2(tmp_path) / outside, 7) / "cgroup.procs"
+    cgroups = Cgroups(tmp_path)
+    assert cgroups.find_many([(ID, UID)]).keys() == {ID}
+    assert cgroups.has_processes(UID) is True
+    make_cgroup(tmp_path / f"{BURSTABLE}/crio-{OTHER_ID}.scope")
+    assert cgroups.find_many([(OTHER_ID, UID)]).keys() == {OTHER_ID}
+    assert cgroups.has_processes(UID) is True
+    procs.write_text("")
+    assert cgroups.has_processes(UID) is False
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_without_a_free_descriptor_it_is_not_known_whether_a_process_is_there(tmp_path: Path, is_seen: bool) -> None:
+    """A share of a pod that still runs would be freed."""
+    make_cgroup(make_v2(tmp_path) / f"kubepods/pod{UID}/{ID}", 7)
+    cgroups = Cgroups(tmp_path)
+    if is_seen:
+        assert cgroups.find_pods({UID}).keys() == {UID}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(Unavailable, match="Too many open files"):
+            cgroups.has_processes(UID)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert cgroups.has_processes(UID) is True

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -288,6 +289,10 @@ class PodResourcesClient:
                 listing = PodListing(scan_pod_entry(data[start:stop]), self._ids)
             now[name] = listing
             found.append(listing)
+        if len(now) < len(found):
+            # A pod that ends and the next of its name: what was found out of one must not be kept as the other's.
+            listed = Counter((one.namespace, one.name) for one in found)
+            self._listed = {name: one for name, one in now.items() if listed[one.namespace, one.name] == 1}
         return found
 
     def _drop(self, method: str) -> None:

@@ -111,12 +111,19 @@ class CgroupWalk:
 
 def subdirectories(path: str) -> list[str]:
     """The names of the directories in it, in any order; links are left out, and what cannot be read (it goes away at any
-    time) has none."""
+    time) has none. Raises Unavailable: nothing can be read now."""
     try:
         with os.scandir(path) as entries:
             return [e.name for e in entries if e.is_dir(follow_symlinks=False)]
-    except OSError:
+    except OSError as e:
+        _require_resources(e)
         return []
+
+
+def _require_resources(error: OSError) -> None:
+    """Raises Unavailable where the error says nothing of the directory: it may have a process."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise Unavailable(f"{error.filename} cannot be read: {error.strerror}; it is tried again") from error
 
 
 def _classify(path: str, name: str) -> FoundDirectory | None:
@@ -256,7 +263,8 @@ class Cgroups:
         self._own_text = ""
         self.clock = time.monotonic
         self._known: dict[str, CgroupDir] = {}
-        self._seen: dict[PodUid, None] = {}
+        self._seen: dict[PodUid, bool] = {}
+        """Whether every container of the pod was in a directory of a known form."""
         self._forms: dict[str, None] = {}
         self._walk_at: dict[str, float] = {}
         self._walk_lock = threading.Lock()
@@ -298,16 +306,17 @@ class Cgroups:
         return {uid: places for uid, places in found.items() if places}
 
     def has_processes(self, uid: PodUid) -> bool | None:
-        """Whether a process is in one of the pod's cgroups, None where that cannot be known. Blocks."""
+        """Whether a process is in one of the pod's cgroups, None where that cannot be known. Blocks. Raises
+        Unavailable: ask again."""
         # No directory can have such a UID in its name: nothing is known of its processes.
         if pod_uid_of(f"pod{uid}") != uid or not self.root.is_dir():
             return None
         with self._walk_lock:
-            paths, was_seen = self._pod_paths(uid), uid in self._seen
+            paths, is_all = self._pod_paths(uid), self._seen.get(uid, False)
         if any(map(_has_process, paths)):
             return True
         # A directory that was there and is gone has no process: a pod keeps the path that it began with.
-        if was_seen:
+        if is_all:
             return False
         walk = CgroupWalk(self.root)
         if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
@@ -456,7 +465,7 @@ class Cgroups:
                     # The first hierarchy's place stays: the later ones show the same container again.
                     place = CgroupDir(path=Path(path, name), container_id=container_id, pod_uid=uid)
                     self._known[container_id] = found.setdefault(container_id, place)
-                    self._seen[uid] = None
+                    self._seen.setdefault(uid, True)
         return list(found.values())
 
     def _is_walk_due(self, requested: Iterable[str], found: Container[str]) -> bool:
@@ -478,10 +487,13 @@ class Cgroups:
         for hierarchy in self._hierarchies():
             for place in CgroupWalk(hierarchy).containers():
                 found.setdefault(place.container_id, place)
-                if place.pod_uid is not None:
-                    self._seen[place.pod_uid] = None
+                forms = list(_forms_of(place))
                 if len(self._forms) < MAX_FORMS:
-                    self._forms |= dict.fromkeys(_forms_of(place))
+                    self._forms |= dict.fromkeys(forms)
+                # A container in no directory of its pod, as some runtimes make it, is found by a walk alone.
+                if place.pod_uid is not None:
+                    is_formed = forms[:1] != [] and forms[0] in self._forms
+                    self._seen[place.pod_uid] = is_formed and self._seen.get(place.pod_uid, True)
             # One hierarchy has them all as a rule; a hybrid host may have containers in v2's alone.
             if is_complete(found):
                 break
@@ -518,15 +530,15 @@ def _is_directory(path: str) -> bool:
 
 
 def _has_process(path: str) -> bool:
-    for directory, _, files in os.walk(path):
+    for directory, _, files in os.walk(path, onerror=_require_resources):
         if "cgroup.procs" in files:
             try:
                 with Path(directory, "cgroup.procs").open("rb") as procs:
                     # The file's size is 0 always: reading is the only way to know whether it lists a process.
                     if procs.read(1):
                         return True
-            except OSError:
-                continue
+            except OSError as e:
+                _require_resources(e)
     return False
 
 

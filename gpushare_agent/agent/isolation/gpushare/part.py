@@ -127,7 +127,7 @@ class GpusharePart(IsolationPart):
         """Called up to four times a second, so made again only when an allocation, a pod, a GPU or the probe has changed."""
         made_of, pods = (self._node.gpus(), self.probed()), self._node.claim_pods
         if made_of[0] is not self._made_of[0] or made_of[1] != self._made_of[1]:
-            self._made_of, self._limits_of = made_of, {}
+            self._made_of, self._limits_of, self._keys = made_of, {}, {}
             self._changed = {key.pod_uid for key in pods.shares()}
         if not self._changed:
             return self._limits_of

@@ -95,6 +95,10 @@ class ContainerProcesses(Struct, eq=False):
                 self._owners.pop(instance.id, None)
             self._unknown.discard(key)
 
+    def keys(self) -> Collection[ContainerKey]:
+        """Those of which something is kept."""
+        return self._instances.keys()
+
     def is_known(self, key: ContainerKey) -> bool:
         # A claim has no ID of its own: its users register, or their pods' statuses name them.
         if self.sharers(key) is not None:

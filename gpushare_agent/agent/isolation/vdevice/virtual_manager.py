@@ -210,7 +210,9 @@ class VirtualManager:
 
     async def poll(self) -> None:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
-        await self._poll_of(None, {key for keys in self._keys.values() for key in keys})
+        # Also those for which a registration, or a preparation, has written after their release was polled.
+        kept = (*self._keys.values(), self._servers, self._written, self._refreshes, self._processes.keys())
+        await self._poll_of(None, {key for keys in kept for key in keys})
         self._unsettled |= {key for key, _ in self._processes.unknown()}
 
     async def _poll_of(self, keys: Collection[ContainerKey] | None, known: Collection[ContainerKey]) -> None:
