@@ -100,8 +100,16 @@ def main() -> int:
     parser.add_argument("--pod-image", default="busybox:1.35", help="of the cluster's pods: with sleep (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there, part by part")
     options = parser.parse_args()
+    for name in options.only or ():
+        if getattr(options, name, "") is None:
+            parser.error(f"--only {name} needs --{name}")
+    measured: list[Part] = []
+    if options.json is not None:
+        try:
+            options.json.open("a").close()
+        except OSError as error:  # known before half an hour of measurements, and not after
+            parser.error(f"--json: {error}")
     extent = _QUICK if options.quick else Extent()
-    measured = []
     for name in options.only or [part for part in _PARTS if getattr(options, part, True)]:
         _say(f"--- {name}")
         load_before = os.getloadavg()[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -21,40 +22,47 @@ SHARES = (100, 500, 1500)
 _GPUS = 16
 _CORES, _BLOCKS = 1, 2
 _SEEN_S, _AFTER_S = 0.05, 0.35
+_AGED_S = 10.0
+"""A younger kubelet is asked about every pod again, because it may still be admitting them."""
 _STILL_S, _STILL = 120.0, 0.8
 """It is idle when a window costs more than this part of the one before."""
 _FIRST_PID = 900_000
 _RESTART_NOTE = "the kubelet's checkpoint and PodResources name as many pods; pods listed, the web server up"
-_STEPS = ("four calls", "PreStartContainer", "after it", "status Running", "deletion")
+_STEPS = ("seen by the watch", "four calls", "PreStartContainer", "after it", "status Running", "deletion")
+_WAITED = _STEPS[3:]
 
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """Milliseconds of the agent's processor time by step, of several pods, less what it needs while nothing happens."""
+    """Milliseconds of the agent's processor time by step, of several pods, and in `idle` of windows in which nothing
+    happens, as long as each of `_WAITED`."""
 
     steps: dict[str, list[float]] = field(default_factory=lambda: {step: [] for step in _STEPS})
-    seen: list[float] = field(default_factory=list)
-    """Of what the watch delivers before the first call."""
+    idle: list[float] = field(default_factory=list)
 
     @property
     def whole(self) -> list[float]:
-        return [sum(one) for one in zip(self.seen, *self.steps.values(), strict=True)]
+        """Of each pod, without what the agent does in the same time anyway."""
+        own = len(_WAITED) * statistics.median(self.idle)
+        return [sum(one) - own for one in zip(*self.steps.values(), strict=True)]
 
 
 async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) -> list[Row]:
     """On a node with `shares` running containers, `pods` that come and go. Raises RuntimeError, RefusedPodError."""
     async with open_node(flags={"simulated.gpus": _GPUS}) as node:
         node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS, foreign=0)
-        await node.start_agent()
-        await wait_sockets(node, shares)
+        await asyncio.sleep(_AGED_S)
+        await node.start_agent(_STILL_S)
+        await wait_sockets(node, shares, _STILL_S)
         # After its start the agent writes files and annotations of each share.
-        before, idle = math.inf, await _idle_share(node, settle_s)
+        before, now = math.inf, await _window_ms(node, settle_s)
         async with asyncio.timeout(_STILL_S):
-            while idle < before * _STILL:
-                before, idle = idle, await _idle_share(node, settle_s)
-        life = Life()
+            while now < before * _STILL:
+                before, now = now, await _window_ms(node, settle_s)
+        # Before the first pod: what one leaves to be done comes later than its windows.
+        life = Life(idle=[await _window_ms(node, _AFTER_S) for _ in range(pods)])
         for number in range(pods):
-            await _live(node, number, life, idle)
+            await _live(node, number, life)
         rows = _rows(shares, life, node.agent.resident_mib())
         return [*rows, row(f"{shares:,} shares: start to READY", await _restart(node, restarts), note=_RESTART_NOTE)]
 
@@ -70,50 +78,53 @@ async def _restart(node: BenchNode, runs: int) -> list[float]:
     return times
 
 
-async def _idle_share(node: BenchNode, window_s: float) -> float:
-    """Processor time for each second in which nothing happens."""
-    before, started = node.agent.processor_s(), time.perf_counter()
+async def _window_ms(node: BenchNode, window_s: float) -> float:
+    """The agent's processor time in so long."""
+    before = node.agent.processor_s()
     await asyncio.sleep(window_s)
-    return (node.agent.processor_s() - before) / (time.perf_counter() - started)
+    return (node.agent.processor_s() - before) * 1000
 
 
-async def _live(node: BenchNode, number: int, life: Life, idle: float) -> None:
-    started, before = time.perf_counter(), node.agent.processor_s()
+async def _live(node: BenchNode, number: int, life: Life) -> None:
+    before = node.agent.processor_s()
 
-    def spent_ms() -> float:
-        nonlocal started, before
-        then, spent = time.perf_counter(), node.agent.processor_s()
-        found = spent - before - (then - started) * idle
-        started, before = then, spent
-        return found * 1000
+    def end(step: str) -> None:
+        nonlocal before
+        spent = node.agent.processor_s()
+        life.steps[step].append((spent - before) * 1000)
+        before = spent
 
     pod = bench_pod(f"live-{number:04d}", _CORES, _BLOCKS)
     node.create(pod)
     await asyncio.sleep(_SEEN_S)
-    life.seen.append(spent_ms())
+    end("seen by the watch")
     await node.kubelet.admit(pod, RESOURCES if number % 2 else RESOURCES[::-1])
-    life.steps["four calls"].append(spent_ms())
+    end("four calls")
     await node.kubelet.pre_start(pod, VCORE_RESOURCE)
-    life.steps["PreStartContainer"].append(spent_ms())
+    end("PreStartContainer")
     await asyncio.sleep(_AFTER_S)
-    life.steps["after it"].append(spent_ms())
+    end("after it")
     containers = Containers(node.state / "cgroup")
     containers.put(pod.uid, [_FIRST_PID + number])
     node.run(pod, containers.id_of(pod.uid), containers.text_of(pod.uid))
     await asyncio.sleep(_AFTER_S)
-    life.steps["status Running"].append(spent_ms())
+    end("status Running")
     containers.remove(pod.uid)
     node.delete(pod)
     await asyncio.sleep(_AFTER_S)
-    life.steps["deletion"].append(spent_ms())
+    end("deletion")
 
 
 def _rows(shares: int, life: Life, resident: float) -> list[Row]:
     note = f"the agent's processor time; {_GPUS} simulated GPUs, shares of {_CORES} core and {_BLOCKS} memory blocks"
     node = f"{shares:,} shares"
+    waited = f"in {_AFTER_S:g} s; what runs anyway is in it"
     return [
-        row(f"{node}: a pod's life", life.whole, note=note),
-        row(f"  {node}: seen by the watch", life.seen, note=note),
-        *(row(f"  {node}: {step}", values, note=note) for step, values in life.steps.items()),
+        row(f"{node}: a pod's life", life.whole, note=f"{note}; without what runs anyway"),
+        *(
+            row(f"  {node}: {step}", values, note=waited if step in _WAITED else note)
+            for step, values in life.steps.items()
+        ),
+        row(f"  {node}: nothing happens", life.idle, note=waited),
         row(f"{node}: resident memory", [resident], unit="MiB", note="VmRSS"),
     ]

@@ -47,13 +47,13 @@ class BenchNode:
             text = f"the agent is not registered after {timeout_s:g} s; its log:\n{self.agent.log_tail()}"
             raise RuntimeError(text) from None
 
-    async def start_agent(self) -> None:
+    async def start_agent(self, timeout_s: float = 20.0) -> None:
         """Returns when it is ready and its first comparison with the kubelet is over."""
         await self.agent.start()
         await self.agent.wait_ready()
         await self.wait_registered()
         await asyncio.sleep(0.3)
-        await self.kubelet.wait_quiet(0.3, 20.0)
+        await self.kubelet.wait_quiet(0.3, timeout_s)
 
     def served(self) -> int:
         """How many containers have a vDevice socket."""

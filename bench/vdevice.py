@@ -263,10 +263,10 @@ async def memory_rows() -> list[Row]:
     return [row(f"{_SERVERS} vDevice servers", [cost], unit="MiB", target_median=_SERVERS_MIB, note=note)]
 
 
-async def wait_sockets(node: BenchNode, count: int) -> None:
+async def wait_sockets(node: BenchNode, count: int, timeout_s: float = _SERVED_S) -> None:
     """Until so many containers are served. Raises RuntimeError."""
     try:
-        async with asyncio.timeout(_SERVED_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 if node.served() == count:
                     return

@@ -12,7 +12,7 @@
  * | is killed otherwise | writes a line of the log, kills what the program had started, and runs it again |
  * | cannot be run | exits with 127 |
  *
- * Every signal that can be caught is passed on. If this program is killed, the other is too.
+ * Every signal that can be caught is passed on, but those of a terminal that stop. If this program is killed, the other is too.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -81,7 +81,9 @@ static int wait_for(pid_t program, const sigset_t *all, bool *is_stopping)
             ;
         if (number != SIGCHLD) {
             *is_stopping |= number == SIGTERM || number == SIGINT || number == SIGQUIT;
-            kill(program, number);
+            /* A container's first process is not stopped by Ctrl-Z, and what is would not end by SIGTERM. */
+            if (number != SIGTSTP && number != SIGTTIN && number != SIGTTOU)
+                kill(program, number);
             continue;
         }
         /* Others are orphans, where this is the container's PID 1. */
@@ -100,6 +102,7 @@ int main(int count, char **words)
     sigset_t all, mask;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &mask);
+    signal(SIGCHLD, SIG_DFL); /* where it is ignored, the kernel keeps no status of what has ended */
     for (bool is_stopping = false;;) {
         long killed = killed_for_memory();
         int64_t started = now_ms();

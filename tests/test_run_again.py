@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
@@ -17,13 +18,31 @@ from tests.support_process import output_of, running_process
 
 SOURCE = Path(__file__).parent.parent / "native" / "run-again.c"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-Wconversion", "-Wshadow")
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+CLOCK = """
+#include <stdio.h>
+#include <time.h>
+int __wrap_clock_gettime(clockid_t clock, struct timespec *now);
+int __wrap_clock_gettime(clockid_t clock, struct timespec *now)
+{
+    long ms;
+    FILE *file = fopen(FILE_OF_MS, "r");
+    if (clock != CLOCK_MONOTONIC || file == NULL || fscanf(file, "%ld", &ms) != 1)
+        return -1;
+    fclose(file);
+    now->tv_sec = ms / 1000;
+    now->tv_nsec = ms % 1000 * 1000000;
+    return 0;
+}
+"""
+"""A clock that stands still at what a file says."""
 TWICE = 'if [ -e "$0" ]; then exit 5; fi; touch "$0"; sleep 1000 & echo $$; wait'
 """A program that something else runs with, and that exits with 5 the second time."""
 
 
 def build(directory: Path, *flags: str) -> Path:
     program = directory / "run-again"
-    subprocess.run([require_cc(), *FLAGS, *flags, "-o", program, SOURCE], check=True, timeout=60)
+    subprocess.run([require_cc(), *FLAGS, *SANITIZERS, *flags, "-o", program, SOURCE], check=True, timeout=60)
     return program
 
 
@@ -60,6 +79,17 @@ async def test_what_is_killed_soon_is_left_to_the_kubelet(tmp_path: Path) -> Non
         assert await ended(process) == (128 + signal.SIGSEGV, "")
 
 
+@pytest.mark.parametrize(("lived_ms", "code"), [(59_999, 137), (60_000, 5)])
+async def test_soon_is_within_a_minute(tmp_path: Path, lived_ms: int, code: int) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("1500")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    flags = (f'-DFILE_OF_MS="{clock}"', "-Wl,--wrap=clock_gettime", str(tmp_path / "clock.c"))
+    script = f"if [ -e '{tmp_path}/x' ]; then exit 5; fi; touch '{tmp_path}/x'; "
+    script += f"echo {1500 + lived_ms} >'{clock}'; kill -9 $$"
+    assert (await output_of(build(tmp_path, '-DMEMORY="/none"', *flags), "sh", "-c", script))[0] == code
+
+
 @pytest.mark.parametrize(("before", "after", "code"), [(0, 1, 137), (1, 1, 5)])
 async def test_what_is_killed_for_want_of_memory_is_the_containers_end(
     tmp_path: Path, before: int, after: int, code: int
@@ -90,6 +120,24 @@ async def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> 
         await first_line(process)
         process.send_signal(number)
         assert (await ended(process))[0] == 9
+
+
+async def test_a_terminal_does_not_stop_what_could_not_be_ended_then(tmp_path: Path) -> None:
+    """Ctrl-Z in `docker run -it`: the container's first process, which has no handler of it, would go on too."""
+    script = "trap 'exit 9' TERM; echo ready; while :; do read _ || :; done"
+    async with running_process(build(tmp_path), "bash", "-c", script, stdin=PIPE, stdout=PIPE) as process:
+        await first_line(process)
+        for number in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGTERM):
+            process.send_signal(number)
+        assert (await ended(process))[0] == 9
+
+
+async def test_a_parent_that_ignores_the_end_of_children_takes_no_exit_code(tmp_path: Path) -> None:
+    """It is inherited, and the kernel would keep no status of the program: nobody would see its end."""
+    script = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    assert (await output_of(sys.executable, "-c", script, build(tmp_path), "sh", "-c", "exit 7"))[0] == 7
 
 
 async def test_what_is_killed_while_it_stops_stays_ended(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
     if ours and b"run" in words and any(word.endswith(b"gpushare-agent") for word in words[:2]):
         os.kill(int(process.name), int(sys.argv[1]))
 """
-"""Runs in the agent's container: a signal to the agent itself, which the host's PID namespace shows."""
+"""Runs in the agent's container: a signal to run-again, whose arguments name the agent, and to the agent itself, which the
+host's PID namespace shows: killed alone it would start again in the container."""
 
 
 class Installation:
@@ -179,7 +180,7 @@ class Installation:
         return self.cluster.run("-n", SYSTEM, "exec", self.agent(), "-c", "agent", "--", *command, timeout_s=timeout_s)
 
     def signal(self, number: int = signal.SIGKILL) -> None:
-        """A signal to the agent's process; the container starts again after a kill. Skips where its PIDs are its own."""
+        """A signal to the agent and run-again; the container starts again after a kill. Skips where its PIDs are its own."""
         spec = self.cluster.get("daemonset", "gpushare-agent", "-n", SYSTEM)["spec"]["template"]["spec"]
         if not spec.get("hostPID"):
             pytest.skip("without the host's PID namespace the agent is PID 1, which nothing in its container can kill")
