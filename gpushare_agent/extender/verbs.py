@@ -180,7 +180,11 @@ class Extender(Struct, kw_only=True, eq=False):
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))
         known = [(cost, number) for number, cost in enumerate(costs) if cost is not None]
-        least = min(known, default=(0.0, 0))[0]
+        # All were taken since they were asked about. Bind says why, and the scheduler tries again; it would wait for an
+        # event after an answer without nodes.
+        if not known:
+            return fitting[: self.most_fitting]
+        least = min(known)[0]
         best = [fitting[number] for cost, number in known if cost == least]
         if not any(map(self.state.is_avoided, best)):
             return best[: self.most_fitting]
