@@ -121,8 +121,9 @@ class Extender(Struct, kw_only=True, eq=False):
             victims, violations = (
                 ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
             )
-            # With one node there is no choice left: what the scheduler does next can be known now.
-            if len(victims) == 1:
+            # With one node there is no choice left: what the scheduler does next can be known now. The room of a pod that
+            # was deleted meanwhile would be kept without end.
+            if len(victims) == 1 and self.preemption.unscheduled(args.pod.uid) is not None:
                 [(node, uids)] = victims.items()
                 self.state.preempted(args.pod, node, uids)
         return Result(await in_steps(preemption_result(victims, violations)))
