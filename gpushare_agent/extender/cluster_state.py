@@ -69,7 +69,7 @@ REPORT_WAIT_S = 2.0
 connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
 later)."""
 NO_PLAN = PodPlan(containers=(), charges={})
-_KEPT = "the GPUs where it fits are kept for pods of its priority or a higher one, for which others were evicted"
+_KEPT = "the GPUs where it fits are kept for pods of its priority or a higher one that are nominated for the node"
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
@@ -130,7 +130,7 @@ class ClusterState:
         self._typical: TypicalPods | None = None
 
         self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
-        """By node the pods without a node for which others were evicted there: the room is theirs."""
+        """By node the pods without a node that are nominated for it: the room is theirs."""
 
     # --- from the informers ---
 

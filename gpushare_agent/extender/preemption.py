@@ -152,6 +152,8 @@ class Preemption(Struct, kw_only=True, eq=False):
                     text = f"Preempted by pod {pod.uid} on node {node}"
                     self.events.record(ended, PREEMPTED, text, type_="Normal", key=(PREEMPTED, one.uid))
                     log.info("pod_preempted", pod=f"{one.namespace}/{one.name}", node=node, by=name)
+                if self.unscheduled(pod.uid) is None:  # deleted meanwhile: no event would end the nomination
+                    return
                 # After each, because a budget may forbid the next one's end: whoever replaces this one would take its room.
                 self.state.preempted(pod, node, [one.uid])
                 if pod.rank.nominated_node != node:

@@ -121,8 +121,9 @@ class Extender(Struct, kw_only=True, eq=False):
             victims, violations = (
                 ({}, {}) if is_room else await self.preemption.victims(args.pod, args.victims, args.violations)
             )
-            # With one node there is no choice left: what the scheduler does next can be known now.
-            if len(victims) == 1:
+            # With one node there is no choice left: what the scheduler does next can be known now. The room of a pod that
+            # was deleted meanwhile would be kept without end.
+            if len(victims) == 1 and self.preemption.unscheduled(args.pod.uid) is not None:
                 [(node, uids)] = victims.items()
                 self.state.preempted(args.pod, node, uids)
         return Result(await in_steps(preemption_result(victims, violations)))
@@ -180,7 +181,11 @@ class Extender(Struct, kw_only=True, eq=False):
             return fitting
         costs = await in_steps(self.state.costs_steps(args.pod, fitting))
         known = [(cost, number) for number, cost in enumerate(costs) if cost is not None]
-        least = min(known, default=(0.0, 0))[0]
+        # All were taken since they were asked about. Bind says why, and the scheduler tries again; it would wait for an
+        # event after an answer without nodes.
+        if not known:
+            return fitting[: self.most_fitting]
+        least = min(known)[0]
         best = [fitting[number] for cost, number in known if cost == least]
         if not any(map(self.state.is_avoided, best)):
             return best[: self.most_fitting]

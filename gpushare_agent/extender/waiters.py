@@ -5,11 +5,12 @@ are not among its events: a quota that allows more, and a request that named onl
 another node does; its next try begins where the last one ended. An update of the waiting pod is such an event, in every
 version since 1.23 (Kubernetes 1.36, pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with
 extenders registers all events). So the leader writes an annotation into the pod: that retries this pod alone. With it goes
-the node that would take the pod, as nominated node: a scheduler looks at that one first, and drops the nomination where its
-own filters refuse the node (schedule_one.go, evaluateNominatedNode).
+the node that would take the pod, as nominated node: a scheduler looks at that one first (schedule_one.go,
+evaluateNominatedNode). Until then it keeps that room from all others of the pod's priority or a lower one, and its own
+filters may refuse the node to the pod. So a pod is nominated once, and none for a while after one that leads to nothing.
 
 State owned: the waiting pods, with the kinds of nodes that the quota closes to them, or how often they were refused on a
-part of the nodes, MAX_WAITING of each at most.
+part of the nodes, MAX_WAITING of each at most; the pod nominated last, and from when on another one may be.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 LOOK_S = 0.05
 DELAY_S, DELAY_DOUBLINGS = 0.25, 8
-"""To 64 s: between a refusal of a part of the nodes and the next try. Before the first try there is none."""
+LONGEST_S = DELAY_S * 2.0**DELAY_DOUBLINGS
+"""64 s: the longest time between a refusal of a part of the nodes and the next try. Before the first try there is none."""
 
 
 class _Unnamed(Struct):
@@ -55,6 +57,7 @@ class _Unnamed(Struct):
     parts: int
     refusals: int = 0
     tries: int = 0
+    is_nominated: bool = False
     due_at: float = 0.0
 
     def delay_s(self) -> float:
@@ -77,6 +80,8 @@ class Waiters(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     _over_quota: dict[PodUid, tuple[NodeKind, ...]] = field(default_factory=dict)
     _unnamed: dict[PodUid, _Unnamed] = field(default_factory=dict)
+    _nominated: PodUid | None = None
+    _nominates_at: float = 0.0
     _gained: asyncio.Event = field(default_factory=asyncio.Event)
     _refused: asyncio.Event = field(default_factory=asyncio.Event)
     _problems: ReportOnce = field(default_factory=ReportOnce)
@@ -90,11 +95,13 @@ class Waiters(Struct, kw_only=True, eq=False):
             _keep(self._over_quota, uid, tuple(closed))
         known = self._unnamed.pop(uid, _Unnamed(parts))
         if parts:
-            one = _Unnamed(parts, known.refusals + 1, known.tries)
+            one = _Unnamed(parts, known.refusals + 1, known.tries, known.is_nominated)
             # From this try on, whoever caused it: a pod that the scheduler tries by itself all the time needs none of ours.
             one.due_at = self.clock() + one.delay_s()
             _keep(self._unnamed, uid, one)
             self._refused.set()
+        elif uid == self._nominated:
+            self._nominates_at = 0.0
 
     def is_looking(self, uid: PodUid) -> bool:
         """Not every part of the nodes was named since the pod began to wait."""
@@ -130,14 +137,24 @@ class Waiters(Struct, kw_only=True, eq=False):
                 del self._unnamed[uid]
                 continue
             # The next answer says when. None comes where no node passes the scheduler's own rules now.
-            one.due_at = self.clock() + DELAY_S * 2.0**DELAY_DOUBLINGS
-            # Another one each time, in case the scheduler refuses the first.
+            one.due_at = self.clock() + LONGEST_S
             one.tries += 1
-            if not await self._try_again(pod, "node", fitting[(one.tries - 1) % len(fitting)]):
+            is_nominated = not one.is_nominated and self._may_nominate(pod)
+            if is_nominated:
+                one.is_nominated = True
+                self._nominated, self._nominates_at = uid, one.due_at
+            if not await self._try_again(pod, "node", fitting[0] if is_nominated else ""):
                 await asyncio.sleep(RETRY_S)
                 break
         if not self._unnamed:
             self._refused.clear()
+
+    def _may_nominate(self, pod: Pod) -> bool:
+        # Of a pod that never preempts the scheduler clears no nomination, and a profile without preemption clears none.
+        last = self.unscheduled(self._nominated) if self._nominated is not None else None
+        is_left = last is not None and last.rank.nominated_node
+        # One that is there is of a preemption: the room that it made stays the pod's.
+        return self.clock() >= self._nominates_at and pod.rank.preempts and not (pod.rank.nominated_node or is_left)
 
     async def _follow_quota(self) -> NoReturn:
         while True:

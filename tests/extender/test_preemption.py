@@ -14,6 +14,7 @@ from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, Rank
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.topology import build_topology
+from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.preemption import MOST_TRIED
 from gpushare_agent.extender.preemption import GRACE_S, MOST_NODES
@@ -342,6 +343,45 @@ async def test_the_next_pod_gets_victims_of_its_own() -> None:
                 assert await proposed(asker, cluster, n1=["s0", "s1"]) == {"n1": (["s1"], 0)}
             found = await proposed(asker, cluster, by="second", n1=["s0", "s1"])
             assert found == {"n1": (["s0", "s1"], 0)}, "one that ends already is named again"
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_no_room_is_kept_for_a_pod_that_was_deleted_meanwhile(
+    asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the scheduler's question, and by an eviction of our own: no event of the pod comes any more."""
+    clock, urgent = FakeClock(), raw_ranked("urgent", 60, 9)
+    pods = [*SHARES, urgent, raw_ranked("second", 60, 9)]
+    async with fake_cluster(raw_node("n1"), pods=pods) as cluster:
+        reported(cluster)
+        async with running_extender(cluster, clock=clock) as asker:
+            preemption = asker.parts.preemption
+
+            async def deleted() -> None:
+                cluster.remove("pods", "default/urgent")
+                await eventually(lambda: preemption.unscheduled(PodUid("uid-urgent")) is None)
+
+            if asks:
+                await deleted()
+                meta = {"n1": {"Pods": [{"UID": "uid-s1"}], "NumPDBViolations": 0}}
+                await asker.post("/scheduler/preemption", {"Pod": urgent, "NodeNameToMetaVictims": meta})
+            else:
+                evict = PodWrites.evict
+
+                async def evicted(writes: PodWrites, one: Pod, *, is_tried: bool = False) -> None:
+                    await evict(writes, one, is_tried=is_tried)
+                    if not is_tried:
+                        await deleted()
+
+                monkeypatch.setattr(PodWrites, "evict", evicted)
+                await refused(asker, cluster)
+                clock.now += GRACE_S
+                await preemption.preempt_due()
+            cluster.holds("n1", ("uid-s0", 0, 60, 1))
+            if "default/s1" in cluster.objects["pods"]:
+                cluster.remove("pods", "default/s1")
+            await eventually(lambda: len(asker.parts.state.reservations()) == 1)
+            assert (await asker.filter(cluster.pod("default", "second"), ["n1"]))["NodeNames"] == ["n1"]
 
 
 async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:

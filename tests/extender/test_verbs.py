@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from gpushare_agent.core.model.names import (
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
 )
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import BindTiming
+from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.http import MAX_BODY_BYTES
+from gpushare_agent.extender.steps import Steps
 from tests.extender.support_extender import (
     Asker,
     eventually,
@@ -182,6 +185,26 @@ async def test_filter_answers_the_best_of_many_nodes() -> None:
         async with running_extender(cluster, most_fitting=0) as asker:
             answer = await asker.filter(raw_pod("a", (30, 4)), names)
             assert (answer["NodeNames"], list(answer["FailedNodes"])) == (["n3", "n2", "n1", "n0"], ["n4"])
+
+
+async def test_where_the_nodes_are_taken_while_the_best_is_sought_bind_refuses_and_not_an_empty_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kube-scheduler tries the pod again after a bind that failed; after an answer without nodes it waits for an event."""
+    pod = raw_pod("a", (30, 4))
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        state = asker.parts.state
+        found_steps = state.filter_steps
+
+        def changing(pod: Pod, names: Sequence[str] | None) -> Steps[Filtered]:
+            found = yield from found_steps(pod, names)
+            state.remove_node("n1")
+            return found
+
+        monkeypatch.setattr(state, "filter_steps", changing)
+        answer = await asker.filter(pod, ["n1"])
+        assert (answer["NodeNames"], answer["FailedNodes"]) == (["n1"], {})
+        assert "the extender knows no GPUs" in await asker.bind(pod, "n1")
 
 
 async def test_bind_annotates_and_binds() -> None:

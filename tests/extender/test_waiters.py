@@ -16,7 +16,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.waiters import MAX_WAITING, Waiters
+from gpushare_agent.extender.waiters import LONGEST_S, MAX_WAITING, Waiters
 from tests.extender.support_extender import (
     NAMES,
     FakeCluster,
@@ -109,20 +109,68 @@ async def test_it_is_tried_at_once_and_then_ever_more_seldom(is_asked_again: boo
         assert waits == expected
 
 
-async def test_it_is_nominated_for_a_node_that_fits_another_one_each_time() -> None:
+async def test_it_is_nominated_once_for_the_best_node_that_fits() -> None:
     """In the write that has it tried again. The scheduler's own tries until then do not put it off."""
     async with waiting(parts=9) as (one, waiters):
         for name in ("m", "o"):
             one.state.put_node(replace(NODE, name=name), 0.0)
-        nominated = []
-        for _ in range(4):
+        waiters.answered(POD.uid, parts=9)
+        before = int(one.version())
+        assert await one.is_tried() and one.nominated == "m"
+        assert int(one.version()) == before + 1
+        one.cluster.change("pods", f"{POD.namespace}/a", lambda raw: raw["status"].pop("nominatedNodeName"))
+        for _ in range(2):
             waiters.answered(POD.uid, parts=9)
-            one.clock.now += 1.0 if nominated else 0.0
-            before = int(one.version())
+            one.clock.now += LONGEST_S
+            assert await one.is_tried() and not one.nominated
+
+
+@pytest.mark.parametrize("fits", [False, True])
+async def test_a_nomination_that_led_to_nothing_is_the_last_for_a_while(fits: bool) -> None:
+    """Of any pod: the scheduler keeps the room from the others until the next try. They are tried again all the same."""
+    other = raw_pod("b", (100, 0))
+    async with waiting(parts=2) as (one, waiters):
+        one.cluster.put("pods", other)
+        pods = {pod.uid: pod for pod in (POD, lean_pod(read_pod_json(undecoded(other)), NAMES))}
+        waiters.unscheduled = pods.get
+        assert await one.is_tried() and one.nominated == "n"
+        waiters.answered(POD.uid, parts=0 if fits else 2)
+        [uid] = pods.keys() - {POD.uid}
+
+        async def is_nominated() -> bool:
+            waiters.answered(uid, parts=2)
+            one.clock.now += 1.0
+            before = one.cluster.pod(POD.namespace, "b")
             await waiters.try_due()
-            assert int(one.version()) == before + 1
-            nominated.append(one.nominated)
-        assert nominated == ["m", "n", "o", "m"]
+            after = one.cluster.pod(POD.namespace, "b")
+            assert after["metadata"]["annotations"] != before["metadata"].get("annotations")
+            return bool(after["status"].get("nominatedNodeName"))
+
+        assert await is_nominated() == fits
+        one.clock.now += LONGEST_S
+        assert await is_nominated()
+
+
+@pytest.mark.parametrize("rank", [{"preempts": False}, {"nominated_node": "m"}])
+async def test_no_pod_is_nominated_whose_nomination_would_stay_or_be_lost(rank: dict[str, object]) -> None:
+    """The scheduler clears none of a pod that never preempts; a preemption's keeps the room that it made."""
+    async with waiting(parts=2) as (one, waiters):
+        waiters.unscheduled = lambda uid: replace(POD, rank=POD.rank._replace(**rank))
+        assert await one.is_tried()
+        assert not one.nominated
+
+
+async def test_while_a_nomination_stays_there_is_no_other() -> None:
+    """A profile without preemption clears none."""
+    async with waiting(parts=2) as (one, waiters):
+        assert await one.is_tried() and one.nominated == "n"
+        known = {POD.uid: replace(POD, rank=POD.rank._replace(nominated_node="n")), PodUid("b"): POD}
+        waiters.unscheduled = known.get
+        one.state.put_node(replace(NODE, name="m"), 0.0)
+        waiters.answered(PodUid("b"), parts=2)
+        one.clock.now += LONGEST_S
+        assert await one.is_tried()
+        assert one.nominated == "n"
 
 
 @pytest.mark.parametrize("what", ["fits", "is_unscheduled", "leads"])
