@@ -58,7 +58,7 @@ class Extent:
     scheduler_rounds: int = 2
     cluster_pods: int = 30
     cluster_burst: int = 100
-    lives: int = 30
+    lives: int = 15
     restarted: int = 3
     settle_s: float = 10.0
     """Until the first comparisons of everything with the kubelet are over."""

@@ -59,10 +59,11 @@ async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) ->
         async with asyncio.timeout(_STILL_S):
             while now < before * _STILL:
                 before, now = now, await _window_ms(node, settle_s)
-        # Before the first pod: what one leaves to be done comes later than its windows.
-        life = Life(idle=[await _window_ms(node, _AFTER_S) for _ in range(pods)])
+        life = Life()
         for number in range(pods):
             await _live(node, number, life)
+        await asyncio.sleep(settle_s)
+        life.idle += [await _window_ms(node, _AFTER_S) for _ in range(pods)]
         rows = _rows(shares, life, node.agent.resident_mib())
         return [*rows, row(f"{shares:,} shares: start to READY", await _restart(node, restarts), note=_RESTART_NOTE)]
 
