@@ -52,13 +52,11 @@ async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) ->
     async with open_node(flags={"simulated.gpus": _GPUS}) as node:
         node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS, foreign=0)
         await asyncio.sleep(_AGED_S)
-        await node.start_agent(_STILL_S)
-        await wait_sockets(node, shares, _STILL_S)
-        # After its start the agent writes files and annotations of each share.
-        before, now = math.inf, await _window_ms(node, settle_s)
-        async with asyncio.timeout(_STILL_S):
-            while now < before * _STILL:
-                before, now = now, await _window_ms(node, settle_s)
+        # Started again once it has written files and annotations of each share, as it finds them on a node that is in use.
+        await _start(node, shares, settle_s)
+        await node.agent.stop()
+        node.kubelet.plugins.clear()
+        await _start(node, shares, settle_s)
         life = Life()
         for number in range(pods):
             await _live(node, number, life)
@@ -66,6 +64,16 @@ async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) ->
         life.idle += [await _window_ms(node, _AFTER_S) for _ in range(pods)]
         rows = _rows(shares, life, node.agent.resident_mib())
         return [*rows, row(f"{shares:,} shares: start to READY", await _restart(node, restarts), note=_RESTART_NOTE)]
+
+
+async def _start(node: BenchNode, shares: int, settle_s: float) -> None:
+    """Until the agent does no more than it does anyway."""
+    await node.start_agent(_STILL_S)
+    await wait_sockets(node, shares, _STILL_S)
+    before, now = math.inf, await _window_ms(node, settle_s)
+    async with asyncio.timeout(_STILL_S):
+        while now < before * _STILL:
+            before, now = now, await _window_ms(node, settle_s)
 
 
 async def _restart(node: BenchNode, runs: int) -> list[float]:
