@@ -64,12 +64,12 @@ def why_not() -> str:
         return "no ldconfig"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            kind, tree = open_cgroup_tree(Path(folder))
+            tree = open_cgroup_tree(Path(folder))
             tree.close()
     except StartupError as error:
         return str(error)
-    if kind == "none":
-        return "no cgroups can be made for containers"
+    if tree.why_no_exec:
+        return tree.why_no_exec
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "true"], check=False, capture_output=True, text=True
     )
