@@ -88,7 +88,7 @@ def filled_rows(samples: Samples) -> list[Row]:
         row(
             "  the agent's processor time in it",
             samples.processor,
-            note="all its threads; what it does beside counts too",
+            note="all its threads; what it does at the same time counts too",
         ),
     ]
 

@@ -88,8 +88,8 @@ async def again_rows(node: BenchNode, runs: int) -> list[Row]:
         await asyncio.sleep(_BETWEEN_RESTARTS_S)
     rows = [
         row(
-            "kubelet.sock anew to both first device lists sent", times, target_median=_AGAIN_MS, target_p99=_AGAIN_MS,
-            note="both plugins served and registered anew; until the last byte of the second ListAndWatch message",
+            "kubelet.sock made again to both first device lists sent", times, target_median=_AGAIN_MS, target_p99=_AGAIN_MS,
+            note="both plugins served and registered again; until the last byte of the second ListAndWatch message",
         )
     ]  # fmt: skip
     for resource, values in streams.items():

@@ -130,7 +130,7 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
                     note=note,
                 ),
                 row("  all compute", [computing], unit="%", target_median=_COMPUTING_PERCENT, note=note),
-                row("  · told each share what it uses", [one / took_s for one in told], unit="a second", note=note),
+                row("  · wrote to each share what it uses", [one / took_s for one in told], unit="a second", note=note),
             ]
 
 
