@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
@@ -356,6 +357,27 @@ async def test_unchanged_files_are_not_written_again(world: World) -> None:
         assert world.files.stamps(KEY) == before
 
 
+async def test_many_containers_are_written_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is bounded in time of its own: at a restarted agent 1,500 together took longer than the bound."""
+    monkeypatch.setattr(virtual_manager, "WRITTEN_AT_ONCE", 2)
+    keys = [KEY, *more_containers(world, 4)]
+    bound, written = list[ContainerKey](), list[int]()
+    world.files.before_binding = bound.append
+    async with Running(world) as manager:
+        in_thread = manager.in_thread
+
+        async def noted(blocking: Callable[[], object], what: str) -> object:
+            answer = await in_thread(blocking, what)
+            if what.startswith("writing "):
+                written.append(len(bound))
+            return answer
+
+        monkeypatch.setattr(manager, "in_thread", noted)
+        await world.poll(manager)
+        assert written == [0, 2, 4], "the sockets of a part follow its files"
+        assert sorted(bound) == sorted(keys)
+
+
 async def test_a_share_that_is_released_is_no_longer_served(world: World) -> None:
     """The socket goes with the allocation, the directory with the pod."""
     async with Running(world) as manager:
@@ -443,7 +465,7 @@ async def test_without_a_runtime_the_pods_statuses_have_the_ids() -> None:
 
 
 def more_containers(world: World, count: int) -> list[ContainerKey]:
-    """Shares of pods of their own, beside the first."""
+    """Shares of pods of their own, next to the first."""
     keys = []
     for number in range(count):
         owner = pod(f"p{number}", container(name="cuda", cores=1, blocks=1), uid=f"{number:08x}" + POD[8:])
