@@ -60,7 +60,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # MkDocs warns, which ends a strict build
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})" if config.repo_url else text
 
-    markdown = re.sub(r'\b(src|srcset)="docs/', r'\1="', markdown) if page.file.src_uri == "index.md" else markdown
+    def shown(part: re.Match[str]) -> str:  # of <picture>, which MkDocs leaves as it is: from the page's address on
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), part[2])).removeprefix("docs/")
+        return f'{part[1]}="{posixpath.relpath(path, page.url or ".")}"'
+
+    markdown = re.sub(r'\b(src|srcset)="([^":]+)"', shown, markdown)
     return _LINK.sub(moved, _indented(markdown))
 
 
