@@ -290,22 +290,73 @@ def _not_kept() -> str:
     return "\n".join(["| term | not kept |", "|---|---|", *rows])
 
 
+_FOUND_BY = {
+    "linked": "", "dlsym": "", "cuGetProcAddress, CUDA 11.8": "CUDA 11.8", "cuGetProcAddress_v2, CUDA 11.8": "CUDA 11.8",
+    "cuGetProcAddress_v2, CUDA 12.8": "CUDA 12", "cuGetProcAddress_v2, CUDA 13.0": "CUDA 13",
+    "dlsym of RTLD_NEXT": "dlsym of RTLD_NEXT", "dlopen with RTLD_DEEPBIND": "", "Python's ctypes": "",
+}  # fmt: skip
+_MEMORY_KINDS = {
+    "cuMemAllocPitch": "", "cuMemAllocManaged": "managed memory", "cuMemAllocAsync": "cuMemAllocAsync",
+    "cuMemAllocAsync in a stream of another GPU": "cuMemAllocAsync on another GPU", "a pool of the program's": "pools",
+    "array of 2 dimensions": "arrays", "array of 3 dimensions": "arrays", "mipmapped array": "arrays",
+    "cuMemCreate": "cuMemCreate", "memory of a graph's node": "graphs", "a child of one with 3 blocks": "child processes",
+}  # fmt: skip
+_LAUNCH_KINDS = {
+    "kernels a second": "", "by cuLaunchKernelEx": "cuLaunchKernelEx", "cooperative": "cooperative", "of a graph": "graphs",
+}  # fmt: skip
+"""Rows of the measured table, and what the page calls each where a library fails; libgpushare's column is right."""
+
+
 def _libraries() -> str:
-    """The measured table of four libraries, this project's first."""
+    """Four libraries, this project's first, by what someone who chooses compares."""
     head, _, *rows = _measured("vgpu-manager")
-    order = sorted(range(1, len(head)), key=lambda column: head[column] != "gpushare")
+    libraries = sorted(head[1:], key=lambda name: name != "gpushare")
+    cells = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+    def row(text: str, kinds: dict[str, str]) -> list[str]:
+        return [text, *(_failed(one, kinds, cells) for one in libraries)]
+
+    two = gpu_page.gpu_two_shares()
+    errors = {
+        kind: {one[0].partition(": ")[2]: one[1:] for one in _measured("132 SMs")[2:] if one[0].startswith(f"{kind}: ")}
+        for kind in ("short", "wave")
+    }
+    numbers = {
+        "two shares, 300 and 600 kernels a second": "shares of 30 and 60 on a GPU",
+        (more := "µs more for a cuMemAlloc with its cuMemFree, and for a launch"): more,
+    }
     return _joined(
-        [["a program", *(head[column] for column in order)]] + [[row[0], *(row[i] for i in order)] for row in rows]
+        [
+            ["", *libraries],
+            row("programs that it does not limit or start", _FOUND_BY),
+            row("memory that it does not limit, or refuses too early", _MEMORY_KINDS),
+            row("launches that it does not delay", _LAUNCH_KINDS),
+            *([text, *(cells[name][one] for one in libraries)] for text, name in numbers.items()),
+            *(
+                [f"error of compute, {kind} kernels, points", *(_span_of_errors(of[one]) for one in libraries)]
+                for kind, of in errors.items()
+            ),
+            [f"30 and 60 on one {gpu_page.gpu_name()}, percent", *(two.get(one, "") for one in libraries)],
+        ]
     )
 
 
-def _error_budget() -> str:
-    """A kernel's libraries one below the other, this project's first: measured; published."""
-    head, _, *rows = _measured("132 SMs")
-    rows.sort(key=lambda row: (row[0].split(": ")[0], not row[0].endswith("gpushare")))
-    return _joined(
-        [["measured; published", *head[1:]], *([cell.replace(", published", ";") for cell in row] for row in rows)]
-    )
+def _failed(library: str, kinds: dict[str, str], cells: dict[str, dict[str, str]]) -> str:
+    """Those of the kinds of which its cell is not what it must be: libgpushare's, within a tenth."""
+    wrong = [
+        short or name for name, short in kinds.items() if not _is_near(cells[name][library], cells[name]["gpushare"])
+    ]
+    return ", ".join(dict.fromkeys(wrong)) or "none"
+
+
+def _is_near(cell: str, right: str) -> bool:
+    return cell == right or (cell.isdecimal() and abs(int(cell) - int(right)) <= int(right) / 10)
+
+
+def _span_of_errors(cells: Sequence[str]) -> str:
+    """Of the means measured on each number of SMs, and in brackets the largest error."""
+    means, most = zip(*((float(one) for one in re.findall(r"[\d.]+", cell)[:2]) for cell in cells), strict=True)
+    return f"{min(means)} to {max(means)} ({max(most)})"
 
 
 _COSTS = (
@@ -722,7 +773,6 @@ def _joined(rows: Sequence[Sequence[str]]) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "not_kept": _not_kept,
     "libraries": _libraries,
-    "error_budget": _error_budget,
     "folders": _folders,
     "components": _components,
     "costs": _costs,

@@ -16,7 +16,7 @@ from bench.gpu.tenants import WORKS
 from bench.gpu.verdicts import COMPUTED, is_same, of_process
 
 RESULTS = Path(__file__).parents[2] / "bench/measured/h200.json"
-_ISOLATIONS = ("gpushare", "mps", "hami-core")
+_ISOLATIONS = ("gpushare", "mps")
 _WORK = "PyTorch in 30, percent of the bare rate (busy by NVML)"
 _CALLS = {
     "launch": "a launch",
@@ -47,43 +47,39 @@ Table = tuple[str, list[Sequence[str]]]
 
 
 def gpu_measured() -> Table:
-    """All that was measured of each isolation."""
+    """What a user of each isolation has to know: shares alone and next to others, memory, costs."""
     rows = [
         _row("30 alone, 60 alone", lambda name: _percents([_pods(name, f"compute {n}")[0] for n in (30, 60)], ", ")),
         *(_row(_step_text(step), lambda name, step=step: _percents(_pods(name, step))) for step in _together()),
         _row("cuLaunchKernelEx, a graph, cooperative, in 30", lambda name: _percents(_kinds(name), ", ")),
-        *(_row(f"{_WORK}: {kind}", lambda name, kind=kind: _work(name, kind)) for kind in ("gemm", "mem")),
         _row(_memory_head(), _memory),
-        *(_row(f"µs more for {text}", lambda name, call=call: _added(name, call)) for call, text in _CALLS.items()),
         _row(
             "memory after `kill -9` is back in, s", lambda name: _cell((find(name, "killed") or {}).get("returned_s"))
         ),
         _row("50 steps come out as without a share", _programs),
     ]
-    return _machine(), [("percent of the GPU's time; other units are named", *_ISOLATIONS), *filter(_has_cells, rows)]
+    return _machine(), [("percent of the GPU's time, or as named", *_ISOLATIONS), *filter(_has_cells, rows)]
 
 
 def gpu_regulator() -> Table:
-    """Shares next to each other, and in what the regulator of the time was."""
-    rows = [
-        _row(_step_text(step), lambda name, step=step: _percents(_pods(name, step)))
-        for step in ("compute 30", "compute 60", *_together())
-    ]
+    """What the regulator of the time made of programs that are no plain launches."""
+    rows: list[Sequence[str]] = []
     if two := find("bare", "two programs"):
-        rows.append(("two programs without limits", _percents([_of_bare(one) for one in two.values()]), "", ""))
-    rows += [_row(f"{_WORK}: {kind}", lambda name, kind=kind: _work(name, kind)) for kind in WORKS]
+        rows.append(("two programs without limits", _percents([_of_bare(one) for one in two.values()])))
+    rows += [(f"{_WORK}: {kind}", _work("gpushare", kind)) for kind in WORKS]
     mixes = find("gpushare", "works 30+60") or {}
     rows += [
-        (f"PyTorch in 30 and 60: {mix}, of the bare rate", _percents([_of_bare(one) for one in pods.values()]), "", "")
+        (f"PyTorch in 30 and 60: {mix}, of the bare rate", _percents([_of_bare(one) for one in pods.values()]))
         for mix, pods in mixes.items()
     ]
-    rows.append(_row("kernels and copies in 99", _mixes))
-    former = (
-        f"{gpu_name()}, with the regulator before this one, which corrected costs by what the driver names of each process. "
-        "**The one of this page has not run on a real GPU yet.** Agent stopped: costs alone."
-    )
-    text = former if is_former() else f"{gpu_name()}:"
-    return text, [("percent of the GPU's time", *_ISOLATIONS), *filter(_has_cells, rows)]
+    rows.append(("kernels and copies in 99", _mixes("gpushare")))
+    former = " with the regulator before this one. **The one of this page has not run on a real GPU yet**"
+    return f"{gpu_name()}{former if is_former() else ''}:", [("percent", "gpushare"), *filter(_has_cells, rows)]
+
+
+def gpu_two_shares() -> Mapping[str, str]:
+    """What shares of 30 and 60 on one GPU got, by library; for the comparison of libraries."""
+    return {name: _percents(_pods(name, "compute 30+60"), " and ") for name in ("gpushare", "hami-core")}
 
 
 def is_former() -> bool:
@@ -99,8 +95,8 @@ def gpu_error() -> str:
 
 
 def gpu_added() -> dict[str, str]:
-    """What a call takes more, in microseconds."""
-    return {_CALLS[call]: _added("gpushare", call) for call in ("alloc_and_free", "launch")}
+    """What each kind of call takes more, in microseconds."""
+    return {text: _added("gpushare", call) for call, text in _CALLS.items()}
 
 
 # --- cells ---
@@ -121,7 +117,7 @@ def _machine() -> str:
         f"{gpu_name()}, {machine['memory_mib']:,} MiB, driver {machine['driver']}, CUDA {machine['cuda']}; "
         f"{results()['started'][:10]}, agent {results()['package']['commit'][:8]}; a context takes "
         f"{context['context_mib']:.0f} MiB and {context['start_s']:.2f} s"
-        + ("; compute of gpushare is the former regulator's:" if is_former() else ":")
+        + ("; gpushare with its former regulator:" if is_former() else ":")
     )
 
 

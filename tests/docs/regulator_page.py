@@ -1,8 +1,6 @@
 """What the page of the regulator says of cells.py's cells: tables of bench/measured/regulator.json, which
-`python -m tests.gpushare.cells --into bench/measured/regulator.json --as after` writes.
-
-"before" is what the library of commit 13071af9 did, whose costs were put right by what the driver says of each process. A
-cell that is in one half of the file alone did not end in the other.
+`python -m tests.gpushare.cells --into bench/measured/regulator.json --as after` writes. What the file has as "before" is of
+the library of commit 13071af9.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any
 from tests.gpushare.cells import CELLS, Cell, Result, recorded, shown
 
 RESULTS = Path(__file__).parents[2] / "bench/measured/regulator.json"
-FORMER = "13071af9"
 _HEADLINES = {
     "30 + 60, kernels of 1 ms": "30+60 1ms both",
     "30 + 60, of 1 ms, each waited for": "30+60 1ms sync both",
@@ -24,8 +21,6 @@ _HEADLINES = {
     "30 + 60, of 100 µs, each waited for": "30+60 100us sync both",
     "30, a function that takes 5 µs 1,000 times, then 50 ms": "data 30 1000x5us+50ms",
 }
-NEW = "inside a MIG instance"
-"""Shares of those were refused before."""
 _GROUPS = {
     "agent away, or no utilisation": r"agent (away|dies)|no NVML",
     "lengths that depend on data": r"^data ",
@@ -34,29 +29,26 @@ _GROUPS = {
     "other turns than 2 ms, other changes of context": r"^driver (turns|changes) ",
     "other drivers: rows, events, launches": r"^driver ",
     "elastic, resized": r"^(elastic|resized) ",
-    NEW: r"^instance ",
+    "inside a MIG instance": r"^instance ",
     "alone": r"^alone \d+ \d+[mu]s( sync)?$",
 }
 
 
 def regulator_cells() -> str:
-    numbers: Mapping[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    before, after = numbers["before"], numbers["after"]
+    numbers = json.loads(RESULTS.read_text(encoding="utf-8"))["after"]
     groups: dict[str, list[Cell]] = {}
     for cell in CELLS:
         groups.setdefault(_group(cell), []).append(cell)
-    rows = [["cells", "of them", "outside before", "outside now", "worst now, points"]]
+    rows = [["cells", "of them", "outside", "worst, points"]]
     for name, cells in groups.items():
-        found = [recorded(after, cell) for cell in cells]
+        found = [recorded(numbers, cell) for cell in cells]
         worst = max((_points(one) for one in found if one), default=0.0)
-        counts = [_outside([recorded(of, cell) for cell in cells]) for of in (before, after)]
-        counts[0] = "–" if name == NEW else counts[0]
-        rows.append([name, str(len(cells)), *counts, f"{worst:.1f}"])
-    old = [cell for cell in CELLS if cell not in groups[NEW]]
-    counts = [_outside([recorded(before, cell) for cell in old]), _outside([recorded(after, cell) for cell in CELLS])]
-    rows.append(["all", str(len(CELLS)), *counts, ""])
-    headlines = [["percent of the GPU's time", f"before ({FORMER})", "now"]]
-    headlines += [[text, *(_later(of, name) for of in (before, after))] for text, name in _HEADLINES.items()]
+        rows.append([name, str(len(cells)), _outside(found), f"{worst:.1f}"])
+    rows.append(["all", str(len(CELLS)), _outside([recorded(numbers, cell) for cell in CELLS]), ""])
+    headlines = [
+        ["", "percent of the GPU's time"],
+        *([text, _later(numbers, name)] for text, name in _HEADLINES.items()),
+    ]
     return f"{_joined(headlines)}\n\n{_joined(rows)}"
 
 

@@ -24,10 +24,13 @@ def test_the_recorded_results_are_those_of_a_run() -> None:
 
 def test_what_the_former_regulator_did_says_so() -> None:
     """Two shares, three, and costs alone."""
-    text, _ = table = gpu_page.gpu_regulator()
-    assert "has not run on a real GPU yet" in text
-    assert rows_of(table)["30 + 60, agent stopped"] == ["30.3 + 60.6", "", ""]
-    assert rows_of(table)["20 + 30 + 50"][0] == "11.1 + 31.0 + 42.8"
+    text, rows = gpu_page.gpu_measured()[0], rows_of(gpu_page.gpu_measured())
+    assert "gpushare with its former regulator" in text
+    assert rows["30 + 60, agent stopped"] == ["30.3 + 60.6", ""]
+    assert rows["20 + 30 + 50"][0] == "11.1 + 31.0 + 42.8"
+    assert "has not run on a real GPU yet" in gpu_page.gpu_regulator()[0]
+    assert rows_of(gpu_page.gpu_regulator())["kernels and copies in 99"] == ["83.2"]
+    assert gpu_page.gpu_two_shares() == {"gpushare": "35.8 and 45.0", "hami-core": "38.1 and 52.5"}
 
 
 def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +38,8 @@ def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     newer: dict[str, Any] = {**MEASURED, "steps": [one for one in MEASURED["steps"] if "," not in one["step"]]}
     del newer["regulator"]
     monkeypatch.setattr(gpu_page, "results", lambda: newer)
-    text, _ = table = gpu_page.gpu_regulator()
-    assert text == "NVIDIA H200:"
-    assert [row for row in rows_of(table) if "stopped" in row] == []
+    text, rows = gpu_page.gpu_measured()[0], rows_of(gpu_page.gpu_measured())
+    assert "former" not in text
+    assert [row for row in rows if "stopped" in row] == []
+    assert gpu_page.gpu_regulator()[0] == "NVIDIA H200:"
     assert gpu_page.gpu_error() == "alone at most 0.2 points, next to others at most 15"
