@@ -635,44 +635,41 @@ def _workload() -> str:
 def _nvidia_dra_suites() -> str:
     """What test_nvidia_dra.py runs, and what of it does not pass."""
     specs = sum(count for _, count in GO_SPECS.values())
-    rows = [(f"Go suite, {specs} specs", "all pass, that of unlimited shares by that setting")]
+    whole = [name for name, file in BATS.items() if not file.differs]
+    rows = [
+        (f"Go suite, {specs} specs", "all pass, that of unlimited shares by that setting"),
+        (f"BATS {', '.join(whole)}: {sum(BATS[name].tests for name in whole)} tests", "all pass"),
+    ]
     for name, file in BATS.items():
-        why = "; ".join(f"`{test}`: {reason}" for test, reason in file.differs.items())
-        passed = f"{file.tests - len(file.differs)} pass; not {why}" if why else "all pass"
-        rows.append((f"BATS {name}, {file.tests} test{'s' * (file.tests > 1)}", passed))
+        if file.differs:
+            why = "; ".join(f"`{test}`: {reason}" for test, reason in file.differs.items())
+            rows.append((f"BATS {name}, {file.tests} tests", f"{file.tests - len(file.differs)} pass; not {why}"))
     names = ", ".join(name.removeprefix("gpu-test").removeprefix("-") for name in EXAMPLES)
+    sharing = ", ".join(SHARING)
     rows += [
-        (f"examples gpu-test {names}", "all run"),
-        (
-            f"examples of shares by {', '.join(SHARING)}",
-            "all run, each with its value of `dra.consumable_shares`",
-        ),
+        (f"examples gpu-test {names}; shares by {sharing}", "all run, shares with their `dra.consumable_shares`"),
         (
             "example gpu-test 4, mig-1g-12gb, four specs of MIG",
-            "all run, on GPUs in MIG mode with `mig-on-demand`; in the class of mig-1g-12gb the driver's name was replaced",
+            "all run with `mig-on-demand`; in the class of mig-1g-12gb the driver's name was replaced",
         ),
     ]
     return _joined([["what you have", "here"], *map(list, rows)])
 
 
-def _packing(*, of_rules: bool) -> str:
-    """The rows that `python -m bench.packing TRACES [--rules] --json bench/measured/packing.json` wrote: percent of all,
-    in brackets the published figure."""
+def _packing() -> str:
+    """The rows that `python -m bench.packing TRACES --json bench/measured/packing.json` wrote: percent of all, in brackets
+    the published figure."""
     rows = json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
-    policies, ways = list(InflationPolicy), list(CpuPods)
-    rows.sort(key=lambda row: (policies.index(row["policy"]), ways.index(row["cpu_pods"]), row["taint_above"]))
-    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    rows = [row for row in rows if row["cpu_pods"] == CpuPods.GPU_AWARE]
+    rows.sort(key=lambda row: list(InflationPolicy).index(row["policy"]))
+    cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        if of_rules != (row["cpu_pods"] == CpuPods.GPU_AWARE):
-            above = f" {row['taint_above']:g}" if row["cpu_pods"] == CpuPods.TAINT else ""
-            names = (f"`{row['policy']}`", *([f"`{row['cpu_pods']}`{above}"] if of_rules else []))
-            published = f" ({row['published']:.1f})" if row["published"] is not None and not of_rules else ""
-            fewer = f", {row['seeds']} seeds" if not of_rules and row["seeds"] < PACKING_SEEDS else ""
-            cells.setdefault(names, {})[row["trace"]] = f"{row['mean']:.1f}{published}{fewer}"
+        published = f" ({row['published']:.1f})" if row["published"] is not None else ""
+        fewer = f", {row['seeds']} seeds" if row["seeds"] < PACKING_SEEDS else ""
+        cells.setdefault(f"`{row['policy']}`", {})[row["trace"]] = f"{row['mean']:.1f}{published}{fewer}"
     traces = [trace for trace in TRACES if any(row["trace"] == trace for row in rows)]
-    head = ["policy", *(["pods without GPUs"] if of_rules else []), *traces]
     return _joined(
-        [head, *([*names, *(of_trace.get(trace, "") for trace in traces)] for names, of_trace in cells.items())]
+        [["policy", *traces], *([name, *(of.get(trace, "") for trace in traces)] for name, of in cells.items())]
     )
 
 
@@ -793,8 +790,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "measured_imports": lambda: _benchmark("imports"),
     "measured_extender": lambda: _benchmark("extender"),
     "workload": _workload,
-    "packing": lambda: _packing(of_rules=False),
-    "packing_rules": lambda: _packing(of_rules=True),
+    "packing": _packing,
     "packing_scheduler": _packing_scheduler,
     "measured_beside": lambda: _benchmark("beside"),
     "endurance": _endurance,

@@ -66,12 +66,11 @@ def gpu_regulator() -> Table:
     rows: list[Sequence[str]] = []
     if two := find("bare", "two programs"):
         rows.append(("two programs without limits", _percents([_of_bare(one) for one in two.values()])))
-    rows += [(f"{_WORK}: {kind}", _work("gpushare", kind)) for kind in WORKS]
+    works = [(kind, cell) for kind in WORKS if (cell := _work("gpushare", kind))]
+    rows.append((f"{_WORK}: {', '.join(kind for kind, _ in works)}", ", ".join(cell for _, cell in works)))
     mixes = find("gpushare", "works 30+60") or {}
-    rows += [
-        (f"PyTorch in 30 and 60: {mix}, of the bare rate", _percents([_of_bare(one) for one in pods.values()]))
-        for mix, pods in mixes.items()
-    ]
+    mixed = [_percents([_of_bare(one) for one in pods.values()]) for pods in mixes.values()]
+    rows.append((f"PyTorch in 30 and 60, of the bare rate: {', '.join(mixes)}", ", ".join(mixed)))
     rows.append(("kernels and copies in 99", _mixes("gpushare")))
     former = " with the regulator before this one. **The one of this page has not run on a real GPU yet**"
     return f"{gpu_name()}{former if is_former() else ''}:", [("percent", "gpushare"), *filter(_has_cells, rows)]
