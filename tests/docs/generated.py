@@ -449,7 +449,7 @@ def _measured(column: str) -> list[list[str]]:
 
 
 def _folders() -> str:
-    """The folders of the package, each as its docstring begins, and the module that it says to open first."""
+    """The folders of the package, each as its docstring begins, up to a colon, and the module that it says to open first."""
     rows = []
     package = ROOT / "gpushare_agent"
     for path in sorted(
@@ -457,7 +457,7 @@ def _folders() -> str:
     ):
         text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
         if text:  # wire/ is generated
-            what = text.partition(". ")[0].rstrip(".")
+            what = re.split(r"[.:;] | \(", text)[0].rstrip(".")
             opened = re.search(r"[Oo]pen (?:first: )?`?(\w+\.py)", text)
             rows.append(
                 [
