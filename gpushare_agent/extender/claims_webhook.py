@@ -53,15 +53,6 @@ MAX_WARNING_CHARS = 256
 Change = Callable[[PodJson, ResourceNames], Conversion | Refused]
 
 
-class Review(Struct, frozen=True, kw_only=True):
-    """AdmissionRequest for a pod that is created."""
-
-    uid: str
-    namespace: str
-    is_dry_run: bool
-    pod: PodJson
-
-
 class ClaimsWebhook:
     """The verbs of the webhooks. `clock` in seconds."""
 
@@ -82,14 +73,14 @@ class ClaimsWebhook:
 
     async def _review(self, content: bytes, change: Change) -> Result:
         try:
-            review = parse_review(content)
+            review, pod = parse_review(content)
         except Corrupt as e:
             return bad_request(e)
         # The user gets the reason at once, where a device plugin would fail at admission.
         try:
-            found = change(review.pod, self._names)
+            found = change(pod, self._names)
         except Corrupt as e:
-            return _denied(review, mistakes(review.pod, self._names) or str(e))
+            return _denied(review, mistakes(pod, self._names) or str(e))
         if isinstance(found, Refused):
             return _denied(review, found.detail)
         # Checked before any request: they would all be made before the limit was reached.
@@ -115,19 +106,19 @@ class ClaimsWebhook:
             response |= {"patchType": "JSONPatch", "patch": patch}
         # kubectl prints them: what a claim cannot say is known to the person who applies the manifest.
         # Names that were translated are no mistakes any more.
-        mistaken = mistakes(review.pod, self._names) if change is convert_pod else ""
+        mistaken = mistakes(pod, self._names) if change is convert_pod else ""
         if warnings := [text for text in (mistaken, *found.warnings) if text]:
             response["warnings"] = [text[:MAX_WARNING_CHARS] for text in warnings]
         return Result(_answer(review, allowed=True, **response))
 
-    async def _ensure(self, review: Review, template: Template) -> None:
+    async def _ensure(self, review: _Request, template: Template) -> None:
         """The template exists in the pod's namespace, as it must be. Raises AgentError."""
         name, spec = template.name, template.spec()
         try:
             raw = await self._api.get_claim_template(review.namespace, name)
         except NotFound:
             # `kubectl apply --dry-run=server` may write nothing.
-            if review.is_dry_run:
+            if review.dry_run:
                 return
             raw = await self._create(review.namespace, name, spec)
         # Its name states the content, but anybody who may write templates can have made it: a pod must not get a wrong
@@ -189,8 +180,8 @@ class _AdmissionReview(Struct, rename="camel"):
 _REVIEW, _TEMPLATE = Decoder(_AdmissionReview), Decoder(_Template)
 
 
-def parse_review(content: bytes) -> Review:
-    """Raises Corrupt."""
+def parse_review(content: bytes) -> tuple[_Request, PodJson]:
+    """The request for a pod that is created, and the pod, which may leave its namespace out. Raises Corrupt."""
     what = "AdmissionReview"
     review = request_of(_REVIEW, content, what)
     if review.api_version != API_VERSION:
@@ -203,17 +194,15 @@ def parse_review(content: bytes) -> Review:
     # The schema of a pod would read null as a pod that asks for nothing.
     if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
-    pod = pod_json(request.object, f"{what}.request.object")
-    # The request's namespace, because the pod itself may leave it out.
-    return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
+    return request, pod_json(request.object, f"{what}.request.object")
 
 
-def _answer(review: Review, **response: object) -> bytes:
+def _answer(review: _Request, **response: object) -> bytes:
     answer = {"uid": review.uid, **response}
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": answer})
 
 
-def _denied(review: Review, text: str, code: int = 422) -> Result:
+def _denied(review: _Request, text: str, code: int = 422) -> Result:
     return Result(_answer(review, allowed=False, status={"code": code, "message": text}), "error")
 
 

@@ -45,7 +45,7 @@ class Processes:
     def __init__(self) -> None:
         self.answer: bool | Unavailable | None = None
 
-    async def are_running(self, uid: PodUid) -> bool | None:
+    async def has_processes_in_thread(self, uid: PodUid) -> bool | None:
         if isinstance(self.answer, Unavailable):
             raise self.answer
         return self.answer
@@ -62,7 +62,7 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
         gate=Unused(),
         pod_resources=Unused(),
         checkpoint=NoCheckpoint(),
-        processes=processes,
+        cgroups=processes,
         kubelet_age_s=lambda: None,
         clock=lambda: 0.0,
     )
@@ -145,7 +145,7 @@ class ReconciledNode:
             gate=self.kubelet,
             pod_resources=self.kubelet,
             checkpoint=NoCheckpoint(),
-            processes=Processes(),
+            cgroups=Processes(),
             kubelet_age_s=lambda: self.age_s,
             clock=lambda: 100.0,
             has_pod_resources=has_pod_resources,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
@@ -32,18 +31,18 @@ async def test_processes_are_found_below_any_hierarchy(tmp_path: Path, shape: st
     directory.mkdir(parents=True)
     procs = directory / "cgroup.procs"
     procs.write_text("")
-    processes = PodProcesses(Cgroups(tmp_path))
-    assert await processes.are_running(UID) is False
+    processes = Cgroups(tmp_path)
+    assert await processes.has_processes_in_thread(UID) is False
     procs.write_text("4711\n")
-    assert await processes.are_running(UID) is True
-    assert await processes.are_running(PodUid(UID.replace("0e7a", "ffff"))) is False
+    assert await processes.has_processes_in_thread(UID) is True
+    assert await processes.has_processes_in_thread(PodUid(UID.replace("0e7a", "ffff"))) is False
 
 
 async def test_what_cannot_be_known_is_none(tmp_path: Path) -> None:
     """No hierarchy at all, or a UID that is none: never a path."""
-    assert await PodProcesses(Cgroups(tmp_path / "none")).are_running(UID) is None
-    assert await PodProcesses(Cgroups(tmp_path)).are_running(PodUid("../../etc")) is None
-    assert await PodProcesses(Cgroups(tmp_path)).are_running(PodUid("")) is None
+    assert await Cgroups(tmp_path / "none").has_processes_in_thread(UID) is None
+    assert await Cgroups(tmp_path).has_processes_in_thread(PodUid("../../etc")) is None
+    assert await Cgroups(tmp_path).has_processes_in_thread(PodUid("")) is None
 
 
 async def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ async def test_links_are_not_followed(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     root.mkdir()
     (root / f"pod{UID}").symlink_to(target)
-    assert await PodProcesses(Cgroups(root)).are_running(UID) is False
+    assert await Cgroups(root).has_processes_in_thread(UID) is False
 
 
 async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
@@ -62,8 +61,8 @@ async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
     directory = tmp_path / f"kubepods/pod{UID}"
     directory.mkdir(parents=True)
     os.mkfifo(directory / "cgroup.procs")
-    processes = PodProcesses(Cgroups(tmp_path))
+    processes = Cgroups(tmp_path)
     for reason in ("got no answer within 2 s", "an earlier call still hangs"):
         with pytest.raises(Unavailable, match=reason):
-            await processes.are_running(UID)
+            await processes.has_processes_in_thread(UID)
     os.close(os.open(directory / "cgroup.procs", os.O_WRONLY))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
+from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.device_ids import DeviceIds
@@ -24,7 +24,7 @@ def collection_of(
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
         checkpoint=KubeletCheckpoint(node.paths.device_plugin_path, DeviceIds()),
-        processes=PodProcesses(Cgroups(parts.node.settings.runtime.cgroup_root)),
+        cgroups=Cgroups(parts.node.settings.runtime.cgroup_root),
         kubelet_age_s=kubelet_age_s or parts.kubelet.facts.age_s,
         clock=time.monotonic,
         fresh_s=0.0,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -85,7 +84,7 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
         }
         assert cgroups.check_driver("cgroupfs") is None
         assert cgroups.identify(os.getpid()) != expected
-        assert await PodProcesses(Cgroups(CGROUP_ROOT)).are_running(made.pod_uid) is True
+        assert await Cgroups(CGROUP_ROOT).has_processes_in_thread(made.pod_uid) is True
 
 
 async def test_a_container_that_ends_has_no_processes_any_more(containerd: Containerd) -> None:

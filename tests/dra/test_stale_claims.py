@@ -16,7 +16,7 @@ class Running:
         self.uids = set(uids)
         self.is_shown = True
 
-    async def are_running(self, uid: PodUid) -> bool | None:
+    async def has_processes_in_thread(self, uid: PodUid) -> bool | None:
         return uid in self.uids if self.is_shown else None
 
 

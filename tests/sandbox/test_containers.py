@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.model.errors import NotFound, StartupError, Unavailable
@@ -49,11 +48,11 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         found = find_cgroup(cgroups, container.id, PodUid(UID))
         assert found is not None and found.path == container.cgroup
         assert cgroups.processes(found).pids == [container.pid]
-        processes = PodProcesses(Cgroups(runtime.cgroup_root))
-        assert await processes.are_running(PodUid(UID))
+        processes = Cgroups(runtime.cgroup_root)
+        assert await processes.has_processes_in_thread(PodUid(UID))
         runtime.stop(container, 30)
         assert await wait_ended(runtime, container) == 143
-        assert await processes.are_running(PodUid(UID)) is False
+        assert await processes.has_processes_in_thread(PodUid(UID)) is False
         assert find_cgroup(cgroups, container.id) is None
 
 

@@ -11,7 +11,7 @@ any client can give a device ID of another plugin away twice, a Get cannot. The 
 more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely, and the first
 reconcile takes those that the ledger was rebuilt from for what a Get would answer.
 
-The kubelet allocates a force-deleted pod's devices again while its processes still run (measured): `PodProcesses` says
+The kubelet allocates a force-deleted pod's devices again while its processes still run (measured): `Cgroups` says
 whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
 exists until the kubelet has cleaned up; what counts is whether a process is in it.
 """
@@ -40,7 +40,6 @@ from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodRe
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected, Unavailable
@@ -81,7 +80,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     gate: PodResourcesGate
     pod_resources: PodResourcesClient
     checkpoint: KubeletCheckpoint
-    processes: PodProcesses
+    cgroups: Cgroups
     kubelet_age_s: Callable[[], float | None]
     clock: Callable[[], float] = time.monotonic
     has_pod_resources: bool = True
@@ -179,7 +178,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     async def _may_have_processes(self, uid: PodUid) -> bool:
         try:
-            has_processes = await self.processes.are_running(uid)
+            has_processes = await self.cgroups.has_processes_in_thread(uid)
         except Unavailable as e:
             if self._processes_unknown.is_new("unavailable"):  # of whichever pod: it is one file system
                 log.warning("share_kept", pod_uid=uid, because="its processes cannot be read", error=str(e))
@@ -360,21 +359,3 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()
-
-
-READ_TIMEOUT_S = 2.0
-
-
-class PodProcesses:
-    def __init__(self, cgroups: Cgroups) -> None:
-        self._cgroups = cgroups
-        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
-
-    async def are_running(self, uid: PodUid) -> bool | None:
-        """True while a process is in one of the pod's cgroups, None where this host does not show it.
-
-        Raises:
-            Unavailable: the file system does not answer now; try again.
-        """
-        what = f"reading the processes of pod {uid} below {self._cgroups.root}"
-        return await self._thread.call(partial(self._cgroups.has_processes, uid), what, READ_TIMEOUT_S)

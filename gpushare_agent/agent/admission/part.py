@@ -15,7 +15,7 @@ from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.agent.admission.device_tables import DeviceTables
-from gpushare_agent.agent.admission.garbage_collection import GarbageCollection, PodProcesses
+from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.admission.identification import Identification, Timeouts
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
@@ -90,7 +90,7 @@ class AdmissionPart:
             gate=self.gate,
             pod_resources=self.pod_resources,
             checkpoint=checkpoint,
-            processes=PodProcesses(isolation.host.cgroups),
+            cgroups=isolation.host.cgroups,
             kubelet_age_s=self.facts.age_s,
             has_pod_resources=self.facts.has_pod_resources,
         )

@@ -119,12 +119,12 @@ def _remove(path: Path) -> None:
 
 
 class _Record(Struct, kw_only=True):
-    """The file. `digest` is the SHA-256 of the claim's text, empty in records of earlier agents: by one wrong bit the claim
-    would have another GPU, and its own would be given away twice."""
+    """The file. `digest` is the SHA-256 of the claim's text: by one wrong bit the claim would have another GPU, and its own
+    would be given away twice."""
 
     version: int = VERSION
     claim: Raw
-    digest: str = ""
+    digest: str
 
 
 _RECORD, _CLAIM = Decoder(_Record), Decoder(PreparedClaim)
@@ -133,7 +133,7 @@ _RECORD, _CLAIM = Decoder(_Record), Decoder(PreparedClaim)
 def _claim_of(content: bytes) -> PreparedClaim:
     """Raises Corrupt."""
     record = decoded(_RECORD, content, "it")
-    if record.digest and record.digest != sha256(record.claim).hexdigest():
+    if record.digest != sha256(record.claim).hexdigest():
         raise Corrupt("its digest is not its claim's")
     claim = decoded(_CLAIM, record.claim, "its claim")
     # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.

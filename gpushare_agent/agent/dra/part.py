@@ -13,7 +13,6 @@ from typing import NoReturn
 import structlog
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.admission.part import edit_policy
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
@@ -79,7 +78,7 @@ class DraPart:
         self.informer = Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=self.publisher, metrics=node.metrics
         )
-        self.stale_claims = StaleClaims(self.claims, PodProcesses(isolation.host.cgroups))
+        self.stale_claims = StaleClaims(self.claims, isolation.host.cgroups)
         self.waker = PodWaker(claims=self.claims)
         mig.on_change = self._mig_changed
         self.locks = {

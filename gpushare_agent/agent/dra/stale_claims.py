@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import structlog
 
-from gpushare_agent.agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.agent.dra.claims import Claims
+from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.claims.claim import claim_ref
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import ClaimRef
@@ -31,9 +31,9 @@ PERIOD_S = 60.0
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, processes: PodProcesses) -> None:
+    def __init__(self, claims: Claims, cgroups: Cgroups) -> None:
         self._claims = claims
-        self._processes = processes
+        self._cgroups = cgroups
         self._missing: set[str] = set()
         self._users: dict[str, set[PodUid]] = {}
 
@@ -86,4 +86,4 @@ class StaleClaims:
         if users is None:
             return True  # never prepared: no process has it
         # Without a known user nothing says whose processes to look for, so the claim stays. None is no answer either.
-        return bool(users) and all([await self._processes.are_running(user) is False for user in users])
+        return bool(users) and all([await self._cgroups.has_processes_in_thread(user) is False for user in users])

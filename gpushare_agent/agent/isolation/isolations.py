@@ -254,7 +254,9 @@ def build(
         parts=parts,
         watches=watches,
         vdevices=vdevices,
-        cdi_watch=_cdi_watch(node),
+        cdi_watch=CdiWatch(cdi_specs(settings, mounts_driver=mounts_driver(settings)), lambda: node.gpus().gpus)
+        if {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI}.intersection(settings.device_list_strategy)
+        else None,
     )
 
 
@@ -274,10 +276,3 @@ def device_list_warnings(settings: Settings, volumes: Mapping[VolumeName, Driver
         # Simulated GPUs have no device nodes unless a setting says so.
         has_gpu_nodes=settings.driver == "nvml" or settings.simulated.device_nodes,
     )
-
-
-def _cdi_watch(node: Node) -> CdiWatch | None:
-    strategies = set(node.settings.device_list_strategy)
-    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & strategies:
-        return None
-    return CdiWatch(cdi_specs(node.settings, mounts_driver=mounts_driver(node.settings)), lambda: node.gpus().gpus)

@@ -213,17 +213,6 @@ def refused_share(request: IsolationRequest, isolation: str, why: str, then: str
     )
 
 
-def refused_several(request: IsolationRequest, isolation: str) -> Refused | None:
-    """Shares of several GPUs in one container, for a library that limits one."""
-    # Whole GPUs are not limited, so any number of them goes.
-    if len(request.shares) <= 1 or request.is_whole:
-        return None
-    return invalid(
-        f"container {request.container.name} has shares of several GPUs, and the library of isolation"
-        f" {isolation} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation."
-    )
-
-
 def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
     """The edits of all of them; refused if one refuses. The first limits compute, all limit memory."""
 

@@ -26,8 +26,6 @@ from gpushare_agent.core.model.errors import Corrupt
 
 ASIDE_PREFIX = ".removed-"
 """Begins no name of Kubernetes."""
-FORMER_ASIDE = "removed"
-"""Where earlier versions put such files."""
 REMOVAL_TIMEOUT_S = 600.0
 """The time to remove or shorten one file of a tenant: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
 MAX_DISK_BYTES = 8 * 1024 * 1024
@@ -71,7 +69,7 @@ def put_usage_aside(pod: int, container: str) -> None:
 
 def list_aside(root: int) -> tuple[str, ...]:
     """What was put aside, as paths below `root`. Raises OSError."""
-    found = [name for name in names_in(root) if name.startswith(ASIDE_PREFIX) or name == FORMER_ASIDE]
+    found = [name for name in names_in(root) if name.startswith(ASIDE_PREFIX)]
     for uid in pods_in(root):
         # A pod that is removed meanwhile, or a link in its place.
         with suppress(OSError), opened(uid, root, DIRECTORY) as pod:

@@ -165,8 +165,7 @@ MAX_KNOWN = 8192
 _CLASSES = ("burstable", "besteffort")
 _UID = "\0"
 
-ROUND_TIMEOUT_S = 5.0
-PEER_TIMEOUT_S = 2.0
+_TIMEOUTS_S = {"rounds": 5.0, "peers": 2.0, "pods": 2.0}
 
 _HOSTS_PID_NAMESPACE = 0xEFFFFFFC
 """Its inode, as the kernel has it in include/linux/proc_ns.h."""
@@ -213,13 +212,12 @@ class CgroupProcesses:
 
 
 def _in_thread(
-    blocking: Callable[Concatenate[Cgroups, P], T], what: str, *, of_peers: bool = False
+    blocking: Callable[Concatenate[Cgroups, P], T], what: str, thread: str = "rounds"
 ) -> Callable[Concatenate[Cgroups, P], Awaitable[T]]:
     """The same for the event loop: raises Unavailable, too, where the file system does not answer in time."""
 
     def call(self: Cgroups, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-        thread, timeout_s = (self.peers, PEER_TIMEOUT_S) if of_peers else (self.rounds, ROUND_TIMEOUT_S)
-        return thread.call(partial(blocking, self, *args, **kwargs), what, timeout_s)
+        return self.threads[thread].call(partial(blocking, self, *args, **kwargs), what, _TIMEOUTS_S[thread])
 
     return call
 
@@ -268,9 +266,12 @@ class Cgroups:
         self._forms: dict[str, None] = {}
         self._walk_at: dict[str, float] = {}
         self._walk_lock = threading.Lock()
-        # Two threads: a slow walk of all containers must not delay the answer to one peer of a socket.
-        self.rounds = DaemonThread("cgroups", advice=f"Check {root}; it is read again.")
-        self.peers = DaemonThread("peers", advice=f"Check {proc}; register again.")
+        # A slow walk of all containers must not delay the answer to one peer of a socket, nor a pod's end.
+        self.threads = {
+            "rounds": DaemonThread("cgroups", advice=f"Check {root}; it is read again."),
+            "peers": DaemonThread("peers", advice=f"Check {proc}; register again."),
+            "pods": DaemonThread("pod-cgroups", advice=f"Check {root}; it is read again."),
+        }
 
     def find_many(self, requested: Iterable[tuple[str, PodUid | None]]) -> Mapping[str, CgroupDir]:
         """The cgroups that exist, by container ID; where a UID comes with it, the path must name that pod or none.
@@ -444,8 +445,9 @@ class Cgroups:
     namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
     end_in_thread = _in_thread(end, "ending a process")
     check_driver_in_thread = _in_thread(check_driver, "reading the pods' cgroups")
-    started_in_thread = _in_thread(started, "reading the starts of processes", of_peers=True)
-    identify_in_thread = _in_thread(identify, "reading the cgroup of a process", of_peers=True)
+    started_in_thread = _in_thread(started, "reading the starts of processes", "peers")
+    identify_in_thread = _in_thread(identify, "reading the cgroup of a process", "peers")
+    has_processes_in_thread = _in_thread(has_processes, "reading the processes of a pod", "pods")
 
     def _bound(self) -> None:
         for known in (self._known, self._seen, self._walk_at):

@@ -92,11 +92,15 @@ class PreparedResult(DevicePart, frozen=True, kw_only=True):
     key: ContainerKey
     gpu: str
     is_whole: bool
-    core_limit: int = 0
     view: str
     isolation: str
     edits: ContainerEdits = ContainerEdits()
     numbers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def core_limit(self) -> int:
+        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
+        return 0 if self.is_whole else self.config.core_limit
 
     @property
     def cdi_name(self) -> str:
@@ -183,11 +187,6 @@ class _Part(Struct, frozen=True):
         """The container is to be limited: by its share, or of a whole GPU by the claim's own limits of MPS."""
         return self.is_share or self.result.config.mps is not None
 
-    @property
-    def core_limit(self) -> int:
-        """A whole GPU's compute has no ceiling above it; by NVIDIA's names its cores do not show that it is one."""
-        return 0 if self.is_whole else self.result.config.core_limit
-
 
 def _parts(claim: AllocatedClaim, gpus: Mapping[str, Gpu], block_mib: int) -> list[_Part]:
     parts = []
@@ -261,7 +260,6 @@ def _prepared(
         key=part.key,
         gpu=part.gpu.uuid,
         is_whole=part.is_whole,
-        core_limit=part.core_limit,
         view=view,
         isolation=isolation,
         edits=edits,
@@ -289,23 +287,13 @@ def prepare_again(
             return gone(one.gpu, gpu)
     made = []
     for one in claim.results:
-        view = [
-            # An agent that recorded no configuration recorded this part of it.
-            _Part(
-                replace(other, config=replace(other.config, core_limit=other.core_limit)),
-                gpus[GpuUuid(other.gpu)],
-                other.is_whole,
-                other.key,
-            )
-            for other in claim.results
-            if other.view == one.view
-        ]
+        of_view = (other for other in claim.results if other.view == one.view)
+        view = [_Part(other, gpus[GpuUuid(other.gpu)], other.is_whole, other.key) for other in of_view]
         # GPUs of another claim too; that one is refused where its GPU is gone.
-        numbers = one.numbers or _numbers_of_edits(one, gpus)
-        known = [gpus[GpuUuid(name)] for name, _ in numbers if name in gpus]
-        known += [places[name] for name, _ in numbers if name in places]
+        known = [gpus[GpuUuid(name)] for name, _ in one.numbers if name in gpus]
+        known += [places[name] for name, _ in one.numbers if name in places]
         shown = _in_order([*known, *(part.gpu for part in view)])
-        if numbers != _numbers(shown, places):
+        if one.numbers != _numbers(shown, places):
             view.sort(key=lambda part: part.gpu.number)
             edits = _view_edits(ContainerKey(one.key.pod_uid, one.view), view, shown, one.isolation, policy)
             if isinstance(edits, Refused):
@@ -313,15 +301,6 @@ def prepare_again(
             one = replace(one, edits=edits, numbers=_numbers(shown, places))
         made.append(one)
     return recorded if made == [*recorded.results] else replace(claim, results=tuple(made))
-
-
-def _numbers_of_edits(one: PreparedResult, gpus: Mapping[GpuUuid, Gpu]) -> tuple[tuple[str, int], ...]:
-    """The numbers of a result whose agent recorded none, as its edits have them: UUIDs and nodes are in one order."""
-    visible = dict(one.edits.env).get(ENV_VISIBLE_DEVICES, "").split(",")
-    uuids = [GpuUuid(name) for name in visible if name.startswith("GPU-")] or [GpuUuid(one.gpu)]
-    nodes = [node.host_path.removeprefix("/dev/nvidia") for node in one.edits.devices]
-    minors = [int(number) for number in nodes if number.isdecimal()] or [gpus[u].minor for u in uuids if u in gpus]
-    return tuple(zip(uuids, minors, strict=False))
 
 
 def gone(name: str, gpu: Gpu | None = None) -> Refused:
@@ -426,7 +405,7 @@ def _view_edits(
             container=container,
             shares=shares,
             config=policy.config,
-            core_limit=max(one.core_limit for one in parts),
+            core_limit=max(0 if one.is_whole else one.result.config.core_limit for one in parts),
             pod_memory_mib=sum(share.memory_mib for share in shares),
             memory_unit_mib=policy.names.gpu_mem_unit_mib,
             handlers=handlers,

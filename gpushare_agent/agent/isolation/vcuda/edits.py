@@ -16,7 +16,6 @@ from gpushare_agent.agent.isolation.request import (
     invalid,
     mounted_driver,
     refused_mounts,
-    refused_several,
 )
 from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, merged
 from gpushare_agent.core.model.errors import Refused
@@ -27,12 +26,15 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
     own_paths = (VDEVICE_DIRECTORY, LIBRARY_DIRECTORY)
-    refused = refused_several(request, "vcuda")
-    # A whole GPU is not limited, so a volume over the files lifts nothing.
-    if refused is None and not request.is_whole:
-        refused = refused_mounts(request.container, "vcuda", own_paths)
-    if refused is not None:
-        return refused
+    # Whole GPUs are not limited, so any number of them goes, and a volume over the files lifts nothing.
+    if not request.is_whole:
+        if len(request.shares) > 1:
+            return invalid(
+                f"container {request.container.name} has shares of several GPUs, and the library of isolation vcuda limits"
+                " one. Nothing was allocated. Ask for one GPU, or choose another isolation."
+            )
+        if (refused := refused_mounts(request.container, "vcuda", own_paths)) is not None:
+            return refused
     vdevice = ContainerMount(host_path=str(request.vdevice_directory), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
     if driver is None:

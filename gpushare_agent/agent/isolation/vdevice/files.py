@@ -287,31 +287,19 @@ def _copies(directory: int) -> list[str]:
 def _foreign_entry(root: int, pod: str) -> str | None:
     """The first entry of a pod's directory that the agent never makes, as a path below the root."""
     own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME, GPUSHARE_CONFIG_NAME, USAGE_NAME}
-    for container, entry in _entries(root, pod):
-        path = f"{pod}/{container}" + (f"/{entry}" if entry else "")
-        if not is_container_name(container):
-            return path
-        if entry and entry not in own and not entry.startswith(NEW_PREFIX) and not is_container_id(entry):
-            return path
-    return None
-
-
-def _entries(root: int, pod: str) -> Iterator[tuple[str, str]]:
-    """The entries of a pod's directory and one level below; none where the pod's own entry is no directory."""
     try:
         with opened(pod, root, DIRECTORY) as directory:
-            for container in names_in(directory):
-                if container.startswith(ASIDE_PREFIX):
-                    continue
+            for container in (name for name in names_in(directory) if not name.startswith(ASIDE_PREFIX)):
                 status = status_of(directory, container)
                 if status is not None and stat.S_ISREG(status.st_mode):
-                    yield f"{container} (a file)", ""
-                yield container, ""
-                with suppress(NotADirectoryError, OSError), opened(container, directory, DIRECTORY) as inner:
+                    return f"{pod}/{container} (a file)"
+                if not is_container_name(container):
+                    return f"{pod}/{container}"
+                with suppress(OSError), opened(container, directory, DIRECTORY) as inner:
                     for entry in names_in(inner):
-                        yield container, entry
-    except NotADirectoryError:
-        return
+                        if not (entry in own or entry.startswith(NEW_PREFIX) or is_container_id(entry)):
+                            return f"{pod}/{container}/{entry}"
     except OSError as e:
-        if e.errno != errno.ELOOP:  # a link is no directory either
+        if e.errno not in (errno.ENOTDIR, errno.ELOOP):  # the pod's own entry is no directory, or a link
             raise
+    return None

@@ -26,15 +26,13 @@ from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.model.shares import core_limit, share_limits
 
-Stamps = tuple[FileIdentity | None, FileIdentity | None]
-
 
 class Written(Struct, frozen=True, kw_only=True):
     """What the agent wrote last, and the files' identities then. `pids` None: a list of a previous agent."""
 
     config: VDeviceConfig
     pids: tuple[int, ...] | None
-    stamps: Stamps
+    stamps: tuple[FileIdentity | None, FileIdentity | None]
 
 
 class DesiredDirectory(Struct, frozen=True, kw_only=True):

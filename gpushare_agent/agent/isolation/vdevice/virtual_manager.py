@@ -384,12 +384,6 @@ class VirtualManager:
                 for server in self._servers.values():
                     group.create_task(server.close(), name=f"close {server.key.container}")
 
-    def _log_failures(self, errors: Mapping[ContainerKey, AgentError]) -> None:
-        """Each failure once for as long as its text stays the same."""
-        for key, error in errors.items():
-            if self._failures.is_new(str(error), _subject(key)):
-                log.warning("vdevice_not_written", error=str(error), pod_uid=key.pod_uid, container=key.container)
-
     def _desired_directory(self, allocation: Allocation, pids: tuple[int, ...] | None) -> DesiredDirectory:
         pod, server = self._pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)
         return DesiredDirectory(
@@ -505,7 +499,9 @@ class VirtualManager:
         for first in range(0, len(keys), WRITTEN_AT_ONCE):
             part = {key: allocations[key] for key in keys[first : first + WRITTEN_AT_ONCE]}
             errors |= await self._reconcile(part, processes)
-        self._log_failures(errors)
+        for key, error in errors.items():
+            if self._failures.is_new(str(error), _subject(key)):  # once for as long as its text stays the same
+                log.warning("vdevice_not_written", error=str(error), pod_uid=key.pod_uid, container=key.container)
         # What could not be written is tried at the next poll, not five later.
         self._changed |= {key.pod_uid for key in errors}
 
@@ -576,8 +572,7 @@ def _subject(key: ContainerKey) -> str:
 
 def _has_directory(allocation: Allocation) -> bool:
     if allocation.claim is not None:
-        isolation = ISOLATIONS.get(allocation.claim.isolation)  # None: an earlier version's
-        return isolation is not None and isolation.mounts_vdevice
+        return ISOLATIONS[allocation.claim.isolation].mounts_vdevice
     # All pods with cores, whatever isolation they name: their annotation may change until they start.
     return bool(allocation.bound_ids) and not allocation.started_by
 
