@@ -215,7 +215,7 @@ async def test_it_gives_way_to_a_container(machine_with: MachineWith, library: P
     probe = probe_of(machine, library, timeout_s=60)
     async with asyncio.TaskGroup() as group:
         result = group.create_task(probe.prove(GPU))
-        while not probe.is_running:
+        while probe._scope is None:
             await asyncio.sleep(0.01)
         probe.give_way()
     assert result.result() == (ProbeState.SKIPPED, "it gave way to a container on its GPU")

@@ -8,5 +8,5 @@ when the pod is unknown: identification.py asks the kubelet (when a List may be 
 API server, and refuses in doubt. decisions/ is pure.
 
 Others import: allocation_cache, claim_pods, decisions.container_edits, decisions.former_devices, decisions.ledger,
-decisions.recovery, garbage_collection, outcomes, part.
+decisions.recovery, outcomes, part.
 """

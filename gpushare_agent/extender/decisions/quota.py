@@ -246,6 +246,7 @@ class QuotaState:
     def __init__(self, names: ResourceNames) -> None:
         self._names = names
         self._usage = Usage()
+        self.used = self._usage.of
         self._nodes: dict[str, tuple[str, int]] = {}
         """Model, and memory of the largest GPU in MiB."""
         self._largest_mib: dict[str, int] | None = None
@@ -293,10 +294,6 @@ class QuotaState:
                 self._largest_mib[of_node] = max(memory_mib, self._largest_mib.get(of_node, 0))
         # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
         return use_of(pod, self._names, gpu_memory_mib=self._largest_mib.get(model, 0))
-
-    def used(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
-        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
-        return self._usage.of(namespace, model, without=without)
 
     # --- from ClusterState ---
 

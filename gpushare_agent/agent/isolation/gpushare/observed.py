@@ -336,9 +336,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         at_ns = self._now_ns()
         for uuid, on_it in on_gpu.items():
             seen = {key: one.seen.get(uuid, Observed()) for key, one in on_it.items()}
-            for key, published in (
-                self._claims.setdefault(uuid, Claims()).publish(seen, at_ns, self._busy_of(uuid)).items()
-            ):
+            busy_part = self._counts[uuid].busy if uuid in self._counts else None
+            for key, published in self._claims.setdefault(uuid, Claims()).publish(seen, at_ns, busy_part).items():
                 on_it[key].seen[uuid] = published
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
@@ -399,9 +398,6 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         if any(owners.get(pid) is None for pid in pids):
             self._is_round_missing = True  # a process in no container with a share may be in one that has just started
         return owners
-
-    def _busy_of(self, uuid: GpuUuid) -> float | None:
-        return self._counts[uuid].busy if uuid in self._counts else None
 
     def _now_ns(self) -> int:
         return int(self.clock() * 1e9)

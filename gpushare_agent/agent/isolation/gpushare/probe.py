@@ -183,10 +183,6 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
     _scope: asyncio.Timeout | None = None
     _gives_way: bool = False
 
-    @property
-    def is_running(self) -> bool:
-        return self._scope is not None
-
     def give_way(self) -> None:
         """Ends what runs, at once: somebody needs the GPU."""
         if self._scope is not None and not self._gives_way:

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn
 
 import structlog
 from msgspec import Meta, Struct, field, to_builtins
@@ -74,20 +74,11 @@ class Remembered(Struct, frozen=True, kw_only=True):
         )
 
 
-class Proves(Protocol):
-    """probe.LibraryProbe."""
-
-    context_bytes: int
-
-    async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]: ...
-    def give_way(self) -> None: ...
-
-
 class ProbedLibrary(Struct, kw_only=True, eq=False):
     """`run` once. `require_passed` is part of the isolation's check. `failed` is called with each new failure."""
 
     library: Library
-    probe: Proves
+    probe: LibraryProbe
     inventory: Callable[[], GpuInventory]
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     failed: Callable[[Remembered], None]
@@ -185,7 +176,11 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         before = saved or Remembered(driver=driver, library=library)
         # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
         await file.save(lambda: to_builtins(replace(before, unfinished=unfinished + 1)))
-        state, text = await self._prove(gpu)
+        self._gpu = gpu
+        try:
+            state, text = await self.probe.prove(gpu)
+        finally:
+            self._gpu = None
         found = Remembered(
             driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock(),
             gpu=gpu.name[:_MOST_CHARS], context_bytes=self.probe.context_bytes,
@@ -203,13 +198,6 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             # Once: if `auto` finds nothing else it stays with this one, and would choose again after each attempt.
             if saved is None or not saved.failure:
                 self.failed(found)
-
-    async def _prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
-        self._gpu = gpu
-        try:
-            return await self.probe.prove(gpu)
-        finally:
-            self._gpu = None
 
     async def _idle_gpu(self) -> Gpu | str:
         """An idle GPU by a round of usage from now on: an older one may not show who has come since."""
