@@ -149,12 +149,11 @@ def raised(
     if limits.gpus is not None and limits.gpus.get(model, -1) < used.gpus + asked.gpus:
         changes.append(_raise(f"{model} GPUs", limits.gpus.get(model), used.gpus + asked.gpus, CORES_PER_GPU))
         limits = replace(limits, gpus={**limits.gpus, model: used.gpus + asked.gpus})
-    if limits.vcore is not None and asked.vcore and limits.vcore < used.vcore + asked.vcore:
-        changes.append(_raise("vcore", limits.vcore, used.vcore + asked.vcore, 1))
-        limits = replace(limits, vcore=used.vcore + asked.vcore)
-    if limits.vmemory is not None and asked.vmemory and limits.vmemory < used.vmemory + asked.vmemory:
-        changes.append(_raise("vmemory", limits.vmemory, used.vmemory + asked.vmemory, 1))
-        limits = replace(limits, vmemory=used.vmemory + asked.vmemory)
+    for name in ("vcore", "vmemory"):
+        total, more = getattr(limits, name), getattr(asked, name)
+        if total is not None and more and total < (needed := getattr(used, name) + more):
+            changes.append(_raise(name, total, needed, 1))
+            limits = replace(limits, **{name: needed})
     return limits, tuple(changes)
 
 

@@ -239,7 +239,13 @@ def prepare_claim(
         if isinstance(edits, Refused):
             return edits
         numbers = _numbers(shown, gpus)
-        found |= {one.key: _prepared(one, view.container, isolation, edits, numbers) for one in mine}
+        for one in mine:
+            # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
+            result = replace(one.result, cores=CORES_PER_GPU) if one.is_whole else one.result
+            found[one.key] = PreparedResult(
+                **asdict(result), key=one.key, gpu=one.gpu.uuid, is_whole=one.is_whole, view=view.container,
+                isolation=isolation, edits=edits, numbers=numbers,
+            )  # fmt: skip
     return PreparedClaim(
         ref=claim.ref,
         shown_as=claim.shown_as,
@@ -247,23 +253,6 @@ def prepare_claim(
         # The views have grouped the results: here they are in the claim's order again.
         results=tuple(found[one.key] for one in parts),
         users=tuple(uid for _, uid in claim.users),
-    )
-
-
-def _prepared(
-    part: _Part, view: str, isolation: str, edits: ContainerEdits, numbers: tuple[tuple[str, int], ...]
-) -> PreparedResult:
-    # By NVIDIA's names nobody asks for cores: all the memory means the whole GPU.
-    result = replace(part.result, cores=CORES_PER_GPU) if part.is_whole else part.result
-    return PreparedResult(
-        **asdict(result),
-        key=part.key,
-        gpu=part.gpu.uuid,
-        is_whole=part.is_whole,
-        view=view,
-        isolation=isolation,
-        edits=edits,
-        numbers=numbers,
     )
 
 
