@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from bench.gpu.report import render
 from tests.docs import gpu_page
+from tests.docs.regulator_page import regulator_cells
 
 MEASURED = gpu_page.results()
 
@@ -43,3 +45,23 @@ def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row for row in rows if "stopped" in row] == []
     assert gpu_page.gpu_regulator()[0] == "NVIDIA H200:"
     assert gpu_page.gpu_error() == "alone at most 0.2 points, next to others at most 15"
+
+
+def test_the_page_says_how_exact_a_share_is_as_it_was_measured() -> None:
+    """What a user reads first: alone, memory, and what the cells say of today's regulator."""
+    page = (gpu_page.RESULTS.parents[2] / "docs/explanation/isolation.md").read_text(encoding="utf-8")
+    rows = rows_of(gpu_page.gpu_measured())
+    found = _numbers(rows, "30 alone, 60 alone", "cuLaunchKernelEx, a graph, cooperative, in 30")
+    alone = max(abs(one - cores) for cores, one in zip((30, 60, 30, 30, 30), found, strict=True))
+    assert f"within {alone:.1f} points alone" in page and rows["30 + 60"][0] == "35.8 + 45.0"
+    of_process = _numbers(rows, "MiB of 4,096, 9 kinds: refused after; NVML has of the process")[2:]
+    assert f"to {max(abs(one - 4096) for one in of_process):.0f} MiB of the limit" in page
+    cells = regulator_cells()
+    assert "there 30 and 60 get\n29 and 58" in page and "| 29/30 + 58/61 |" in cells
+    plain = re.findall(r"^\| (?:alone|two shares|three and more) \| \d+ \| [^|]+ \| ([\d.]+) \|", cells, flags=re.M)
+    assert len(plain) == 3 and f"at most {max(map(float, plain))} points off" in page
+
+
+def _numbers(rows: dict[str, list[str]], *names: str) -> list[float]:
+    """Of gpushare."""
+    return [float(one.replace(",", "")) for name in names for one in re.findall(r"[\d][\d,.]*\d", rows[name][0])]
