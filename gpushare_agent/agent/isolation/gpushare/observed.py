@@ -285,7 +285,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         if self.files.maps_others(running):
             await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
         if running:
-            if self._is_round_due(running):
+            # A round costs as much as several readings, and is useless while these show known processes only.
+            is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
+            if is_old or self._is_round_missing or running.keys() != self._ran:
                 self.request_usage()
                 self._requested_at = self.clock()
             self._has_running.set()
@@ -305,11 +307,6 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             count.by_container = {key: ns for key, ns in count.by_container.items() if key in shares}
         for claims in self._claims.values():
             claims.keep(shares)
-
-    def _is_round_due(self, running: Mapping[ContainerKey, _Container]) -> bool:
-        """A round costs as much as several readings, and is useless while the readings show known processes only."""
-        is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
-        return is_old or self._is_round_missing or running.keys() != self._ran
 
     async def read(self) -> None:
         """Reads the driver and the claims once, and writes what they show to the containers that compute."""

@@ -162,9 +162,7 @@ class GpusharePart(IsolationPart):
         )
 
 
-def build(host: IsolationHost) -> IsolationPart:
-    """Joined, not started."""
-    return GpusharePart(host)
+build = GpusharePart
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:

@@ -45,8 +45,7 @@ class VcudaPart(IsolationPart):
             log.warning("cgroup_driver_differs", detail=difference)
 
 
-def build(host: IsolationHost) -> IsolationPart:
-    return VcudaPart(host)
+build = VcudaPart
 
 
 def probe(settings: Settings, driver: ProbedDriver) -> NodeProbe:

@@ -104,6 +104,7 @@ def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
 
 
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
+"""Major and minor of a version such as 580.159.04; simulated GPUs have none."""
 
 
 class VDeviceConfigs(Struct, kw_only=True, eq=False):
@@ -132,6 +133,7 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
         is_pods = not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
         if pod is not None and is_pods and (problem := core_limit(pod.annotations, share.cores).problem):
             self.on_problem(pod, problem)
+        driver = _DRIVER.match(driver_version)
         config = VDeviceConfig(
             pod_uid=allocation.key.pod_uid,
             container=allocation.key.container,
@@ -140,14 +142,8 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
             utilization=share.cores,
             # gpu-manager's pair: with a ceiling the library lets a container above its cores while the GPU is idle.
             hard_limit=not share.core_limit,
-            driver=driver_numbers(driver_version),
+            driver=(int(driver[1]), int(driver[2])) if driver else (0, 0),
             enable=share.is_limited,
         )
         self._known[allocation.key] = (inputs, config)
         return config
-
-
-def driver_numbers(version: str) -> tuple[int, int]:
-    """Major and minor of a driver version such as 580.159.04; (0, 0) where it has none (simulated GPUs)."""
-    match = _DRIVER.match(version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -110,6 +110,8 @@ class VirtualManager:
         self._processes = processes
         self.registered = registered
         self.owner_of, self.note_process = processes.owner_of, processes.note_process
+        self.identify = processes.cgroups.identify_in_thread
+        """The container of a process of this node; None if that cannot be known. Raises Unavailable: call again later."""
         self._clock = clock
         self._intervals = intervals or Intervals()
         advice = f"Check the disk of {files.root}; it is tried again."
@@ -542,10 +544,6 @@ class VirtualManager:
         for uid in {key.pod_uid for key in keys or ()}:
             found |= {key: one for key, one in self._pods.shares_of(uid).items() if key in (keys or ())}
         return {key: one for key, one in found.items() if _has_directory(one) and is_nameable(key)}
-
-    async def identify(self, pid: int) -> PeerIdentity | None:
-        """The container of a process of this node; None if that cannot be known. Raises Unavailable: call again later."""
-        return await self._processes.cgroups.identify_in_thread(pid)
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
         """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
