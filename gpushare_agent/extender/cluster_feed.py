@@ -213,14 +213,9 @@ class NodesFeed(Handler, Struct, kw_only=True, eq=False):
             # Once for each: a node is delivered again with every report.
             if uid not in former:
                 self.metrics.count("placement_disagreements")
-                log.warning(
-                    "placement_disagreement",
-                    pod=f"{reservation.namespace}/{reservation.pod}",
-                    node=node.name,
-                    planned=sorted(planned),
-                    allocated=sorted(allocated),
-                    then="the agent's GPUs count",
-                )
+                pod = f"{reservation.namespace}/{reservation.pod}"
+                gpus = {"planned": sorted(planned), "allocated": sorted(allocated), "then": "the agent's GPUs count"}
+                log.warning("placement_disagreement", pod=pod, node=node.name, **gpus)
 
 
 class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
@@ -243,11 +238,8 @@ class QuotaFeed(Handler, Struct, kw_only=True, eq=False):
         else:
             self._was_good = True
             self.metrics.quota_loaded("good")
-            log.info(
-                "quota_loaded",
-                namespaces=len(self.state.quota.namespaces),
-                version=object_meta(raw, "ConfigMap").version,
-            )
+            version = object_meta(raw, "ConfigMap").version
+            log.info("quota_loaded", namespaces=len(self.state.quota.namespaces), version=version)
         return True
 
     def remove(self, key: str) -> None:

@@ -390,14 +390,8 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
                 failures += 1
                 pause_s = self.backoff.delay_s(failures)
                 then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
-                log.warning(
-                    "leader_label_not_written",
-                    pod=f"{self.namespace}/{self.name}",
-                    error=str(e),
-                    then=then,
-                    cure=_REMEDY,
-                    retried_in_s=round(pause_s, 1),
-                )
+                fields = {"then": then, "cure": _REMEDY, "retried_in_s": round(pause_s, 1)}
+                log.warning("leader_label_not_written", pod=f"{self.namespace}/{self.name}", error=str(e), **fields)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self.election.wait_change(term, is_leading)

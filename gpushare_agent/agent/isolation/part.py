@@ -223,12 +223,9 @@ class AvailabilityWatch(Struct, eq=False):
         if not reason:
             log.info("isolation_available", isolation=self.isolation, then="its shares are allocated")
         else:
+            then = "no share of it is allocated; checked again"
             log.error(
-                "isolation_unavailable",
-                isolation=self.isolation,
-                reason=reason,
-                then="no share of it is allocated; checked again",
-                period_s=self.period_s,
+                "isolation_unavailable", isolation=self.isolation, reason=reason, then=then, period_s=self.period_s
             )
         for callback in self._callbacks:
             callback()

@@ -71,12 +71,8 @@ class Preparation:
             if note := library.missing_note:
                 log.warning("isolation_library_missing", detail=note)
                 return
-            log.info(
-                "isolation_library_installed",
-                isolation="gpushare",
-                library=str(library.source),
-                directory=str(library.directory),
-            )
+            places = {"library": str(library.source), "directory": str(library.directory)}
+            log.info("isolation_library_installed", isolation="gpushare", **places)
 
     async def look(self) -> None:
         """Checks that `check` will find all that it needs. Raises AgentError with the remedy."""
@@ -86,8 +82,7 @@ class Preparation:
         """Makes new files for the shares among containers that are about to start; bounded."""
         try:
             for key in self._shares_of(sorted(keys)):
-                is_ready = self.ahead.take(key)
-                if not is_ready:
+                if not self.ahead.take(key):
                     await self._in_thread(partial(self.files.prepare, key), f"preparing the files of {key.container}")
                 self.files.unused.discard(key)
         except AgentError as e:
