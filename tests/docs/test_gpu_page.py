@@ -30,6 +30,13 @@ def test_what_the_former_regulator_did_says_so() -> None:
     assert rows_of(table)["20 + 30 + 50"][0] == "11.1 + 31.0 + 42.8"
 
 
+def test_the_readme_says_which_regulator_shared_the_gpu() -> None:
+    """Nobody is to take the former one's numbers for today's."""
+    text, _ = table = gpu_page.gpu_numbers()
+    assert text.startswith("One NVIDIA H200, driver 580.") and "today's has not run on a GPU" in text
+    assert rows_of(table)["30 and 60 cores, together"] == ["35.8 and 45.0, again 30.9 and 36.7 %"]
+
+
 def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the former one is said then, and what was not measured has no row."""
     newer: dict[str, Any] = {**MEASURED, "steps": [one for one in MEASURED["steps"] if "," not in one["step"]]}
@@ -38,4 +45,5 @@ def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     text, _ = table = gpu_page.gpu_regulator()
     assert text == "NVIDIA H200:"
     assert [row for row in rows_of(table) if "stopped" in row] == []
-    assert gpu_page.gpu_error() == "alone at most 0.2 points, next to others at most 15"
+    text, _ = table = gpu_page.gpu_numbers()
+    assert "regulator" not in text and rows_of(table)["30 and 60 cores, together"] == ["35.8 and 45.0 %"]
