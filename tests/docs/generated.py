@@ -484,15 +484,13 @@ def _navigation() -> list[Any]:
 
 
 def _guides() -> str:
-    """The how-to guides as the site groups them, each by its own heading."""
+    """The how-to guides as the site groups and names them."""
     [parts] = [part["How-to guides"] for part in _navigation() if "How-to guides" in part]
     lines = []
     for group in (part for part in parts if isinstance(next(iter(part.values())), list)):
         [(title, pages)] = group.items()
         lines.append(f"- **{title}**")
-        for page in (next(iter(one.values())) for one in pages):
-            heading = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            lines.append(f"  - [{heading}]({page.removeprefix('how-to/')})")
+        lines += (f"  - [{name}]({page.removeprefix('how-to/')})" for one in pages for name, page in one.items())
     return "\n".join(lines)
 
 

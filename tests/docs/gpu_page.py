@@ -97,11 +97,14 @@ def gpu_numbers() -> Table:
     together = ", again ".join(_percents(_pods("gpushare", step), " and ") for step in steps)
     kinds, bare = _memory_kinds("gpushare"), find("gpushare", "overhead")["bare"]["latency_us"]["launch"]["median"]
     rows = [
-        ("a share of", "what a program got"),
-        (f"{kinds[0]['share_mib']:,} MiB of memory", f"{_span(of_process(one) or 0 for one in kinds)} MiB (NVML)"),
+        ("share", "measured"),
+        (
+            f"{kinds[0]['share_mib']:,} MiB of memory",
+            f"a program got {_span(of_process(one) or 0 for one in kinds)} MiB",
+        ),
         ("30 or 60 cores, alone", f"{alone} % of the GPU's time"),
         ("30 and 60 cores, together", f"{together} %"),
-        ("99 cores", f"a launch of a kernel in {bare + float(_added('gpushare', 'launch')):.2f} µs, bare {bare:.2f}"),
+        ("99 cores", f"a launch took {bare + float(_added('gpushare', 'launch')):.2f} µs, without a share {bare:.2f}"),
     ]
     text = f"One {gpu_name()}, driver {results()['machine']['driver']}, isolation `gpushare`, by `nox -s gpu`"
     regulator = "[regulator](docs/explanation/regulator.md)"
