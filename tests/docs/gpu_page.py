@@ -100,7 +100,7 @@ def gpu_numbers() -> Table:
         ("share", "measured"),
         (
             f"{kinds[0]['share_mib']:,} MiB of memory",
-            f"a program got {_span(of_process(one) or 0 for one in kinds)} MiB",
+            f"NVML counts {_span(of_process(one) or 0 for one in kinds)} MiB when the next allocation is refused",
         ),
         ("30 or 60 cores, alone", f"{alone} % of the GPU's time"),
         ("30 and 60 cores, together", f"{together} %"),
