@@ -1,4 +1,4 @@
-"""MkDocs calls these while it builds the site: some files outside docs/ become pages, and links lead to pages of the site.
+"""MkDocs calls these while it builds the site: some files, most from outside docs/, become pages, and links lead to pages.
 
 A link to a file that is no page leads into the repository, where its address is known (`repo_url`), and is plain text else.
 Source: MkDocs 1.6, "Hooks" and `File.generated`.
@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "README.md": "index.md",
+    "docs/README.md": "how-do-i.md",
     "charts/gpushare-agent/README.md": "reference/chart.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
@@ -236,13 +235,17 @@ def _value(action: argparse.Action) -> str:
 
 
 def _nvidia_options() -> str:
-    """A setting that takes the value is in code, a reason why there is none is a sentence."""
-    lines = ["| key of the file | variables | flags | here |", "|---|---|---|---|"]
+    """A setting that takes the value is in code, a reason why there is none is a sentence; keys with one answer in a row."""
+    rows: dict[str, tuple[list[str], list[str]]] = {}
     for option in OPTIONS:
-        flags = [f"--{flag}" for flag in option.flags]
-        cells = [", ".join(f"`{one}`" for one in row) for row in (option.variables, flags, option.settings)]
-        lines.append(f"| `{option.name}` | {cells[0] or '–'} | {cells[1] or '–'} | {cells[2] or option.reason} |")
-    return "\n".join(lines)
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", option.name.rpartition(".")[2]).lower()
+        regular = {words, words.replace("-", "_").upper(), f"GFD_{words.replace('-', '_')}".upper()}
+        names = (*option.variables, *(f"--{flag}" for flag in option.flags))
+        keys, others = rows.setdefault(", ".join(f"`{one}`" for one in option.settings) or option.reason, ([], []))
+        keys.append(option.name)
+        others += (f"`{name}`" for name in names if name.lstrip("-") not in regular)
+    cells = [[", ".join(f"`{one}`" for one in keys), ", ".join(others), here] for here, (keys, others) in rows.items()]
+    return _joined([["key of the file", "also called", "here"], *cells])
 
 
 def _schema_with_settings(text: str) -> str:
@@ -399,41 +402,6 @@ def _costs() -> str:
     return _joined(table)
 
 
-def _numbers() -> str:
-    """What the README says of the project's measurements, each with its command."""
-    [start] = [one for one in _PARTS["agent"].rows if one.name == "whole pod: both resources, four calls"]
-    errors = [_errors_of(kind) for kind in ("short", "wave")]
-    packed = {
-        (row["policy"], row["cpu_pods"]): row["mean"]
-        for row in json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
-        if row["trace"] == "default"
-    }
-    best, default, spread = (packed[key] for key in (("fgd", "gpu-aware"), ("binpack", "gpu-aware"), ("fgd", "least")))
-    return _joined(
-        [
-            ["measured", "", "by"],
-            [
-                "the start of a pod with a share: what the agent adds",
-                f"{shown(start.median, start.unit)}, p99 {shown(start.p99, start.unit)}",
-                "`nox -s bench`",
-            ],
-            [
-                "how far a share's compute is from what it was promised, on a fake driver",
-                f"{min(means[0] for means, _ in errors)} to {max(means[-1] for means, _ in errors)} points in the mean, "
-                f"at most {max(most for _, most in errors)}",
-                "`nox -s isolation -- --error-budget`",
-            ],
-            [f"the same on one {gpu_page.gpu_name()}", gpu_page.gpu_error(), "`nox -s gpu`"],
-            [
-                "GPUs allocated on [the public trace](docs/how-to/simulate.md#how-full-a-cluster-can-get)",
-                f"{best:.1f} % by `fgd`, {default:.1f} % by the default; {spread:.1f} % where kube-scheduler "
-                "[spreads pods without GPUs](docs/how-to/install.md#keep-gpus-usable)",
-                "`python -m bench.packing TRACES`",
-            ],
-        ]
-    )
-
-
 def _errors_of(kind: str) -> tuple[list[float], float]:
     """Of libgpushare and that kind of kernel: the means of each number of SMs, ascending, and the largest error."""
     [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
@@ -567,28 +535,14 @@ def _navigation() -> list[Any]:
 
 
 def _guides() -> str:
-    """The how-to guides as the site groups them, each by its own heading."""
+    """The how-to guides as the site groups and names them."""
     [parts] = [part["How-to guides"] for part in _navigation() if "How-to guides" in part]
     lines = []
     for group in (part for part in parts if isinstance(next(iter(part.values())), list)):
         [(title, pages)] = group.items()
         lines.append(f"- **{title}**")
-        for page in (next(iter(one.values())) for one in pages):
-            heading = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            lines.append(f"  - [{heading}]({page.removeprefix('how-to/')})")
+        lines += (f"  - [{name}]({page.removeprefix('how-to/')})" for one in pages for name, page in one.items())
     return "\n".join(lines)
-
-
-def _documents() -> str:
-    """Reference and explanation, as the site's navigation has them."""
-    elsewhere = {"reference/chart.md": "charts/gpushare-agent/README.md"}
-    lines = []
-    for title in ("Reference", "Explanation"):
-        [pages] = [part[title] for part in _navigation() if title in part]
-        links = [f"[{name}]({elsewhere.get(path, f'docs/{path}')})" for page in pages for name, path in page.items()]
-        text = ", ".join(link.replace(" ", "\0") for link in links)  # a link is not broken
-        lines += textwrap.wrap(f"- **{title}**: {text}.", 240, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(lines).replace("\0", " ")
 
 
 def _alerts() -> str:
@@ -776,11 +730,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
     "regulator_cells": regulator_cells,
     "gpu_regulator": lambda: _with_text(*gpu_page.gpu_regulator()),
-    "numbers": _numbers,
+    "numbers": lambda: _with_text(*gpu_page.gpu_numbers()),
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
-    "documents": _documents,
     "alerts": _alerts,
     "policies": policies,
     "link_costs": _link_costs,

@@ -85,12 +85,26 @@ def is_former() -> bool:
     return results().get("regulator") == 1
 
 
-def gpu_error() -> str:
-    """For the README: alone, and next to others."""
-    alone = [_off(step) for step in ("compute 30", "compute 60")]
-    others = [_off(step) for step in _together() if "stopped" not in step]
-    text = f"alone at most {max(alone):.1f} points, next to others at most {max(others):.0f}"
-    return text + (" with the former regulator; today's has not run on one" if is_former() else "")
+def gpu_numbers() -> Table:
+    """For the README: memory, compute alone and next to another share, and what the library costs."""
+    alone = _percents([_pods("gpushare", f"compute {n}")[0] for n in (30, 60)], " and ")
+    steps = [step for step in _together() if step in ("compute 30+60", "compute 30+60, again")]
+    together = ", again ".join(_percents(_pods("gpushare", step), " and ") for step in steps)
+    kinds, bare = _memory_kinds("gpushare"), find("gpushare", "overhead")["bare"]["latency_us"]["launch"]["median"]
+    rows = [
+        ("share", "measured"),
+        (
+            f"{kinds[0]['share_mib']:,} MiB of memory",
+            f"NVML counts {_span(of_process(one) or 0 for one in kinds)} MiB when the next allocation is refused",
+        ),
+        ("30 or 60 cores, alone", f"{alone} % of the GPU's time"),
+        ("30 and 60 cores, together", f"{together} %"),
+        ("99 cores", f"a launch took {bare + float(_added('gpushare', 'launch')):.2f} µs, without a share {bare:.2f}"),
+    ]
+    text = f"One {gpu_name()}, driver {results()['machine']['driver']}, isolation `gpushare`, by `nox -s gpu`"
+    regulator = "[regulator](docs/explanation/regulator.md)"
+    former = f"; compute was limited by a former {regulator}, **today's has not run on a GPU**" if is_former() else ""
+    return f"{text}{former}:", list(rows)
 
 
 def gpu_added() -> dict[str, str]:
@@ -143,11 +157,6 @@ def _pods(isolation: str, step: str) -> list[float | None]:
 
 def _of_bare(one: Mapping[str, Any] | None) -> float | None:
     return None if not one or one.get("of_bare") is None else 100 * float(one["of_bare"])
-
-
-def _off(step: str) -> float:
-    pairs = zip(_pods("gpushare", step), _cores(step).values(), strict=True)
-    return max(abs(value - cores) for value, cores in pairs if value is not None)
 
 
 def _kinds(isolation: str) -> list[float | None]:

@@ -35,6 +35,13 @@ def test_what_the_former_regulator_did_says_so() -> None:
     assert gpu_page.gpu_two_shares() == {"gpushare": "35.8 and 45.0", "hami-core": "38.1 and 52.5"}
 
 
+def test_the_readme_says_which_regulator_shared_the_gpu() -> None:
+    """Nobody is to take the former one's numbers for today's."""
+    text, _ = table = gpu_page.gpu_numbers()
+    assert text.startswith("One NVIDIA H200, driver 580.") and "today's has not run on a GPU" in text
+    assert rows_of(table)["30 and 60 cores, together"] == ["35.8 and 45.0, again 30.9 and 36.7 %"]
+
+
 def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the former one is said then, and what was not measured has no row."""
     newer: dict[str, Any] = {**MEASURED, "steps": [one for one in MEASURED["steps"] if "," not in one["step"]]}
@@ -44,7 +51,8 @@ def test_a_newer_run_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "former" not in text
     assert [row for row in rows if "stopped" in row] == []
     assert gpu_page.gpu_regulator()[0] == "NVIDIA H200:"
-    assert gpu_page.gpu_error() == "alone at most 0.2 points, next to others at most 15"
+    numbers = gpu_page.gpu_numbers()
+    assert "regulator" not in numbers[0] and rows_of(numbers)["30 and 60 cores, together"] == ["35.8 and 45.0 %"]
 
 
 def test_the_page_says_how_exact_a_share_is_as_it_was_measured() -> None:

@@ -32,29 +32,30 @@ CLUSTER = pytest.StashKey[Cluster]()
 MOST_SHOWN = 20_000
 """Characters of one command's output in the report of a failure: its end."""
 HOOKS = {
-    "restart-kubelet": "COMMAND that restarts the kubelet of the node and ends when it runs again",
-    "stop-kubelet": "COMMAND that stops the kubelet of the node",
-    "start-kubelet": "COMMAND that starts it, and ends when it runs",
-    "reboot-node": "COMMAND that reboots the node and ends when its kubelet runs",
-    "audit-log": "FILE that is the API server's audit log, of level Metadata for the accounts of gpushare-system",
-    "static-pods": "DIR that is the node's static pod path",
-    "driver-libraries": "DIR of a node without a driver, such as /usr/local/nvidia/lib64, for a stand-in's libraries",
+    "restart-kubelet": ("COMMAND", "restarts the node's kubelet, and ends when it runs"),
+    "stop-kubelet": ("COMMAND", "stops it"),
+    "start-kubelet": ("COMMAND", "starts it, and ends when it runs"),
+    "reboot-node": ("COMMAND", "reboots the node, and ends when its kubelet runs"),
+    "audit-log": ("FILE", "the API server's, of level Metadata for the accounts of gpushare-system"),
+    "static-pods": ("DIR", "the node's static pod path"),
+    "driver-libraries": ("DIR", "of a node without a driver, for a stand-in's libraries: /usr/local/nvidia/lib64"),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("e2e")
-    group.addoption("--node", help="the node that is used, when more than one has the label or none")
-    group.addoption("--image", default=f"gpushare-agent:{__version__}", help="the agent's image, as the node pulls it")
-    group.addoption("--pod-image", default="busybox:1.35", help="the image of the test pods: with sh and sleep")
-    group.addoption("--overlay", default="overlays/simulated", help="of manifests/, or base; default: %(default)s")
-    group.addoption("--scheduler-image", help="a kube-scheduler; default: registry.k8s.io's of the cluster's version")
-    group.addoption("--runtime-class", help="of pods with a share, such as nvidia")
+    agent, pods = f"gpushare-agent:{__version__}", "busybox:1.35"
+    group.addoption("--node", metavar="NODE", help="the one that is used, when more than one has the label or none")
+    group.addoption("--image", metavar="IMAGE", default=agent, help="the agent's, as the node pulls it")
+    group.addoption("--pod-image", metavar="IMAGE", default=pods, help="of the test pods: with sh and sleep")
+    group.addoption("--overlay", metavar="DIR", default="overlays/simulated", help="of manifests/, or base")
+    group.addoption("--scheduler-image", metavar="IMAGE", help="default: registry.k8s.io's of the cluster's version")
+    group.addoption("--runtime-class", metavar="NAME", help="of pods with a share, such as nvidia")
     group.addoption("--replace-installed", action="store_true", help="remove what an earlier run left, and go on")
-    group.addoption("--endurance", type=float, default=0, help="MINUTES that tests/e2e/test_endurance.py takes")
-    group.addoption("--endurance-log", help="FILE of its runs, JSON, to which it adds its own")
-    for name, text in HOOKS.items():
-        group.addoption(f"--{name}", help=text)
+    group.addoption("--endurance", metavar="MINUTES", type=float, default=0, help="of tests/e2e/test_endurance.py")
+    group.addoption("--endurance-log", metavar="FILE", help="of its runs, JSON, to which it adds its own")
+    for name, (metavar, text) in HOOKS.items():
+        group.addoption(f"--{name}", metavar=metavar, help=text)
 
 
 @pytest.fixture(scope="session")

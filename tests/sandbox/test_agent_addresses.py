@@ -122,9 +122,10 @@ async def test_the_last_lines_of_a_first_run_are_the_next_step_also_behind_a_pro
 
 
 @pytest.mark.slow
-async def test_the_readmes_explanation_is_what_a_first_sandbox_shows() -> None:
-    """Word for word; the program and the directory are those of a clone."""
-    shown = re.search(r"^\$ KUBECONFIG=.* (explain .*)\n((?:.+\n)+)```$", (ROOT / "README.md").read_text(), re.M)
+async def test_the_guides_explanation_is_what_a_first_sandbox_shows() -> None:
+    """Word for word."""
+    guide = (ROOT / "docs/how-to/find-out-why-refused.md").read_text()
+    shown = re.search(r"^\$ kubectl gpushare (explain .*)\n((?:.+\n)+)```$", guide, re.M)
     assert shown is not None
     with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as folder:
         state = Path(folder) / "s"
