@@ -45,21 +45,19 @@ def _gpu_count(text: str) -> int:
 
 _OPTIONS = (
     arg("--gpus N", "simulated GPUs (default 8, or one for each memory size)", type=_gpu_count),
-    arg("--topology FILE", "text of `nvidia-smi topo -m` that gives the GPUs and their links", default=None),
+    arg("--topology FILE", "text of `nvidia-smi topo -m`: GPUs and links", default=None),
     arg("--gpu-memory-mib M[,M...]", "memory of the GPUs, MiB: one value, or one for each", default=None),
-    arg("--nodes N", "embedded nodes, each with an agent (default 1, or one for each entry of --node-gpus)", type=int),
-    arg("--node-gpus CxM[,CxM...]", "GPUs of each node and their memory in MiB, such as 8x24576,4x16384 or 2x24576+1x81920; "
-        "fewer entries than nodes are used in turn"),
-    arg("--extender", "run the scheduler extender too, and let the embedded scheduler ask it"),
-    arg("--dra", "offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or those of --dra.gpus; the "
-        "samples are claims then"),
-    arg("--mig", "with --dra, on H100s, half of them in MIG mode: instances are made when a claim wants them"),
-    arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
-        "standard input", action="append", type=Path, default=[]),
+    arg("--nodes N", "nodes, each with an agent (1, or as many as --node-gpus has)", type=int),
+    arg("--node-gpus CxM[,CxM...]", "GPUs of the nodes in turn and their memory in MiB: 8x24576,4x16384 or 2x24576+1x81920"),
+    arg("--extender", "run the scheduler extender too, which the embedded scheduler asks"),
+    arg("--dra", "offer the GPUs (all, or those of --dra.gpus) by ResourceClaims; the samples are claims then"),
+    arg("--mig", "--dra with H100s, half of them in MIG mode: instances are made when a claim wants them"),
+    arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes; - is standard input",
+        action="append", type=Path, default=[]),
     arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",
         choices=SAMPLE_SETS),
-    arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all of them are Running "
-        "or Succeeded, else 1 (with the sample pod that cannot fit: 1)"),
+    arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all of them run or have "
+        "succeeded, else 1"),
     add_output,  # of --once, with progress on standard error, and of status
     arg("--state-dir DIR", "sockets and files (%(default)s)", type=Path, default=default_state_directory()),
     arg("--port PORT", "the agent's web port (default 5678; 0 takes a free one)", type=int),

@@ -175,8 +175,7 @@ def _commands() -> str:
     shared = [row for row, count in Counter(chain(*rows.values())).items() if count > 2]
     lines = ["Options of several commands:", "", *_table(shared)]
     for command, own in rows.items():
-        lines += [f"### {command.name}", "", command.description, ""]
-        lines += [f"    {COMMAND_LINE.program} {example}" for example in command.examples[:1]] + [""]
+        lines += [f"### {command.name}", "", command.about, ""]
         lines += _table([row for row in own if row not in shared])
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
@@ -200,12 +199,14 @@ def _table(rows: Sequence[str]) -> list[str]:
 
 
 def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """One for each option, positional argument and subcommand."""
+    """One for each option, positional argument and subcommand, with the options that its command does not have too."""
+    of_command = {name for action in parser._actions for name in action.option_strings}
     for action in _actions(parser):
         if isinstance(action, argparse._SubParsersAction):
             texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, text in texts.items():  # a former name of a command has none
-                yield _row(" ".join([name, *map(_usage, _actions(action.choices[name]))]), text)
+                own = [one for one in _actions(action.choices[name]) if of_command.isdisjoint(one.option_strings)]
+                yield _row(" ".join([name, *map(_usage, own)]), text)
         else:
             names, value = ", ".join(action.option_strings), _value(action)
             text = (action.help or "") % {"default": action.default, "prog": parser.prog}

@@ -164,7 +164,8 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """One subcommand. `run` returns the exit code, or a coroutine that does.
+    """One subcommand. `run` returns the exit code, or a coroutine that does. `description` begins its help where `summary`
+    is too short for that.
 
     `settings` names the sections (`web`) and keys (`control.socket`) that it reads, which its `--help` lists; the flags of
     all others are accepted too. None: the command takes no setting. `examples` lack the program's name.
@@ -172,13 +173,18 @@ class Command(Struct, frozen=True, kw_only=True):
 
     name: str
     summary: str
-    description: str
     run: Callable[[Invocation], int | Coroutine[Any, Any, int]]
+    description: str = ""
     examples: Sequence[str] = ()
     arguments: Sequence[Argument] = ()
     settings: Sequence[str] | None = None
     help_note: str = ""
     split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = no_rest
+
+    @property
+    def about(self) -> str:
+        """The sentence with which the help begins."""
+        return self.description or f"{self.summary[:1].upper()}{self.summary[1:]}."
 
     def invoke(self, program: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Parses `argv` and runs the command.
@@ -213,7 +219,7 @@ class Command(Struct, frozen=True, kw_only=True):
         """The text about the settings is built only when it is asked for."""
         parser = _Parser(
             prog=f"{program} {self.name}",
-            description=self.description,
+            description=self.about,
             epilog=self._epilog(program) if with_help else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             # An abbreviation changes its meaning when an option is added.
@@ -436,7 +442,7 @@ def print_version(line: str) -> Command:
         print(f"{line} {__version__}")
         return 0
 
-    return Command(name="version", summary="print the version", description="Prints the version.", run=run)
+    return Command(name="version", summary="print the version", run=run)
 
 
 def run_app(app: Coroutine[Any, Any, int]) -> int:
