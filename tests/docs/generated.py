@@ -151,14 +151,13 @@ def _extender_metrics() -> str:
 
 
 def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset()) -> str:
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines = ["| metric | labels | meaning |", "|---|---|---|"]
     for family in chosen:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert common <= labels, family.name
         name = family.name + ("_total" if family.type == "counter" else "")
-        lines.append(
-            f"| `{name}` | {family.type} | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |"
-        )
+        kind = " (histogram)" if family.type == "histogram" else ""  # a counter's name ends in _total
+        lines.append(f"| `{name}` | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')}{kind} |")
     return "\n".join(lines) + "\n"
 
 
