@@ -266,7 +266,8 @@ def _no_command(word: str, known: Sequence[str]) -> str:
 
 
 def _refuse_mistyped(parser: argparse.ArgumentParser, words: Sequence[str], settings: Sequence[Key]) -> None:
-    """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag."""
+    """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag, of a
+    command with commands below also where it is like one."""
     own = _long_options(parser)
     mistyped = [
         name for word in words if word.startswith("--") and (name := word.partition("=")[0]) not in {*own, "--"}
@@ -275,7 +276,10 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, words: Sequence[str], sett
     if not mistyped:
         return
     known = {*own, *(f"--{name}" for key in settings for name in key.flag_names)}
-    found = [(word, near) for word in mistyped if (near := nearest(word, known)) in own]
+    # With commands below, the value of a setting's mistyped flag would be taken for one.
+    found = [
+        (word, near) for word in mistyped if (near := nearest(word, known)) in own or (near and parser._subparsers)
+    ]
     if found:
         raise SettingsError([f"option {word} is unknown (did you mean {near}?); see --help" for word, near in found])
 

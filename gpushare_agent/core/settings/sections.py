@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -178,7 +178,7 @@ class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
     gpus: Count = Field(default=8, ge=1, le=64)
-    """Number of GPUs; a topology file counts instead."""
+    """Number of GPUs, where neither a topology file nor several values of their memory say it."""
     gpu_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(default=(24576,), min_length=1, max_length=64)
     )
@@ -193,6 +193,13 @@ class SimulatedSettings(Section):
     """JSON file that makes GPUs fail (docs/reference/sandbox.md)."""
     usage: OptionalPath = None
     """JSON file with the use by processes (docs/reference/sandbox.md). Empty: GPUs idle."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_memories(cls, given: Any) -> Any:
+        sizes = comma_list(given.get("gpu_memory_mib")) if isinstance(given, dict) and "gpus" not in given else ()
+        several = isinstance(sizes, list | tuple) and len(sizes) > 1 and not given.get("topology")
+        return {**given, "gpus": len(sizes)} if several else given
 
     @model_validator(mode="after")
     def _has_one_memory_per_gpu(self) -> Self:
