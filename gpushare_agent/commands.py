@@ -116,7 +116,7 @@ COMMANDS: tuple[Command, ...] = (
         run=lazy("core.cli.show_settings:run"),
         examples=("config --config settings.yaml -o yaml",),
         arguments=(
-            partial(add_output, also=("markdown",)),
+            add_output,
             arg("--node-configuration FILE", "as nodes have it whose label names this configuration", type=Path),
         ),
         settings=ALL_SETTINGS,

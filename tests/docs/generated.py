@@ -50,7 +50,7 @@ from gpushare_agent.core.model.resources import NvidiaNames
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.core.settings.nvidia_options import OPTIONS
-from gpushare_agent.core.settings.reference import Key, all_keys, markdown, text_of
+from gpushare_agent.core.settings.reference import Key, all_keys, text_of
 from gpushare_agent.core.settings.sections import HealthSettings
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.app import build, show_state
@@ -60,6 +60,7 @@ from tests.docs import gpu_page
 from tests.docs.isolations_page import isolations
 from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
+from tests.docs.settings_page import settings_tables
 from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING
@@ -759,6 +760,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
+    "settings": settings_tables,
     "surface": surface_lists,
     "commands": _commands,
     "e2e_options": _e2e_options,
@@ -784,7 +786,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/explanation/regulator.md": _filled,
-    "docs/reference/settings.md": lambda _: markdown(),
+    "docs/reference/settings.md": _filled,
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,

@@ -121,20 +121,10 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """For a command that takes all words itself."""
-    return argv, ()
-
-
-def add_output(parser: argparse.ArgumentParser, *, also: Sequence[str] = (), default: str = "table") -> None:
-    """`-o`, with the same forms in every command; `also` are one command's own."""
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=(*FORMS, *also),
-        default=default,
-        help="table for people, wide with more columns, json or yaml for programs (table)",
-    )
+def add_output(parser: argparse.ArgumentParser, *, default: str = "table") -> None:
+    """`-o`, with the same forms in every command."""
+    text = "table for people, wide with more columns, json or yaml for programs (table)"
+    parser.add_argument("-o", "--output", choices=FORMS, default=default, help=text)
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
@@ -179,7 +169,7 @@ class Command(Struct, frozen=True, kw_only=True):
     arguments: Sequence[Argument] = ()
     settings: Sequence[str] | None = None
     help_note: str = ""
-    split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = no_rest
+    split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = lambda argv: (argv, ())
 
     @property
     def about(self) -> str:

@@ -174,13 +174,16 @@ class MigSettings(Section):
     """How long an instance is kept that no claim has any more."""
 
 
+_MOST_SIMULATED = 64
+
+
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
-    gpus: Count = Field(default=8, ge=1, le=64)
+    gpus: Count = Field(default=8, ge=1, le=_MOST_SIMULATED)
     """Number of GPUs, where neither a topology file nor several values of their memory say it."""
     gpu_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
-        Field(default=(24576,), min_length=1, max_length=64)
+        Field(default=(24576,), min_length=1, max_length=_MOST_SIMULATED)
     )
     """Memory, MiB: one value, or one for each GPU."""
     topology: OptionalPath = None
@@ -197,8 +200,8 @@ class SimulatedSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _count_memories(cls, given: Any) -> Any:
-        sizes = comma_list(given.get("gpu_memory_mib")) if isinstance(given, dict) and "gpus" not in given else ()
-        several = isinstance(sizes, list | tuple) and len(sizes) > 1 and not given.get("topology")
+        sizes: Any = comma_list(given.get("gpu_memory_mib")) if isinstance(given, dict) and "gpus" not in given else ()
+        several = isinstance(sizes, list | tuple) and 1 < len(sizes) <= _MOST_SIMULATED and not given.get("topology")
         return {**given, "gpus": len(sizes)} if several else given
 
     @model_validator(mode="after")
