@@ -323,27 +323,21 @@ def _costs() -> str:
     rows = {re.sub(r"^  (· )?", "· ", one.name): one for one in _PARTS["agent"].rows}
     head, _, *programs = _measured("vgpu-manager")
     [more] = [row[head.index("gpushare")] for row in programs if row[0].startswith("µs more")]
-    table = [["what", "median", "p99", "command"]]
+    table = [["what", "median", "p99"]]
     for what, name in _COSTS:
         one = rows[name]
         p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
-        table.append([what, shown(one.median, one.unit), p99, "`nox -s bench`"])
+        table.append([what, shown(one.median, one.unit), p99])
     calls = ("a cuMemAlloc with its cuMemFree", "a launch of a kernel")
-    tried = "`nox -s isolation -- --table FILE`"
+    on_gpu = gpu_page.gpu_added()
     table += [
-        [f"the program: {call}", f"{us} µs more", "", tried]
-        for call, us in zip(calls, more.split(" and "), strict=True)
+        [f"the program: {call}", f"{us} µs more", ""] for call, us in zip(calls, more.split(" and "), strict=True)
     ]
-    table += [
-        [f"the program on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", "", "`nox -s gpu`"]
-        for call, us in gpu_page.gpu_added().items()
-    ]
+    table += [[f"the program on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", ""] for call, us in on_gpu.items()]
     for kind in ("short", "wave"):
         means, most = _errors_of(kind)
         span = f"{means[0]} to {means[-1]} ({most})"
-        table.append(
-            [f"the share: error of its compute, {kind} kernels", span, "", "`nox -s isolation -- --error-budget`"]
-        )
+        table.append([f"the share: error of its compute, {kind} kernels", span, ""])
     return _joined(table)
 
 
