@@ -35,13 +35,6 @@ log = structlog.get_logger(__name__)
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 _GPU_SETTINGS = ("driver", "simulated")
-_VDEVICE_EXIT_CODES = """\
-exit codes:
-  0    registered and read; with --no-register: read
-  1    refused, or the files cannot be read
-  2    the command line is wrong
-  3    the agent did not answer; the files were read and printed
-  130  interrupted, which is how --watch ends"""
 
 
 def _run(call: Invocation) -> Coroutine[Any, Any, int]:
@@ -190,7 +183,7 @@ COMMANDS: tuple[Command, ...] = (
             ),
             arg("-o --output", "json: a document a line", choices=("text", "json"), default="text"),
         ),
-        help_note=_VDEVICE_EXIT_CODES,
+        help_note="Exit code 3: the agent did not answer; the files were read and printed.",
     ),
     Command(
         name="mps",

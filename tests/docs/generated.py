@@ -157,8 +157,9 @@ def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset(
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert common <= labels, family.name
         name = family.name + ("_total" if family.type == "counter" else "")
-        kind = " (histogram)" if family.type == "histogram" else ""  # a counter's name ends in _total
-        lines.append(f"| `{name}` | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')}{kind} |")
+        # The type is known by the name: metrics.md says how.
+        assert (family.type == "histogram") == name.endswith("_duration_seconds"), name
+        lines.append(f"| `{name}` | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -253,7 +253,7 @@ class MpsSettings(Section):
     default_active_thread_percentage: Count = Field(default=100, ge=1, le=100)
     """Compute of a client without a limit of its own, percent (command mps)."""
     exclusive_process: bool = False
-    """Set the GPUs' compute mode to EXCLUSIVE_PROCESS: every program on them goes through MPS (command mps)."""
+    """Set the GPUs' compute mode to EXCLUSIVE_PROCESS (command mps): every program on them goes through MPS."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0, le=3600)
     """How long the command mps waits for clients at its end."""
 
@@ -309,9 +309,9 @@ class WebSettings(Section):
     addr: str = Field(default="localhost", max_length=253)
     """Address to listen on. Empty: every address, which lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0 takes any free one."""
     all_series: bool = False
-    """Show at /metrics all that /metric has: gpu-manager's series, memory bandwidth, encoder, decoder."""
+    """Show at /metrics all series of a container, as /metric does: gpu-manager's, memory bandwidth, encoder, decoder."""
     debug_token_file: OptionalPath = None
     """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
     there."""
