@@ -174,10 +174,10 @@ def _commands() -> str:
     """Each command with its options, those that several have first; flags of settings are settings.md's."""
     rows = {command: list(_rows(_parser(command))) for command in COMMAND_LINE.commands}
     shared = [row for row, count in Counter(chain(*rows.values())).items() if count > 2]
-    lines = ["Options of several commands:", "", *_table(shared)]
+    lines = ["Options of several commands:", "", *_listed(shared)]
     for command, own in rows.items():
         lines += [f"### {command.name}", "", command.about, ""]
-        lines += _table([row for row in own if row not in shared])
+        lines += _listed([row for row in own if row not in shared])
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
@@ -192,11 +192,11 @@ def _e2e_options() -> str:
     parser = argparse.ArgumentParser(prog="nox -s e2e --", add_help=False)
     group = SimpleNamespace(addoption=parser.add_argument)
     pytest_addoption(cast(pytest.Parser, SimpleNamespace(getgroup=lambda _: group)))
-    return "\n".join(_table(list(_rows(parser))))
+    return "\n".join(_rows(parser))
 
 
-def _table(rows: Sequence[str]) -> list[str]:
-    return ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
+def _listed(rows: Sequence[str]) -> list[str]:
+    return [*rows, ""] if rows else []
 
 
 def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -215,8 +215,7 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _row(option: str, text: str) -> str:
-    option, text = (one.replace("|", "\\|") for one in (option, text))
-    return f"| `{option}` | {text} |"
+    return f"- `{option}`: {text}"
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -651,9 +650,9 @@ def _benchmark(name: str) -> str:
             targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
             missed = one.verdict if one.verdict.startswith("missed") else ""
             p99 = shown(one.p99, one.unit) if one.runs > 1 and one.unit not in ("MiB", "%") else ""
-            what = re.sub(r"^  (· )?", "· ", one.name)
+            what = re.sub(r"^  (· )?", "· ", one.name).removeprefix("extender: ")
             table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, (*targets, missed)))])
-    return f"On {_PARTS[name].machine}:\n\n" + _joined(table)
+    return _joined(table)
 
 
 _COMPARED = re.compile(
@@ -735,6 +734,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "alerts": _alerts,
     "policies": policies,
     "link_costs": _link_costs,
+    "measured_on": lambda: f"Measured on {_PARTS['agent'].machine.partition(', load')[0]}.",
     "measured_growth": lambda: _compared("growth", "1,500 shares", "100 shares"),
     "measured_agent": lambda: _benchmark("agent"),
     "measured_imports": _imports,
