@@ -650,7 +650,7 @@ def _benchmark(name: str) -> str:
             targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
             missed = one.verdict if one.verdict.startswith("missed") else ""
             p99 = shown(one.p99, one.unit) if one.runs > 1 and one.unit not in ("MiB", "%") else ""
-            what = re.sub(r"^  (· )?", "· ", one.name).removeprefix("extender: ")
+            what = re.sub(r"^  (· )?", "· ", re.sub("5,000 nodes, |extender: ", "", one.name))
             table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, (*targets, missed)))])
     return _joined(table)
 
@@ -658,7 +658,7 @@ def _benchmark(name: str) -> str:
 _COMPARED = re.compile(
     "process start to|SIGTERM|start after a kill|processor time, idle, NVML|kubelet.sock made|vcore: Get.* inside"
     "|whole pod|100 pods at once|one round over|PreStartContainer|RegisterVDevice by name|scrape|round of sampling"
-    "|poll of the page, CPU|extender: |5,000 nodes.*(filter|resident memory|waits)$"
+    "|poll of the page, CPU|extender: |5,000 nodes(: a pod|, default.*(filter|resident memory)$)"
 )
 
 
@@ -676,7 +676,12 @@ def _compared(name: str, here: str, there: str, only: str = "") -> str:
     for what, one in rows.items():
         other = rows.get(what.replace(here, there)) if here in what and re.search(only, what) else None
         if other is not None and other.median > 0:
-            text = what.replace(f", {here}", "").replace(f": {here}", "").replace(f"{here}: ", "")
+            text = (
+                what.replace("5,000 nodes, ", "")
+                .replace(f", {here}", "")
+                .replace(f": {here}", "")
+                .replace(f"{here}: ", "")
+            )
             cells = [shown(side.median, side.unit).strip() for side in (one, other)]
             table.append([text, *cells, f"{one.median / other.median:.2f}"])
     return _joined(table)

@@ -78,7 +78,7 @@ class NvidiaSettings(Section):
     rename_replicas: bool = False
     """Add .shared to the names of resources with replicas (NVIDIA's renameByDefault)."""
     refuse_several_replicas: Annotated[bool | None, BeforeValidator(empty_is_none)] = None
-    """Refuse containers that ask for several replicas (failRequestsGreaterThanOne). Empty: with sharing mps."""
+    """Refuse containers that ask for several replicas (failRequestsGreaterThanOne). Empty: only with sharing mps."""
     device_ids: Literal["uuid", "index"] = "uuid"
     """Names of a container's GPUs for the container runtime (deviceIDStrategy)."""
     replica_policy: Literal["packed", "distributed"] = "distributed"

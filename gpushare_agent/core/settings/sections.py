@@ -87,7 +87,7 @@ class KubeletSettings(Section):
     """Address of the kubelet's HTTPS port, for static pods (docs/how-to/static-pods.md). Empty: static pods with a
     share are refused."""
     api_port: int = Field(default=10250, ge=1, le=65535)
-    """Port there."""
+    """Port of that address."""
     api_ca: GivenPath | None = None
     """File with the CA of the kubelet's serving certificate. Empty: the service account's ca.crt."""
     pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
