@@ -219,8 +219,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="sandbox",
         summary="run the agent on an embedded node: no cluster, no GPU, no root",
-        description="Runs the agent on an embedded node: no cluster, no GPU, no root. Settings are those of its agents: --gpus,"
-        " --gpu-memory-mib and --topology say which GPUs they have.",
+        description="Runs the agent on an embedded node: no cluster, no GPU, no root. Settings are those of its agents:"
+        " --gpus, --gpu-memory-mib and --topology say which GPUs they have.",
         run=lambda call: lazy("sandbox.command:run")(call.options, list(call.flags), call.rest),
         examples=("sandbox --gpus 4 --samples fitting",),
         arguments=(lazy("sandbox.command:add_arguments"),),
