@@ -43,7 +43,7 @@ mount -t tmpfs none /var/lib && mkdir /var/lib/kubelet && mount --bind "$1" /var
 
 @dataclass(slots=True, kw_only=True)
 class Rival:
-    """One of the two. Milliseconds, but of `resident` (MiB) and `idle` (percent of a core)."""
+    """One of the two. Milliseconds, but of `resident` (MiB) and `idle` (percent of a CPU)."""
 
     name: str
     node: BenchNode

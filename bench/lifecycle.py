@@ -109,5 +109,5 @@ async def idle_rows(node: BenchNode, settle_s: float, window_s: float) -> list[R
     window += "comparison with the kubelet among it"
     return [
         row("resident memory, idle", [node.agent.resident_mib()], unit="MiB", target_median=_MEMORY_MIB, note="VmRSS"),
-        row("processor time, idle", [share], unit="%", target_median=_PROCESSOR_PERCENT, note=f"of one core, {window}"),
+        row("processor time, idle", [share], unit="%", target_median=_PROCESSOR_PERCENT, note=f"of one CPU, {window}"),
     ]

@@ -77,7 +77,7 @@ async def nvml_idle_rows(settle_s: float, window_s: float) -> list[Row]:
                 nodes.append(node)
             await asyncio.sleep(settle_s)
             empty, filled = await _shares_of_a_core(nodes, window_s)
-            note = f"of one core, over {window_s:g} s, {settle_s:g} s after the start, isolation vcuda"
+            note = f"of one CPU, over {window_s:g} s, {settle_s:g} s after the start, isolation vcuda"
             what = f"{PODS} shares with {PROCESSES} processes each"
             return [
                 row("processor time, idle, NVML", [empty], unit="%", target_median=_EMPTY_PERCENT, note=note),
@@ -119,7 +119,7 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
             if any(none) or not all(told):
                 raise RuntimeError(f"not all containers were told what they use; {nodes[1].agent.log_tail(5)}")
             note = (
-                f"of one core, over {window_s:g} s; {PODS} shares on {GPUS} GPUs, {_COMPUTING_PROCESSES} processes each"
+                f"of one CPU, over {window_s:g} s; {PODS} shares on {GPUS} GPUs, {_COMPUTING_PROCESSES} processes each"
             )
             return [
                 row(

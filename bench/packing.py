@@ -2,7 +2,7 @@
 each policy, next to the published means; or by each way to place pods without GPUs, simulated or by the real kube-scheduler.
 
 TRACES is a folder with the openb files of github.com/hkust-adsl/kubernetes-scheduler-simulator, data/csv, and optionally
-`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Ten minutes on one core. The programs
+`published.csv`, the means of the authors' ten runs (trace, policy, allocated_at_100). Ten minutes on one CPU. The programs
 in DIR are those of `python -m bench --scheduler`.
 """
 

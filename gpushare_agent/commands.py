@@ -35,13 +35,6 @@ log = structlog.get_logger(__name__)
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 _GPU_SETTINGS = ("driver", "simulated")
-_VDEVICE_EXIT_CODES = """\
-exit codes:
-  0    registered and read; with --no-register: read
-  1    refused, or the files cannot be read
-  2    the command line is wrong
-  3    the agent did not answer; the files were read and printed
-  130  interrupted, which is how --watch ends"""
 
 
 def _run(call: Invocation) -> Coroutine[Any, Any, int]:
@@ -93,7 +86,7 @@ def _completion(call: Invocation) -> int:
 
 _CORDONED = (
     one_of(
-        arg("gpu GPU", "the GPU: its index (of a MIG instance 0:1), its UUID, or its beginning", nargs="?"),
+        arg("gpu GPU", "its index (of a MIG instance 0:1), its UUID, or the beginning of that", nargs="?"),
         arg("--list", "print the GPUs and their health, and change nothing"),
     ),
     add_output,
@@ -113,24 +106,17 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="config",
         summary="print the settings in effect and where each came from",
-        description="Prints the settings in effect and where each came from; yaml is a settings file, markdown the"
-        " reference of all settings.",
         run=lazy("core.cli.show_settings:run"),
         examples=("config --config settings.yaml -o yaml",),
         arguments=(
-            partial(add_output, also=("markdown",)),
-            arg(
-                "--node-configuration FILE",
-                "with this named configuration, as nodes have it whose label names it",
-                type=Path,
-            ),
+            add_output,
+            arg("--node-configuration FILE", "as nodes have it whose label names this configuration", type=Path),
         ),
         settings=ALL_SETTINGS,
     ),
     Command(
         name="check",
-        summary="check what of this node is in place, and print the remedy for what is not",
-        description="Checks what of this node is in place for the agent, and prints the remedy for what is not.",
+        summary="check what of this node is in place for the agent, and print the remedy for what is not",
         run=lazy("agent.commands.check:run"),
         examples=("check --isolation mps",),
         arguments=(add_output,),
@@ -144,8 +130,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="driver-volume",
-        summary="collect the driver's files for containers to mount",
-        description="Collects the driver's libraries and programs for containers to mount.",
+        summary="collect the driver's libraries and programs for containers to mount",
         run=lazy("agent.commands.driver_volume:run"),
         examples=("driver-volume --check",),
         arguments=(
@@ -158,8 +143,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="driver-devices",
-        summary="give this project's own pods NVIDIA's device nodes where its container runtime is not installed",
-        description="Serves the resource gpushare-agent/driver, which is all of the node's NVIDIA device nodes.",
+        summary="serve the resource gpushare-agent/driver, which is all of the node's NVIDIA device nodes",
         run=lazy("agent.commands.driver_devices:run"),
         examples=("driver-devices --dev /host/dev",),
         arguments=(arg("--dev DEV", "the host's /dev as this process sees it", type=Path, default=Path("/dev")),),
@@ -167,8 +151,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="cdi",
-        summary="name the GPUs for container runtimes by CDI, and print which spec names each",
-        description="Names the node's GPUs for container runtimes by CDI, and prints which spec names each.",
+        summary="name the node's GPUs for container runtimes by CDI, and print which spec names each",
         run=lazy("agent.commands.cdi:run"),
         examples=("cdi generate --check",),
         arguments=(
@@ -181,36 +164,30 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="vdevice",
         summary="inside a container: register, and print its limits and PIDs",
-        description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
         run=lazy("agent.commands.vdevice:run"),
         arguments=(
-            arg(
-                "--addr ADDR",
-                "the vDevice socket, or its directory (default: GPUSHARE_VDEVICE, else /etc/vcuda/vcuda.sock)",
-                default=None,
-            ),
+            arg("--addr ADDR", "the socket or its directory (GPUSHARE_VDEVICE, /etc/vcuda/vcuda.sock)", default=None),
             arg("--bus-id BUS_ID", "PCI bus ID; usually empty"),
             arg("--pod-uid POD_UID", "default: as vcuda.config next to the socket says"),
             one_of(
                 arg("--cont-id ID", "register by container ID, 64 hexadecimal digits"),
-                arg("--cont-name NAME", "register by name; default: as vcuda.config says"),
+                arg("--cont-name NAME", "register by name; default: likewise"),
             ),
             arg("--no-register", "only read the files", dest="register", action="store_false"),
             arg(
                 "-w --watch SECONDS",
-                "go on reading every SECONDS (1) and print what changed, until interrupted",
+                "print what changes, every SECONDS (1), until interrupted",
                 nargs="?",
                 type=number(0.1, 3600, " seconds"),
                 const=1.0,
             ),
             arg("-o --output", "json: a document a line", choices=("text", "json"), default="text"),
         ),
-        help_note=_VDEVICE_EXIT_CODES,
+        help_note="Exit code 3: the agent did not answer; the files were read and printed.",
     ),
     Command(
         name="mps",
         summary="run NVIDIA's MPS control daemon on this node",
-        description="Runs NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.",
         run=lazy("agent.commands.mps_supervisor:run"),
         examples=("mps --check",),
         arguments=(arg("--check", "ask the daemon once, whoever runs it: 0 when it serves"),),
@@ -218,8 +195,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="cordon",
-        summary="take a GPU out of service; running pods go on",
-        description="Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
+        summary="take a GPU out of service: its pods go on, no new pod gets it; needs root on the node",
         run=partial(lazy("agent.commands.cordon:run"), "cordon"),
         examples=("cordon 3 --reason 'fan replaced on Monday'", "cordon --list"),
         arguments=(arg("--reason TEXT", "why, for whoever finds the GPU cordoned"), *_CORDONED),
@@ -227,8 +203,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="uncordon",
-        summary="put a GPU back in service, and end its wait for a reset",
-        description="Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
+        summary="put a GPU back in service, and end its wait for a reset; needs root on the node",
         run=partial(lazy("agent.commands.cordon:run"), "uncordon"),
         examples=("uncordon 3",),
         arguments=_CORDONED,
@@ -237,28 +212,24 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="extender",
         summary="run the scheduler extender, which filters and ranks nodes for kube-scheduler",
-        description="Runs the scheduler extender until SIGTERM or SIGINT: kube-scheduler asks it which nodes have a GPU"
-        " with enough free capacity.",
         run=_extender,
         examples=("extender --extender.addr= --extender.leader-elect=false",),
         settings=("kubeconfig", *_RESOURCE_SETTINGS, "extender", "log"),
     ),
     Command(
         name="sandbox",
-        summary="try the agent on an embedded node, without a cluster or a GPU",
-        description="Runs the agent on an embedded node: no cluster, no GPU, no root.",
+        summary="run the agent on an embedded node: no cluster, no GPU, no root",
+        description="Runs the agent on an embedded node: no cluster, no GPU, no root. Settings are those of its agents:"
+        " --gpus, --gpu-memory-mib and --topology say which GPUs they have.",
         run=lambda call: lazy("sandbox.command:run")(call.options, list(call.flags), call.rest),
         examples=("sandbox --gpus 4 --samples fitting",),
         arguments=(lazy("sandbox.command:add_arguments"),),
         settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "log"),
-        help_note="The settings are those of its agents.",
         split_rest=lazy("sandbox.command:split_inner_command"),
     ),
     Command(
         name="simulate",
-        summary="replay a workload on a simulated cluster, and compare policies",
-        description="Replays a workload on a simulated cluster with the real decisions, and compares what policies make"
-        " of it.",
+        summary="replay a workload on a simulated cluster with the real decisions, and compare policies",
         run=lazy("simulation.command:run"),
         examples=("simulate --nodes nodes.csv --pods pods.csv --policy binpack,agent-only",),
         arguments=(lazy("simulation.command:add_arguments"),),
@@ -267,7 +238,6 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="completion",
         summary="print a script that makes your shell complete commands and flags",
-        description="Prints a script that makes a shell complete commands and flags.",
         run=_completion,
         examples=("completion bash",),
         help_note=f"In a running bash: source <({PROGRAM} completion bash)",

@@ -176,7 +176,7 @@ def _of_plugins(resource: str, read: ReadCluster, cluster: ClaimCluster) -> Wait
 
 
 def asked_by(pod: PodJson) -> str:
-    """What its containers ask for beside CPU and memory, as it is written."""
+    """What its containers ask for next to CPU and memory, as it is written."""
     containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
     asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
     return ", ".join([*asked, *(f"claim {one.name}" for one in pod.spec.claims)][:_MOST_ASKED])

@@ -73,15 +73,14 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     commands = (
         Command(
             name="top",
-            summary="live table of the GPUs, their containers and their usage",
-            description="Shows the GPUs of a node, below each its containers and their usage. The key ? lists the keys.",
+            summary="live table of a node's GPUs, their containers and their use; the key ? lists the keys",
             run=lazy("kubectl.top:run"),
             examples=("top gpu-1", "top gpu-1 -n research") if is_plugin else ("top", "top --once -o json"),
             arguments=(
-                arg("--once", "print one table and end; without a terminal it is always so"),
+                arg("--once", "print one table and end, as without a terminal"),
                 arg(
                     "--interval S",
-                    "time between two polls, seconds (%(default)g)",
+                    "seconds between polls (%(default)g)",
                     type=number(0.1, 3600, " seconds"),
                     default=1.0,
                 ),
@@ -93,8 +92,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         ),
         Command(
             name="inspect",
-            summary="allocated and total of every GPU, of this node or of all",
-            description="Prints allocated and total cores and memory of every GPU, per node and in all.",
+            summary="allocated and total cores and memory of every GPU, of this node or of all",
             run=lazy("kubectl.inspect:run"),
             examples=("inspect -d", "inspect gpu-1" if is_plugin else "inspect --all-nodes"),
             arguments=(
@@ -128,8 +126,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         ),
         Command(
             name="defragment",
-            summary="which few pods would have to move for GPUs to become whole",
-            description="Advises which few pods would have to move for GPUs to become whole again. It moves none.",
+            summary="which few pods would have to move for GPUs to become whole; it moves none",
             run=lazy("kubectl.defragment:run"),
             examples=("defragment --dry-run --gpus 4",),
             arguments=(
@@ -142,17 +139,12 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         Command(
             name="dashboard",
             summary="a web page of all nodes and of the pods that wait",
-            description="Serves a page of all nodes on this machine's loopback address until Ctrl-C: their GPUs, the pods "
-            "on them, and why pods wait, GPU by GPU. It reads nodes and pods with your own rights.",
+            description="Serves a page on this machine's loopback address until Ctrl-C: all nodes, their GPUs, the pods on "
+            "them, and why pods wait. It has your own rights.",
             run=lazy("kubectl.dashboard:run"),
             examples=("dashboard",),
             arguments=(
-                arg(
-                    "--port PORT",
-                    "port of localhost, 0 for a free one (%(default)s)",
-                    type=whole_number(0, 65535),
-                    default=5680,
-                ),
+                arg("--port PORT", "0: any free one (%(default)s)", type=whole_number(0, 65535), default=5680),
                 _agent_namespace("whose GPUs' use is shown"),
             ),
             settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),

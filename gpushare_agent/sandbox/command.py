@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpushare_agent.core.cli.command_line import Argument, add_output, arg, one_of, runnable
-from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, Request, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
@@ -29,31 +28,20 @@ from gpushare_agent.sandbox.state_directory import NodePaths, default_state_dire
 
 __all__ = ["add_arguments", "run", "split_inner_command"]
 
-_SETTINGS_OPTIONS = {"gpus": "gpus", "topology": "topology", "gpu_memory_mib": "gpu-memory-mib"}
-"""Options that are settings of the agents, with their flags."""
+_OF_GPUS = ("--gpus", "--gpu-memory-mib", "--topology")
+"""Settings of the agents that --node-gpus stands for."""
 _MIG_GPU, _MIG_GPU_MIB = "NVIDIA H100 80GB HBM3", 81_559
 _MOST_NODES = 32
 _MOST_GPUS = 64
 _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
 
 
-def _gpu_count(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= _MOST_GPUS):
-        raise argparse.ArgumentTypeError(f"{text}: there can be 1 to {_MOST_GPUS}")
-    return int(text)
-
-
 _OPTIONS = (
-    arg("--gpus N", "simulated GPUs (default 8, or one for each memory size)", type=_gpu_count),
-    arg("--topology FILE", "text of `nvidia-smi topo -m` that gives the GPUs and their links", default=None),
-    arg("--gpu-memory-mib M[,M...]", "memory of the GPUs, MiB: one value, or one for each", default=None),
-    arg("--nodes N", "embedded nodes, each with an agent (default 1, or one for each entry of --node-gpus)", type=int),
-    arg("--node-gpus CxM[,CxM...]", "GPUs of each node and their memory in MiB, such as 8x24576,4x16384 or 2x24576+1x81920; "
-        "fewer entries than nodes are used in turn"),
-    arg("--extender", "run the scheduler extender too, and let the embedded scheduler ask it"),
-    arg("--dra", "offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or those of --dra.gpus; the "
-        "samples are claims then"),
-    arg("--mig", "with --dra, on H100s, half of them in MIG mode: instances are made when a claim wants them"),
+    arg("--nodes N", "nodes, each with an agent (1, or as many as --node-gpus has)", type=int),
+    arg("--node-gpus CxM[,CxM...]", "GPUs of the nodes in turn and their memory in MiB: 8x24576,4x16384 or 2x24576+1x81920"),
+    arg("--extender", "run the scheduler extender too, which the embedded scheduler asks"),
+    arg("--dra", "offer the GPUs (all, or those of --dra.gpus) by ResourceClaims; the samples are claims then"),
+    arg("--mig", "--dra with H100s, half of them in MIG mode: instances are made when a claim wants them"),
     arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
         "standard input", action="append", type=Path, default=[]),
     arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",
@@ -144,7 +132,7 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
 
         plan = sandbox_run.Plan(
             state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
-            manifests=tuple(manifests), is_once=args.once, form=args.output, node_flags=node_flags(args),
+            manifests=tuple(manifests), is_once=args.once, form=args.output, node_flags=node_flags(args, extra_agent_flags),
             has_extender=args.extender, has_mig=args.mig,
         )  # fmt: skip
         return await sandbox_run.run(plan)
@@ -158,38 +146,27 @@ def _print_error(text: str) -> None:
 
 
 def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
-    given = {flag: getattr(args, option) for option, flag in _SETTINGS_OPTIONS.items()}
-    flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    flags = []
     if args.port is not None:
         flags.append(f"--web.port={args.port or free_port()}")
     if args.dra:
         flags.append("--dra.gpus=all")
     if args.mig:
-        flags += [f"--simulated.gpu-name={_MIG_GPU}", "--mig.on_demand=all"]
-        flags += [f"--gpu-memory-mib={_MIG_GPU_MIB}"] if not (args.gpu_memory_mib or args.node_gpus) else []
-    return [*flags, *_implied_gpus(args, extra), *extra]
+        flags += [f"--simulated.gpu-name={_MIG_GPU}", f"--gpu-memory-mib={_MIG_GPU_MIB}", "--mig.on_demand=all"]
+    # Of a flag that is given twice the last counts.
+    return [*flags, *extra]
 
 
-def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Several memory sizes are as many GPUs, where no setting has their number."""
-    count = len((args.gpu_memory_mib or "").split(","))
-    # The number is then given, or one size counts for all.
-    if count == 1 or args.gpus is not None or args.topology is not None:
-        return []
-    sources = load_settings(extra, os.environ).sources
-    is_set = any(sources[name] != "default" for name in ("simulated.gpus", "simulated.topology"))
-    return [] if is_set else [f"--gpus={count}"]
-
-
-def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
-    """The flags of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
+def node_flags(args: argparse.Namespace, extra: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
+    """The flags of each node: its GPUs, and for all but the first a web port of its own. `extra` are those of all. Raises
+    ManifestError."""
     entries = args.node_gpus.split(",") if args.node_gpus else []
     count = args.nodes if args.nodes is not None else max(1, len(entries))
     if not 1 <= count <= _MOST_NODES:
         raise ManifestError(f"--nodes {count}: there can be 1 to {_MOST_NODES}; a real cluster is for more")
     if len(entries) > count:
         raise ManifestError(f"--node-gpus has {len(entries)} entries for {count} nodes: leave some out, or add --nodes")
-    if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
+    if entries and any(word.partition("=")[0] in _OF_GPUS for word in extra):
         raise ManifestError("--node-gpus has everything about the GPUs: leave out --gpus, --gpu-memory-mib, --topology")
     gpus = [_gpus_flags(entry) for entry in entries]
     # The first node keeps the setting's port, which the documentation names.

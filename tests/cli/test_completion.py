@@ -66,7 +66,7 @@ def test_flags_and_settings_are_completed() -> None:
         (("inspect", "--output", "j"), ["json"]),
         (("inspect", "--output="), ["--output=table", "--output=wide", "--output=json", "--output=yaml"]),
         (("inspect", "--output=y"), ["--output=yaml"]),
-        (("config", "-o", ""), ["table", "wide", "json", "yaml", "markdown"]),
+        (("config", "-o", ""), ["table", "wide", "json", "yaml"]),
         (("run", "--driver", ""), ["nvml", "simulated"]),
         (("run", "--isolation=v"), ["--isolation=vcuda"]),
         (("run", "--log.level", "d"), ["debug"]),

@@ -149,7 +149,7 @@ def test_the_help_of_vdevice_tells_its_exit_codes(capsys: pytest.CaptureFixture[
     """It has no settings, and its variable disturbs no command that has: those belong to the agent."""
     assert main(["vdevice", "--help"], {}) == 0
     out = capsys.readouterr().out
-    for words in ("exit codes:", "  3    the agent did not answer", "GPUSHARE_VDEVICE", "--no-register", "--watch"):
+    for words in ("Exit code 3: the agent did not answer", "GPUSHARE_VDEVICE", "--no-register", "--watch"):
         assert words in out
     assert "--virtual-manager-path" not in out
     assert main(["vdevice", "--driver=nvml"], {}) == 2

@@ -6,8 +6,8 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.request import Follows
 
 _HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them
-and has the terms, and what was measured. A resize is that of a container that runs ([resize.md](../explanation/resize.md));
-the driver's limit follows one where the agent sets it.
+and has the terms. A resize is that of a container that runs ([resize.md](../explanation/resize.md));
+the driver's limit follows it where the agent sets the limit.
 
 | isolation | memory by | compute by | not limited | resize of memory | of cores | shares of MIG instances |
 |---|---|---|---|---|---|---|"""

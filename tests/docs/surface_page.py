@@ -1,4 +1,4 @@
-"""docs/reference/surface.md: the names of everything that can be set, asked and read, each list from what defines it."""
+"""docs/reference/surface.md: what can be set, asked and read, each kind from what defines it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gpushare_agent.core.settings.reference import all_keys
 
 ROOT = Path(__file__).parents[2]
 _WITH_DOMAIN = re.compile(r"[a-z0-9.-]+/[\w.-]+")
+_WITH_DOMAINS = "resources, annotations and labels"
 _OWN_NAME = re.compile(
     r"(?<![\w./-])(?:gpushare-agent|(?:gaia\.)?tencent\.com|aliyun\.com)/[a-z][a-z.-]*[a-z](?![\w./-])"
 )
@@ -26,7 +27,7 @@ def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
         "settings": ("settings.md", [key.name for key in all_keys()]),
         "commands": ("cli.md", [command.name for command in COMMAND_LINE.commands]),
         "metrics": ("metrics.md", _rows("docs/reference/metrics.md") + _rows("docs/reference/extender.md")),
-        "resources, annotations and labels": ("formats.md", _names_with_domain()),
+        _WITH_DOMAINS: ("formats.md", _names_with_domain()),
         "components": ("components.md", sorted(path.name for path in (ROOT / "manifests/components").iterdir())),
         "chart values": ("../../charts/gpushare-agent/README.md", _rows("charts/gpushare-agent/README.md", r"[\w.]+")),
         "refusal reasons": ("metrics.md", list(RefusalReason)),
@@ -35,12 +36,12 @@ def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
 
 
 def surface_lists() -> str:
-    """A list for each kind, with its count."""
-    lines = []
-    for kind, (page, found) in surface().items():
-        lines += [f"## {kind.capitalize()}: {len(found)}", ""]
-        lines += textwrap.wrap(" · ".join(f"`{name}`" for name in found), 160, break_on_hyphens=False)
-        lines += ["", f"Explained in [{Path(page).name}]({page}).", ""]
+    """How many there are of each kind, and the page that has them; the names of those that no page has all of."""
+    kinds = surface()
+    lines = ["| kind | number | page |", "|---|---|---|"]
+    lines += [f"| {kind} | {len(found)} | [{Path(page).name}]({page}) |" for kind, (page, found) in kinds.items()]
+    names = " · ".join(f"`{name}`" for name in kinds[_WITH_DOMAINS][1])
+    lines += ["", f"The {_WITH_DOMAINS}:", "", *textwrap.wrap(names, 160, break_on_hyphens=False)]
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ async def test_a_wrong_setting_is_exit_code_two(short_dir: Path, gpus: str) -> N
     """The agent's settings are checked before anything starts."""
     done = await sandbox("--state-dir", short_dir / "s", "--once", "--gpus", gpus)
     assert done.code == 2
-    assert f"{gpus}: there can be 1 to 64" in done.err
+    assert "allowed: a whole number from 1 to 64" in done.err
     assert "Traceback" not in done.err
 
 

@@ -61,20 +61,20 @@ async def test_a_node_hears_only_of_its_own_pods() -> None:
 # --- the command ---
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*words: str) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse_known_args(words)
 
 
 def test_the_gpus_of_each_node_are_given_in_turn() -> None:
     """Kinds of one node are joined by a plus; all but the first get a web port of their own."""
-    first, second, third = node_flags(parsed("--nodes", "3", "--node-gpus", "2x24576+1x81920,4x16384"))
+    first, second, third = node_flags(*parsed("--nodes", "3", "--node-gpus", "2x24576+1x81920,4x16384"))
     assert first == ("--simulated.gpus=3", "--simulated.gpu-memory-mib=24576,24576,81920")
     assert second[:2] == ("--simulated.gpus=4", "--simulated.gpu-memory-mib=16384,16384,16384,16384")
     assert third[:2] == first and third[2].startswith("--web.port=") and third[2] != second[2]
-    assert node_flags(parsed()) == ((),)
-    assert len(node_flags(parsed("--node-gpus", "1x1024,1x2048"))) == 2
+    assert node_flags(*parsed()) == ((),)
+    assert len(node_flags(*parsed("--node-gpus", "1x1024,1x2048"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_the_gpus_of_each_node_are_given_in_turn() -> None:
         (("--node-gpus", "8"), "'8' must be COUNTxMIB"),
         (("--node-gpus", "0x1024"), "must be COUNTxMIB"),
         (("--node-gpus", "64x1024+1x1024"), "has 65 GPUs"),
-        (("--node-gpus", "1x1024", "--gpus", "2"), "leave out --gpus"),
+        (("--node-gpus", "1x1024", "--gpus=2"), "leave out --gpus"),
     ],
 )
 def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:
     """Before anything is started."""
     with pytest.raises(ManifestError, match=why):
-        node_flags(parsed(*words))
+        node_flags(*parsed(*words))
 
 
 @asynccontextmanager

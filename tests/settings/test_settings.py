@@ -148,6 +148,14 @@ def test_the_node_name_is_the_flag_else_node_name_else_the_host() -> None:
     assert loaded.sources["node_name"] == "host name"
 
 
+def test_several_memories_are_as_many_simulated_gpus() -> None:
+    """Unless their number is given, or a topology file has it."""
+    sizes = "--gpu-memory-mib=1024,2048,4096"
+    assert load_settings([sizes], {}).settings.simulated.gpus == 3
+    assert load_settings([sizes, "--topology=/t"], {}).settings.simulated.gpus == Settings().simulated.gpus
+    assert load_settings(["--gpu-memory-mib=1024"], {}).settings.simulated.gpus == Settings().simulated.gpus
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

@@ -1,6 +1,6 @@
 """How a container gets its GPUs' devices: one function per strategy; several may be configured at once.
 
-Source: docs/reference/formats.md, sections 1 and 7; NVIDIA's container toolkit and device plugin for the names of each way
+Source: docs/reference/formats.md, section 1; NVIDIA's container toolkit and device plugin for the names of each way
 in.
 """
 

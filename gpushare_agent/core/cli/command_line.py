@@ -121,20 +121,10 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """For a command that takes all words itself."""
-    return argv, ()
-
-
-def add_output(parser: argparse.ArgumentParser, *, also: Sequence[str] = (), default: str = "table") -> None:
-    """`-o`, with the same forms in every command; `also` are one command's own."""
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=(*FORMS, *also),
-        default=default,
-        help="table for people, wide with more columns, json or yaml for programs (table)",
-    )
+def add_output(parser: argparse.ArgumentParser, *, default: str = "table") -> None:
+    """`-o`, with the same forms in every command."""
+    text = "table for people, wide with more columns, json or yaml for programs (table)"
+    parser.add_argument("-o", "--output", choices=FORMS, default=default, help=text)
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
@@ -164,7 +154,8 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """One subcommand. `run` returns the exit code, or a coroutine that does.
+    """One subcommand. `run` returns the exit code, or a coroutine that does. `description` begins its help where `summary`
+    is too short for that.
 
     `settings` names the sections (`web`) and keys (`control.socket`) that it reads, which its `--help` lists; the flags of
     all others are accepted too. None: the command takes no setting. `examples` lack the program's name.
@@ -172,13 +163,18 @@ class Command(Struct, frozen=True, kw_only=True):
 
     name: str
     summary: str
-    description: str
     run: Callable[[Invocation], int | Coroutine[Any, Any, int]]
+    description: str = ""
     examples: Sequence[str] = ()
     arguments: Sequence[Argument] = ()
     settings: Sequence[str] | None = None
     help_note: str = ""
-    split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = no_rest
+    split_rest: Callable[[Sequence[str]], tuple[Sequence[str], Sequence[str]]] = lambda argv: (argv, ())
+
+    @property
+    def about(self) -> str:
+        """The sentence with which the help begins."""
+        return self.description or f"{self.summary[:1].upper()}{self.summary[1:]}."
 
     def invoke(self, program: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Parses `argv` and runs the command.
@@ -213,7 +209,7 @@ class Command(Struct, frozen=True, kw_only=True):
         """The text about the settings is built only when it is asked for."""
         parser = _Parser(
             prog=f"{program} {self.name}",
-            description=self.description,
+            description=self.about,
             epilog=self._epilog(program) if with_help else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             # An abbreviation changes its meaning when an option is added.
@@ -260,7 +256,8 @@ def _no_command(word: str, known: Sequence[str]) -> str:
 
 
 def _refuse_mistyped(parser: argparse.ArgumentParser, words: Sequence[str], settings: Sequence[Key]) -> None:
-    """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag."""
+    """Raises SettingsError where an unknown option is more like one of the command's own than like any setting's flag, of a
+    command with commands below also where it is like one."""
     own = _long_options(parser)
     mistyped = [
         name for word in words if word.startswith("--") and (name := word.partition("=")[0]) not in {*own, "--"}
@@ -269,7 +266,10 @@ def _refuse_mistyped(parser: argparse.ArgumentParser, words: Sequence[str], sett
     if not mistyped:
         return
     known = {*own, *(f"--{name}" for key in settings for name in key.flag_names)}
-    found = [(word, near) for word in mistyped if (near := nearest(word, known)) in own]
+    # With commands below, the value of a setting's mistyped flag would be taken for one.
+    found = [
+        (word, near) for word in mistyped if (near := nearest(word, known)) in own or (near and parser._subparsers)
+    ]
     if found:
         raise SettingsError([f"option {word} is unknown (did you mean {near}?); see --help" for word, near in found])
 
@@ -436,7 +436,7 @@ def print_version(line: str) -> Command:
         print(f"{line} {__version__}")
         return 0
 
-    return Command(name="version", summary="print the version", description="Prints the version.", run=run)
+    return Command(name="version", summary="print the version", run=run)
 
 
 def run_app(app: Coroutine[Any, Any, int]) -> int:

@@ -1,4 +1,4 @@
-"""Prints settings with the source of each: for people, for programs, as a settings file, or the reference of all.
+"""Prints settings with the source of each: for people, for programs, as a settings file.
 
 No setting is a secret; one that becomes so must be left out here. A configuration's texts may be anybody's: in the table and
 in comments of the file they are lines without control characters.
@@ -7,12 +7,12 @@ in comments of the file they are lines without control characters.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from gpushare_agent.core.cli.command_line import Form, Invocation
 from gpushare_agent.core.cli.render_text import as_json, plain
 from gpushare_agent.core.settings.node_configuration import NamedConfiguration
-from gpushare_agent.core.settings.reference import all_keys, markdown, text_of
+from gpushare_agent.core.settings.reference import all_keys, text_of
 from gpushare_agent.core.settings.settings import NODE_NAME_SOURCES, LoadedSettings, SettingsError
 from gpushare_agent.core.settings.sources import MigratedKey
 
@@ -29,7 +29,7 @@ def run(call: Invocation) -> int:
     return 0
 
 
-def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
+def render(loaded: LoadedSettings, output: Form) -> str:
     """The text for `gpushare-agent config`, with its last line end."""
     match output:
         case "table" | "wide":
@@ -44,8 +44,6 @@ def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
             return as_json(document) + "\n"
         case "yaml":
             return _yaml(loaded)
-        case "markdown":
-            return markdown()
 
 
 def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ library's import in a thread (never before the agent has registered with the kub
 waiting does not cure is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
 
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
-of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
+of one CPU (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
 already is used as it is; code that wants all of it next to the agent's client imports it first. Where the layout is not the
 one known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and

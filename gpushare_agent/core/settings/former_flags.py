@@ -60,10 +60,6 @@ def _gpushare_unit(value: str) -> Mapping[str, str]:
     return {"gpushare.enabled": "true", "gpushare.unit": value}
 
 
-def _gpushare_mps(value: str) -> Mapping[str, str]:
-    return {"isolation": "mps"} if value.lower() == "true" else {}
-
-
 _RANGE = re.compile(r"([0-9]{1,3})(?:-|\.\.)([0-9]{1,3})")
 
 
@@ -110,7 +106,8 @@ FORMER_FLAGS: Mapping[str, FormerFlag] = {
     "pprofAddress": FormerFlag(reason="/metrics and /debug/state are on the extender's own port"),
     # GPUShare's device plugin
     "memory-unit": FormerFlag(read=_gpushare_unit),
-    "mps": FormerFlag(read=_gpushare_mps, reason="isolation counts", as_here=("false",), is_boolean=True),
+    "mps": FormerFlag(read=lambda value: {"isolation": "mps"} if value.lower() == "true" else {},
+                      reason="isolation counts", as_here=("false",), is_boolean=True),
     "health-check": FormerFlag(reason="the health of GPUs is always watched", as_here=("true",), is_boolean=True),
     "query-kubelet": FormerFlag(reason=_KUBELET, as_here=_BOTH, is_boolean=True),
     **dict.fromkeys(("kubelet-address", "kubelet-port", "client-cert", "client-key"), FormerFlag(reason=_KUBELET)),

@@ -25,7 +25,7 @@ class NodeConfigurationSettings(Section):
     """Settings per node, by a label of the Node (docs/how-to/configure-single-nodes.md)."""
 
     directory: OptionalPath = None
-    """Directory with named configurations, a mounted ConfigMap. Empty: all nodes have the same settings."""
+    """Mounted ConfigMap with the named configurations. Empty: all nodes have the same settings."""
     default: str = Field(default="", max_length=253)
     """Configuration of nodes without the label. Empty: the only one, else the one named default, else none."""
 

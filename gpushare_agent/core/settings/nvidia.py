@@ -52,40 +52,37 @@ NvidiaName = Annotated[ResourceName, AfterValidator(_short_name)]
 
 
 class NvidiaSettings(Section):
-    """GPUs, replicas of them and MIG instances under the names of NVIDIA's device plugin (docs/explanation/nvidia.md)."""
+    """NVIDIA's names: GPUs, replicas, MIG instances (docs/explanation/nvidia.md)."""
 
     enabled: bool = False
-    """Offer these resources. NVIDIA's device plugin must not run on the same GPUs."""
+    """Offer them. NVIDIA's device plugin must not run on the same GPUs."""
     config: OptionalPath = None
-    """Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md). Empty: none."""
+    """Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md)."""
     resource: NvidiaName = NVIDIA_GPU_RESOURCE
-    """Resource with the unit one GPU, or one replica."""
+    """Resource for one GPU, or one replica."""
     gpus: Texts = ("all",)
-    """GPUs that serve these resources: all, indexes, UUIDs, models or glob patterns such as *A100*."""
+    """GPUs that serve them: all, indexes, UUIDs, models or patterns such as *A100*."""
     names: Texts = ()
-    """Resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match counts. Empty:
-    nvidia.resource."""
+    """Names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match counts. Empty: nvidia.resource."""
     mig_strategy: Literal["none", "single", "mixed"] = "none"
-    """none: MIG instances are not offered by these names. single: an instance is a unit of nvidia.resource. mixed: of
+    """MIG instances. none: not offered by these names. single: each as a unit of nvidia.resource. mixed: as
     nvidia.com/mig-PROFILE."""
     mig_names: Texts = ()
-    """Resource names of MIG instances (mixed), PROFILE=RESOURCE such as 1g.10gb=nvidia.com/small; the first match
-    counts."""
+    """Names of MIG instances (mixed), PROFILE=RESOURCE such as 1g.10gb=nvidia.com/small; the first match counts."""
     replicas: Texts = ()
-    """Replicas, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or its glob pattern, *.
-    COUNT: 1 to 1000 for each GPU. Empty: one."""
+    """Replicas of each GPU, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or pattern.
+    COUNT: 1 to 1000. Empty: one."""
     sharing: Sharing = Sharing.TIME_SLICING
     """Limit of a replica. time-slicing: none. mps: 1/COUNT of memory and compute by NVIDIA MPS. shares: the same by the
     node's isolation."""
     rename_replicas: bool = False
-    """Add .shared to names of resources with replicas, NVIDIA's renameByDefault."""
+    """Add .shared to the names of resources with replicas (NVIDIA's renameByDefault)."""
     refuse_several_replicas: Annotated[bool | None, BeforeValidator(empty_is_none)] = None
-    """Refuse containers that ask for several replicas, NVIDIA's failRequestsGreaterThanOne. Empty: true with sharing
-    mps."""
+    """Refuse containers that ask for several replicas (failRequestsGreaterThanOne). Empty: only with sharing mps."""
     device_ids: Literal["uuid", "index"] = "uuid"
-    """Names of a container's GPUs for the container runtime, NVIDIA's deviceIDStrategy."""
+    """Names of a container's GPUs for the container runtime (deviceIDStrategy)."""
     replica_policy: Literal["packed", "distributed"] = "distributed"
-    """Replicas go to the fullest GPU (packed) or the emptiest (distributed), NVIDIA's sharedDevicesAllocationPolicy."""
+    """Replicas go to the fullest GPU (packed) or the emptiest (distributed) (sharedDevicesAllocationPolicy)."""
 
     labels: bool = False
     """Write the labels of GPU Feature Discovery (docs/reference/node-facts.md). Needs facts.is_written."""

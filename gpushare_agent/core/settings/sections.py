@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -43,16 +43,16 @@ class ResourceSettings(Section):
     """The extended resources that the node offers."""
 
     enabled: bool = True
-    """Offer vcore and vmemory. false: for nodes that serve NVIDIA's names, GPUShare's or claims alone."""
+    """Offer vcore and vmemory. false: for nodes with NVIDIA's names, GPUShare's or claims alone."""
     vcore: ResourceName = VCORE_RESOURCE
-    """Resource with the unit 1/100 of a GPU's compute."""
+    """Resource for 1/100 of a GPU's compute."""
     vmemory: ResourceName = VMEMORY_RESOURCE
-    """Resource with the unit one memory block."""
+    """Resource for one memory block."""
     memory_block_mib: Count = Field(default=MEMORY_BLOCK_MIB, ge=1, le=65536)
-    """Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
+    """Size of a memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md)."""
     unified_memory_mib: Count = Field(default=0, ge=0, le=4_194_304)
-    """Memory to share of a GPU that uses the host's, where the driver names no size (GB10), MiB. Have the kubelet reserve as
-    much (systemReserved). 0: such a GPU is given whole or in replicas."""
+    """Memory to share of a GPU that uses the host's and whose driver names no size (GB10), MiB. Have the kubelet
+    reserve as much (systemReserved). 0: such a GPU is given whole or in replicas."""
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
@@ -66,30 +66,30 @@ class GpushareSettings(Section):
     """GPUShare's resource, memory alone, next to vcore and vmemory."""
 
     enabled: bool = False
-    """Offer GPUShare's resource on this node."""
+    """Offer it on this node."""
     resource: ResourceName = "aliyun.com/gpu-mem"
-    """Resource with the unit one unit of a GPU's memory."""
+    """Resource for one unit of a GPU's memory."""
     unit: Literal["GiB", "MiB"] = "GiB"
     """Size of one unit. MiB makes one device ID for each MiB."""
 
 
 class KubeletSettings(Section):
-    """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
+    """The kubelet: its sockets, its HTTPS port."""
 
     root_dir: GivenPlace = Path("/var/lib/kubelet")
-    """The kubelet's --root-dir. Its device plugins are below /var/lib/kubelet all the same."""
+    """The kubelet's --root-dir; its device plugins are below /var/lib/kubelet all the same."""
     device_plugin_path: GivenPlace = Path("/var/lib/kubelet/device-plugins")
     """Directory of kubelet.sock and of the agent's sockets."""
     pod_resources_socket: OptionalPlace = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
     """Socket of the PodResources API. Empty: pods are identified by the API server alone, and refused where two that
     wait ask for the same."""
     api_address: str = ""
-    """Address of the kubelet's HTTPS port, from which static pods are read (docs/how-to/static-pods.md). Empty: static
-    pods with a share are refused."""
+    """Address of the kubelet's HTTPS port, for static pods (docs/how-to/static-pods.md). Empty: static pods with a
+    share are refused."""
     api_port: int = Field(default=10250, ge=1, le=65535)
-    """The kubelet's HTTPS port."""
+    """Port of that address."""
     api_ca: GivenPath | None = None
-    """CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt."""
+    """File with the CA of the kubelet's serving certificate. Empty: the service account's ca.crt."""
     pod_lookup_timeout_s: Seconds = Field(default=2.0, ge=0.1, le=10)
     """How long an admission may take to identify its pod."""
 
@@ -104,12 +104,12 @@ class RuntimeSettings(Section):
     """The container runtime and its cgroups."""
 
     endpoint: str = ""
-    """Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one."""
+    """Its socket, for container IDs (isolation vcuda). Empty: the first known one."""
     request_timeout_s: Seconds = Field(default=5.0, ge=0.1, le=120)
-    """Time limit of one request to the runtime (isolation vcuda)."""
+    """Time limit of a request to it."""
     sandboxed_handlers: Annotated[tuple[_HandlerPattern, ...], BeforeValidator(comma_list)] = _SANDBOXED
-    """Handlers of RuntimeClasses that run containers in a sandbox, `*` for any text. Pods with one get no share that an
-    isolation has to limit; whole GPUs are given. Empty: no handler is one."""
+    """Handlers of RuntimeClasses that run containers in a sandbox, * for any text: their pods get whole GPUs, and no
+    share that an isolation has to limit."""
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = ""
     """Compared with the cgroup paths at the start; a difference is logged. Empty: not compared."""
     cgroup_root: GivenPath = Path("/sys/fs/cgroup")
@@ -122,7 +122,7 @@ class PlacementSettings(Section):
     """Which GPU a container gets."""
 
     share_policy: Literal["binpack", "spread"] = "binpack"
-    """Shares go to the fullest GPU that fits (binpack) or to the emptiest (spread)."""
+    """binpack: shares go to the fullest GPU that fits. spread: to the emptiest."""
 
 
 class AllocationSettings(Section):
@@ -135,28 +135,27 @@ class AllocationSettings(Section):
 
 
 class ResizeSettings(Section):
-    """Live resize: the annotation gpushare-agent/resize of running pods (docs/explanation/resize.md)."""
+    """Live resize (docs/explanation/resize.md)."""
 
     mode: ResizeMode = ResizeMode.DISABLED
-    """disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also their GPU's
-    free capacity; needs manifests/resize."""
+    """disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also what is free
+    on their GPU; needs manifests/resize."""
 
 
 class DraSettings(Section):
     """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
 
     gpus: Texts = ()
-    """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none."""
+    """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models."""
     order: Literal["binpack", "spread"] = "binpack"
-    """Order of the GPUs; the scheduler takes the first that fits. binpack: the fullest first. spread: the
-    emptiest first."""
+    """The scheduler takes the first GPU that fits. binpack: the fullest is first. spread: the emptiest."""
     taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
     """Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods."""
     nvidia_names: bool = False
-    """Serve claims written for NVIDIA's DRA driver: its attributes and its GpuConfig; cores default to 0."""
+    """Serve claims written for NVIDIA's DRA driver: its attributes and GpuConfig; cores default to 0."""
     consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
-    """Size of a claim that names no memory, as by that option of NVIDIA's driver. memory: all of it. unlimited: nothing; a
-    number: one of so many shares of a GPU; both without limits, and only with nvidia_names."""
+    """Size of a claim that names no memory, as by that option of NVIDIA's driver. memory: all of it. With nvidia_names
+    also unlimited: nothing; a number: one of so many shares; both without limits."""
 
     @model_validator(mode="after")
     def _has_shares_by_nvidias_names(self) -> Self:
@@ -170,30 +169,40 @@ class MigSettings(Section):
     """MIG instances that are made when a ResourceClaim wants them."""
 
     on_demand: Texts = ()
-    """GPUs in MIG mode on which instances are made on demand: all, indexes, UUIDs or models. Empty: none."""
+    """The GPUs in MIG mode for it: all, indexes, UUIDs or models."""
     idle_s: Seconds = Field(default=600.0, ge=0, le=31_536_000)
-    """How long an instance that no claim has any more is kept to be used again, s."""
+    """How long an instance is kept that no claim has any more."""
+
+
+_MOST_SIMULATED = 64
 
 
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
-    gpus: Count = Field(default=8, ge=1, le=64)
-    """GPUs to simulate. With a topology file its rows count."""
+    gpus: Count = Field(default=8, ge=1, le=_MOST_SIMULATED)
+    """Number of GPUs, where neither a topology file nor several values of their memory say it."""
     gpu_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
-        Field(default=(24576,), min_length=1, max_length=64)
+        Field(default=(24576,), min_length=1, max_length=_MOST_SIMULATED)
     )
-    """Memory of the GPUs, MiB: one value for all, or one for each GPU."""
+    """Memory, MiB: one value, or one for each GPU."""
     topology: OptionalPath = None
     """File with the text of `nvidia-smi topo -m`. Empty: a plain layout."""
     gpu_name: str = Field(default="", max_length=96)
-    """The GPUs' product name. Empty: by the memory of each, such as NVIDIA Simulated 24GB."""
+    """Product name. Empty: by the memory, such as NVIDIA Simulated 24GB."""
     device_nodes: bool = False
-    """Give containers /dev/nvidia0… of simulated GPUs: a real runtime needs nodes that exist."""
+    """Give containers /dev/nvidia0…: a real runtime needs nodes that exist."""
     faults: OptionalPath = None
-    """JSON file that makes simulated GPUs fail (docs/reference/sandbox.md). Empty: none."""
+    """JSON file that makes GPUs fail (docs/reference/sandbox.md)."""
     usage: OptionalPath = None
-    """JSON file with the use of simulated GPUs by processes (docs/reference/sandbox.md). Empty: they idle."""
+    """JSON file with the use by processes (docs/reference/sandbox.md). Empty: GPUs idle."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_memories(cls, given: Any) -> Any:
+        sizes: Any = comma_list(given.get("gpu_memory_mib")) if isinstance(given, dict) and "gpus" not in given else ()
+        several = isinstance(sizes, list | tuple) and 1 < len(sizes) <= _MOST_SIMULATED and not given.get("topology")
+        return {**given, "gpus": len(sizes)} if several else given
 
     @model_validator(mode="after")
     def _has_one_memory_per_gpu(self) -> Self:
@@ -209,31 +218,30 @@ NodeIsolation = Annotated[str, OneOf(lambda: (*isolation_names(), AUTO))]
 
 
 class VirtualManagerSettings(Section):
-    """The directories that sharing containers get mounted."""
+    """The vDevice directories of containers (isolations gpushare and vcuda)."""
 
     path: GivenPlace = Path("/etc/gpu-manager/vm")
-    """Directory of the containers' vDevice directories (isolations gpushare and vcuda)."""
+    """The directory that they are in."""
 
 
 class DriverVolumeSettings(Section):
-    """The driver's libraries and programs that containers get mounted (command driver-volume)."""
+    """The driver's files for containers (command driver-volume)."""
 
     root: GivenPath = Path("/")
-    """Root of the host's file system as this process sees it, such as /host."""
+    """Root of the host as this process sees it, such as /host."""
     control_library: GivenPath = Path("/usr/lib64/libcuda-control.so")
-    """The library that limits shares (vcuda-control), as this process sees it."""
+    """vcuda's library, as this process sees it."""
     gpu_client: GivenPath = Path("/opt/gpushare-agent/bin/gpu-client")
     """The program gpu-client, as this process sees it."""
     mount: bool = False
-    """Mount volume origin into containers under isolations other than vcuda, too: for nodes without NVIDIA's container
-    runtime."""
+    """Mount volume origin under other isolations than vcuda, too: for nodes without NVIDIA's container runtime."""
 
 
 class MpsSettings(Section):
     """NVIDIA MPS (isolation mps, command mps)."""
 
     pipe_directory: GivenPlace = Path("/run/gpushare-mps/pipe")
-    """The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers. Its logs are in `log` next to it."""
+    """CUDA_MPS_PIPE_DIRECTORY of the daemon on the host, the same in containers; its logs are in `log` next to it."""
     shm_directory: GivenPath = Path("/dev/shm")  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
     """The daemon's /dev/shm on the host."""
     control: GivenPath = Path("nvidia-cuda-mps-control")
@@ -241,7 +249,7 @@ class MpsSettings(Section):
     probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600)
     """Period of probing the daemon."""
     max_clients: Count = Field(default=48, ge=1, le=4096)
-    """Most sharing containers of one GPU. MPS serves 48 clients a GPU."""
+    """Most shares of one GPU. MPS serves 48 clients."""
     default_active_thread_percentage: Count = Field(default=100, ge=1, le=100)
     """Compute of a client without a limit of its own, percent (command mps)."""
     exclusive_process: bool = False
@@ -254,41 +262,40 @@ class LibgpushareSettings(Section):
     """libgpushare, the project's own library (isolation gpushare)."""
 
     library: GivenPath = Path("/usr/local/gpushare/libgpushare.so")
-    """libgpushare.so as this process sees it; it is copied to libgpushare.directory."""
+    """libgpushare.so as this process sees it, which copies it to libgpushare.directory."""
     directory: GivenPlace = Path("/etc/gpu-manager/vdriver/gpushare")
-    """Directory on the host from which containers get the library, not mounted noexec."""
+    """Directory on the host, not mounted noexec, from which containers get it."""
     probe: bool = True
-    """Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this driver. Where
-    it does not its shares are refused."""
+    """Try at the start, for two seconds on an unused GPU, whether the library limits under this driver; else its shares
+    are refused."""
     unlimited: Literal["warn", "end"] = "warn"
-    """What becomes of processes that the library does not limit. warn: an Event, a metric and an alert name their
-    container. end: they are also killed (component end-unlimited)."""
+    """Processes that the library does not limit. warn: an Event, a metric and an alert name their container. end: they
+    are also killed (component end-unlimited)."""
 
 
 class DriverLimitsSettings(Section):
     """The driver's own memory limits (isolation driver, also in gpushare+driver and mps+driver)."""
 
     set_by_agent: bool = False
-    """The agent sets the driver's memory limits (component driver-limits). false: NVIDIA's container toolkit 1.20.1
-    does."""
+    """The agent sets them (component driver-limits). false: NVIDIA's container toolkit 1.20.1 does."""
 
 
 class CdiSettings(Section):
     """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
 
     kind: Annotated[str, matches(KIND, "is no CDI kind such as nvidia.com/gpu")] = "nvidia.com/gpu"
-    """Vendor and class of CDI names; a device is <kind>=<GPU UUID>."""
+    """Vendor and class of CDI names, VENDOR/CLASS=UUID."""
     spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list), PLACE] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")), min_length=1
     )
-    """Directories of CDI specs; the agent writes its own, and those of claims, into the last."""
+    """Directories of CDI specs; the agent writes into the last."""
 
 
 Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(comma_list)]
 
 
 class LogSettings(Section):
-    """What is logged, always to standard error."""
+    """Logs, which go to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
@@ -297,10 +304,10 @@ class LogSettings(Section):
 
 
 class WebSettings(Section):
-    """The HTTP endpoints: metrics, health, readiness, /debug."""
+    """The HTTP server."""
 
     addr: str = Field(default="localhost", max_length=253)
-    """Address to listen on. Empty: every address, IPv4 and IPv6, which lets Prometheus and probes in."""
+    """Address to listen on. Empty: every address, which lets Prometheus and probes in."""
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     all_series: bool = False
@@ -311,23 +318,23 @@ class WebSettings(Section):
 
 
 class HealthSettings(Section):
-    """Watching the GPUs."""
+    """Health of the GPUs."""
 
     check_period_s: Seconds = Field(default=5.0, ge=0.05, le=3600)
-    """Period of reading the GPUs' state from the driver."""
+    """Period of reading the GPUs' state."""
     # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.
     ignored_xids: Xids = (13, 31, 43, 45, 68, 109)
-    """Xid errors that leave a GPU Healthy. Empty: none."""
+    """Xid errors that leave a GPU Healthy."""
     reset_xids: Xids = (48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143)
     """Xid errors after which a GPU stays Unhealthy until it is reset or uncordoned."""
     recovery_probes: Count = Field(default=3, ge=1, le=100)
     """Probes in a row that an Unhealthy GPU must pass to be Healthy again."""
     recovery_period_s: Seconds = Field(default=10.0, ge=0.05, le=3600)
-    """Time between two of these probes, doubled each time the GPU becomes Unhealthy again."""
+    """Time between two of them, doubled each time the GPU becomes Unhealthy again."""
 
 
 class UsageSettings(Section):
-    """History of the samples (their period is sample_period_s)."""
+    """History of use."""
 
     history_s: Seconds = Field(default=900.0, ge=10, le=86400)
     """Length of the history."""
@@ -336,31 +343,31 @@ class UsageSettings(Section):
 
 
 class FactsSettings(Section):
-    """The agent's labels and annotation about its GPUs on the node's object."""
+    """Labels and annotations of the Node about its GPUs."""
 
     is_written: bool = True
-    """Write labels and annotations to the Node. Needs the right to patch nodes; the extender needs them."""
+    """Write them, which the extender needs. Needs the right to patch nodes."""
     label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = (
         "gpushare-agent"
     )
     """Prefix of the labels gpu.product, gpu.memory, gpu.count and so on."""
     taint_above: float = Field(default=1.0, ge=0.0, le=1.0)
-    """While more than this part of its GPUs is free, the node has the taint gpushare-agent/free-gpus with PreferNoSchedule,
-    so that pods without GPUs go elsewhere where they can. 1: never."""
+    """While more than this part of its GPUs is free, the node has the taint gpushare-agent/free-gpus with
+    PreferNoSchedule, which keeps pods without GPUs away where they can go elsewhere. 1: never."""
 
 
 class ControlSettings(Section):
     """The socket of `cordon` and `uncordon`, for root alone."""
 
     socket: OptionalPlace = Path("/run/gpushare-agent/control.sock")
-    """Unix socket of `cordon` and `uncordon`. Empty: none."""
+    """Unix socket. Empty: none."""
 
 
 class DisplaySettings(Section):
     """gpu-manager's gRPC service for usage and topology."""
 
     socket: OptionalPlace = Path("/var/run/gpu-manager.sock")
-    """Unix socket of the service display.GPUDisplay. Empty: none."""
+    """Unix socket of display.GPUDisplay. Empty: none."""
 
 
 _NO_NAME = "is no name of a Kubernetes object (small letters, digits, - and .)"
@@ -371,24 +378,24 @@ _Label = Annotated[str, matches(_LABEL, "is no label such as gaia.tencent.com/gp
 
 
 class ExtenderSettings(Section):
-    """The scheduler extender: where it listens, how it decides, who leads."""
+    """The scheduler extender."""
 
     addr: str = Field(default="127.0.0.1", max_length=253)
-    """Address to listen on. Empty: every address, IPv4 and IPv6."""
+    """Address to listen on. Empty: every address."""
     port: Count = Field(default=3456, ge=0, le=65535)
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0: any free one."""
     reserve: Literal["bind", "filter"] = "bind"
     """When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves."""
     node_policy: Literal["fgd", "binpack", "spread"] = "binpack"
-    """Pods go to the node where the fewest free GPUs become useless to the pods that usually come (fgd), to the fullest
-    that fits (binpack), or to the emptiest (spread)."""
+    """fgd: pods go to the node where the fewest free GPUs become useless to the pods that usually come. binpack: to the
+    fullest that fits. spread: to the emptiest."""
     config: OptionalPath = None
-    """gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and pool_label.
-    Empty: /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""
+    """gpu-admission's configuration file (JSON), which replaces the next four. Empty:
+    /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""
     quota_name: _Name = "gpuquota"
     """ConfigMap with the namespaces' quota (docs/reference/quota.md)."""
     quota_namespace: _Name = "kube-system"
-    """Namespace of that ConfigMap."""
+    """Its namespace."""
     model_label: _Label = GPU_MODEL_LABEL
     """Node label with the GPUs' model, by which quota counts."""
     pool_label: _Label = "gaia.tencent.com/gpu-pool"
@@ -396,11 +403,11 @@ class ExtenderSettings(Section):
     tls_cert: OptionalPath = None
     """Certificate chain for HTTPS, PEM; read again when it changes. Empty: HTTP."""
     tls_key: OptionalPath = None
-    """Private key of the certificate, PEM."""
+    """Its private key, PEM."""
     client_ca: OptionalPath = None
     """Certificate authorities, PEM, of clients that may call the scheduler's verbs. Empty: every client may."""
     claims_webhook: Literal["off", "open", "certificate"] = "off"
-    """Answer POST /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every client.
+    """Who may call /mutate-pods and /translate-pods (docs/how-to/turn-limits-into-claims.md). open: every client.
     certificate: clients of client_ca. Both need TLS."""
     leader_elect: bool = True
     """Elect a leader by the Lease. false: there must be only one replica."""

@@ -64,41 +64,40 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, defer_build=True)
 
     config: OptionalPath = None
-    """YAML file with settings. Empty: none."""
+    """YAML file with settings."""
     node_name: str = ""
     """Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name."""
     node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(default_factory=dict)
-    """Further labels for the node. Empty: none."""
+    """Further labels for the node."""
     root: GivenPath = Path("/")
-    """Root of the node's directories: each of them that no setting names is below it, such as ROOT/etc/gpu-manager/vm."""
+    """Root of the node's directories that no setting names, such as ROOT/etc/gpu-manager/vm."""
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = "nvml"
-    """Source of the GPUs: NVML (also named nvidia), or simulated GPUs."""
+    """Source of the GPUs: NVML (also named nvidia), or simulated ones."""
     isolation: sections.NodeIsolation = "gpushare"
-    """What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its start."""
+    """What limits a share (docs/explanation/isolation.md). auto: the agent chooses at its start."""
     isolations_allowed: Annotated[tuple[sections.AllowedIsolation, ...], BeforeValidator(comma_list)] = ()
-    """Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation, without auto."""
+    """Isolations that a pod may choose by the annotation tencent.com/gpu-isolation."""
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES), min_length=1
     )
-    """How containers get their GPUs' devices (docs/reference/device-lists.md)."""
+    """How containers get their GPUs (docs/reference/device-lists.md)."""
     excluded_gpus: Texts = ()
-    """GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns such as *T400*."""
+    """GPUs that are not offered: indexes, UUIDs, models or patterns such as *T400*."""
     fail_on_init_error: bool = True
-    """Exit when the driver cannot be read at start. false: retry every 30 s."""
+    """Exit when the driver cannot be read at start. false: try again every 30 s."""
     share_mode: bool = True
-    """Allow several containers on one GPU. false: whole GPUs only."""
+    """Allow shares. false: whole GPUs only."""
     extra_config: OptionalPath = None
-    """JSON file with device nodes for every container: {"default": {"devices": ["/dev/..."]}}. Empty: none."""
+    """JSON file with device nodes for every container: {"default": {"devices": ["/dev/..."]}}."""
     volume_config: OptionalPath = None
     """gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda. Empty:
     /etc/gpu-manager/volume.conf."""
     kubeconfig: OptionalPath = None
-    """Kubeconfig for the API server. Empty: the pod's service account, else the user's default file."""
+    """Kubeconfig. Empty: the pod's service account, else the user's default file."""
     context: str = ""
-    """Context of the kubeconfig for the commands that show nodes. Empty: its current one."""
+    """Context of the kubeconfig, for the commands that show nodes. Empty: its current one."""
     state_directory: OptionalPlace = Path("/var/lib/gpushare-agent")
-    """Directory that keeps cordons, pending resets, resized shares and claims over a restart. Empty: none, and no
-    claims."""
+    """Keeps cordons, pending resets, resized shares and claims over a restart. Empty: nothing is kept, and no claims."""
     sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600)
     """Period of sampling the use of GPUs."""
     node_configuration: NodeConfigurationSettings = _DEFAULTS

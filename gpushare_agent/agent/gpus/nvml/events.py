@@ -158,7 +158,7 @@ class NvmlEvents:
                 # None came in this slice; else none is left.
                 if wait_ms <= _NO_WAIT_MS:
                     return
-                # Libraries that stand in for a driver answer at once, which must not keep a core busy.
+                # Libraries that stand in for a driver answer at once, which must not keep a CPU busy.
                 time.sleep(max(0.0, started_at + wait_ms / 1000 - time.monotonic()))
                 continue
             taken += 1

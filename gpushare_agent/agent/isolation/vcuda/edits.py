@@ -82,5 +82,5 @@ ISOLATION = Isolation(
     # that makes one of these calls follows, which cannot be known before.
     cores_follow=Follows.NEW_PROCESSES,
     memory_follows=Follows.NEW_PROCESSES,
-    why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",
+    why_not_in_mig="its library limits compute by utilization, and NVML has none where MIG is on",
 )

@@ -78,11 +78,11 @@ class SharedVolumeCheck:
 
     def __init__(self, volume: DriverVolume | None) -> None:
         self._volume = volume
-        self._thread = DaemonThread("driver-volume-check", advice="Check the disk of the driver volume.")
+        self._thread = DaemonThread("driver-volume-check", advice="Check the disk of the driver directory.")
 
     async def check(self) -> None:
         """Raises Unavailable with the remedy."""
-        await self._thread.call(self._check, "reading the driver volume", _CHECK_TIMEOUT_S)
+        await self._thread.call(self._check, "reading the driver directory", _CHECK_TIMEOUT_S)
 
     def _check(self) -> None:
         if self._volume is None:
