@@ -2,8 +2,9 @@
 
 `open_fake_mps` runs the daemon in this process and leaves a control program next to it, for the agent to ask with. Run
 as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
-`-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
-goes through them is its own protocol. Only the standard library is imported, as each question starts a process.
+`-f`, whatever follows. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real
+ones' names; what goes through them is its own protocol. Only the standard library is imported, as each question starts a
+process.
 
 State owned: the default percentage, the memory limits, the commands heard.
 """
@@ -156,7 +157,7 @@ async def open_fake_mps(pipe: Path, logs: Path, control: Path) -> AsyncIterator[
 def main(argv: Sequence[str]) -> int:
     """The control program, or with -f the daemon."""
     pipe = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-    if list(argv) == ["-f"]:
+    if argv[:1] == ["-f"]:
         asyncio.run(_run_daemon(pipe, Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])))
         return 0
     return _ask(pipe, sys.stdin.buffer.read(_MAX_COMMANDS_BYTES))
