@@ -6,7 +6,7 @@ as a program (`python -m …fake_mps`) it is that control program: commands on s
 ones' names; what goes through them is its own protocol. Only the standard library is imported, as each question starts a
 process.
 
-State owned: the default percentage, the memory limits, the commands heard.
+State owned: the default percentage, the commands heard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class FakeMps:
     def __init__(self, pipe: Path, logs: Path) -> None:
         self.commands: list[str] = []
         self.percentage = 100.0
-        self.memory_limits: dict[int, str] = {}
         self.clients: dict[int, list[int]] = {}
         self.is_ended = asyncio.Event()
         self._pipe = pipe
@@ -56,8 +55,6 @@ class FakeMps:
         match command.split():
             case ["get_server_list"]:
                 return "".join(f"{pid}\n" for pid in sorted(self.clients))
-            case ["get_server_status", pid]:
-                return "ACTIVE\n" if pid.isdigit() and int(pid) in self.clients else f"Failed to find server {pid}\n"
             case ["get_client_list", pid]:
                 return "".join(f"{client}\n" for client in self.clients.get(int(pid), ()))
             case ["get_default_active_thread_percentage"]:
@@ -65,9 +62,6 @@ class FakeMps:
             case ["set_default_active_thread_percentage", percent]:
                 self.percentage = float(percent)
                 return f"{self.percentage:.1f}\n"
-            case ["set_default_device_pinned_mem_limit", device, limit]:
-                self.memory_limits[int(device)] = limit
-                return ""
             case ["quit", *_]:
                 self.is_ended.set()
                 return ""

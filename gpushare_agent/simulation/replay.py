@@ -75,36 +75,6 @@ class Job(Struct, kw_only=True):
         self.tries += 1
 
 
-class WaitingPods:
-    """Pods that have no node yet, as kube-scheduler keeps them: by the time of their arrival, each with a back-off."""
-
-    def __init__(self) -> None:
-        self._by_shapes: dict[Shapes, list[Job]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, job: Job) -> None:
-        insort(self._by_shapes.setdefault(job.shapes, []), job)
-        self._count += len(job.arrivals)
-
-    def first(self, shapes: Shapes) -> Job | None:
-        jobs = self._by_shapes.get(shapes)
-        return jobs[0] if jobs else None
-
-    def remove_first(self, shapes: Shapes) -> None:
-        jobs = self._by_shapes[shapes]
-        del jobs[0]
-        self._count -= len(shapes)
-        if not jobs:
-            del self._by_shapes[shapes]
-
-    def firsts(self) -> list[Job]:
-        """The first Job of each kind, by arrival."""
-        return sorted(jobs[0] for jobs in self._by_shapes.values())
-
-
 class _Kind(IntEnum):
     """Kinds of events. Of several at one time the lower comes first: a pod that ends frees capacity for one that arrives."""
 
@@ -153,7 +123,9 @@ class Replay(Struct, eq=False):
     has_gang_scheduler: bool = True
     _events: list[tuple[float, _Kind, int, _Running | Job | Shapes]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
-    _waiting: WaitingPods = field(default_factory=WaitingPods)
+    _waiting: dict[Shapes, list[Job]] = field(default_factory=dict)
+    """Those that have no node yet, as kube-scheduler keeps them: by the time of their arrival, each with a back-off."""
+    _waiting_pods: int = 0
     _woken: set[Shapes] = field(default_factory=set)
     """A wake is under way."""
     _pausing: int = 0
@@ -220,7 +192,7 @@ class Replay(Struct, eq=False):
                     self._retry(what, at)
 
     def _pass_to(self, now: float) -> None:
-        self.meter.advance(now, len(self._waiting) + self._pausing)
+        self.meter.advance(now, self._waiting_pods + self._pausing)
         self._tally.ended_at = now
 
     def _later(self, at: float, kind: _Kind, what: _Running | Job | Shapes) -> None:
@@ -232,12 +204,13 @@ class Replay(Struct, eq=False):
         self.scheduler.end(placed.pod_uid, running.arrival.shape, placed.node)
         self.meter.changed(placed.node)
         # By arrival over all kinds: the first to arrive is tried first.
-        for job in self._waiting.firsts():
+        for job in sorted(jobs[0] for jobs in self._waiting.values()):
             self._retry(job.shapes, now)
 
     def _retry(self, shapes: Shapes, now: float) -> None:
         """Starts as many waiting Jobs of the kind as find nodes."""
-        while (job := self._waiting.first(shapes)) is not None:
+        while jobs := self._waiting.get(shapes):
+            job = jobs[0]
             # The first of its kind pauses, and no later one may overtake it.
             if job.ready_at > now:
                 # One event a kind: each end of a pod comes through here.
@@ -248,7 +221,10 @@ class Replay(Struct, eq=False):
             placed = self._place(job, now)
             if isinstance(placed, NoNode):
                 return
-            self._waiting.remove_first(shapes)
+            del jobs[0]
+            self._waiting_pods -= len(shapes)
+            if not jobs:
+                del self._waiting[shapes]
             self._start(job, placed, now)
 
     def _place(self, job: Job, now: float) -> list[Placed] | Refused | NoNode:
@@ -266,7 +242,8 @@ class Replay(Struct, eq=False):
         if job.tries == 0 and job.refusals == 0:
             self._tally.no_node[placed] += len(job.arrivals)
         job.found_no_node(now)
-        self._waiting.add(job)
+        insort(self._waiting.setdefault(job.shapes, []), job)
+        self._waiting_pods += len(job.arrivals)
 
     def _start(self, job: Job, placed: list[Placed] | Refused, now: float) -> None:
         """The pods are on nodes: they run, or an agent has refused one."""

@@ -132,9 +132,9 @@ def _policy_document(result: PolicyResult) -> dict[str, Any]:
 
 
 def _gang_document(name: str, gang: Gang) -> dict[str, Any]:
-    started = None if gang.started_at is None else _rounded(gang.started_at)
-    waited = None if gang.started_at is None else _rounded(gang.started_at - gang.complete_at)
-    return {"name": name, "pods": gang.pods, "nodes": gang.nodes, "started_s": started, "waited_s": waited}
+    at = gang.started_at
+    times = {"started_s": at, "waited_s": None} if at is None else {"started_s": at, "waited_s": at - gang.complete_at}
+    return {"name": name, "pods": gang.pods, "nodes": gang.nodes, **times}
 
 
 def _waits_document(waits: Waits) -> dict[str, Any]:

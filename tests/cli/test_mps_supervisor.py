@@ -269,11 +269,8 @@ async def test_clients_get_their_time_to_end(place: MpsPlace) -> None:
 class ClientsThatStay(MpsControl):
     """Answers about clients at once: a process for each answer may take longer than the time to drain."""
 
-    async def get_server_list(self) -> list[int]:
-        return [500]
-
-    async def get_client_list(self, server: int) -> list[int]:
-        return [server + 1]
+    async def list_clients(self) -> list[int]:
+        return [501]
 
 
 async def test_clients_that_stay_are_waited_for_no_longer_than_allowed(place: MpsPlace) -> None:

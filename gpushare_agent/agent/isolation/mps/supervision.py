@@ -178,7 +178,7 @@ class MpsSupervision(Struct, eq=False):
         try:
             async with asyncio.timeout(self.timeouts.drain_s):
                 while self.daemon.exit_code is None:
-                    found = await self._clients()
+                    found = await self.control.list_clients()
                     if found != clients:
                         log.info("mps_waits_for_clients", clients=found, at_most_s=self.timeouts.drain_s)
                     clients = found
@@ -191,15 +191,6 @@ class MpsSupervision(Struct, eq=False):
         except Unavailable as error:
             log.warning("mps_clients_unknown", reason=str(error), then="not waited for")
         return []
-
-    async def _clients(self) -> list[int]:
-        return sorted(
-            {
-                pid
-                for server in await self.control.get_server_list()
-                for pid in await self.control.get_client_list(server)
-            }
-        )
 
     async def _quit(self) -> None:
         try:
