@@ -53,6 +53,7 @@ MIN_FIRST_WIDTH = 15
 PAID = "*"
 """Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
+MPS_NOTE = "mps: not known of each container; the driver counts it in the process of the MPS server"
 NOT_LIMITED = "!"
 """Follows the memory of a container that runs without a limit."""
 NOT_LIMITED_NOTE = "! without a limit: explain POD and the pod's Events say why, and what to do"
@@ -164,12 +165,15 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
     limit = container["memory_bytes"] if part is None else part["memory_bytes"]
     used = usage.get("memory_bytes")
     cores = "whole" if container["is_whole"] else of_cores(container["cores"], container["core_limit"])
+    source = usage.get("sm_source")
     return Line(
         cells={
             FIRST: f"  {_name(container)}",
             STATE: container["phase"],
             CORES_COLUMN: cores,
-            SM: percent(usage.get("sm_ratio")) + (PAID if usage.get("sm_source") == SmSource.LIBRARY else ""),
+            SM: SmSource.MPS
+            if source == SmSource.MPS
+            else percent(usage.get("sm_ratio")) + (PAID if source == SmSource.LIBRARY else ""),
             MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}" + (NOT_LIMITED if container.get("not_limited") else ""),
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
@@ -195,9 +199,12 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 def notes(lines: Sequence[Line]) -> list[Text]:
     """The meaning of each mark in these lines."""
-    cells = [(column, text[-1:]) for line in lines for column, text in line.cells.items()]
-    marks = {(SM, PAID): PAID_NOTE, (MEMORY_COLUMN, NOT_LIMITED): NOT_LIMITED_NOTE}
-    return [Text(note, style="dim") for mark, note in marks.items() if mark in cells]
+    marks = {(SM, PAID): PAID_NOTE, (SM, SmSource.MPS): MPS_NOTE, (MEMORY_COLUMN, NOT_LIMITED): NOT_LIMITED_NOTE}
+    return [
+        Text(note, style="dim")
+        for (column, mark), note in marks.items()
+        if any(line.cells.get(column, "").endswith(mark) for line in lines)
+    ]
 
 
 def _ratio(used: float | None, whole: float | None) -> float | None:

@@ -2,10 +2,11 @@
 
 `open_fake_mps` runs the daemon in this process and leaves a control program next to it, for the agent to ask with. Run
 as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
-`-f`. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names; what
-goes through them is its own protocol. Only the standard library is imported, as each question starts a process.
+`-f`, whatever follows. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real
+ones' names; what goes through them is its own protocol. Only the standard library is imported, as each question starts a
+process.
 
-State owned: the default percentage, the memory limits, the commands heard.
+State owned: the default percentage, the commands heard.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class FakeMps:
     def __init__(self, pipe: Path, logs: Path) -> None:
         self.commands: list[str] = []
         self.percentage = 100.0
-        self.memory_limits: dict[int, str] = {}
         self.clients: dict[int, list[int]] = {}
         self.is_ended = asyncio.Event()
         self._pipe = pipe
@@ -55,8 +55,6 @@ class FakeMps:
         match command.split():
             case ["get_server_list"]:
                 return "".join(f"{pid}\n" for pid in sorted(self.clients))
-            case ["get_server_status", pid]:
-                return "ACTIVE\n" if pid.isdigit() and int(pid) in self.clients else f"Failed to find server {pid}\n"
             case ["get_client_list", pid]:
                 return "".join(f"{client}\n" for client in self.clients.get(int(pid), ()))
             case ["get_default_active_thread_percentage"]:
@@ -64,9 +62,6 @@ class FakeMps:
             case ["set_default_active_thread_percentage", percent]:
                 self.percentage = float(percent)
                 return f"{self.percentage:.1f}\n"
-            case ["set_default_device_pinned_mem_limit", device, limit]:
-                self.memory_limits[int(device)] = limit
-                return ""
             case ["quit", *_]:
                 self.is_ended.set()
                 return ""
@@ -156,7 +151,7 @@ async def open_fake_mps(pipe: Path, logs: Path, control: Path) -> AsyncIterator[
 def main(argv: Sequence[str]) -> int:
     """The control program, or with -f the daemon."""
     pipe = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-    if list(argv) == ["-f"]:
+    if argv[:1] == ["-f"]:
         asyncio.run(_run_daemon(pipe, Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])))
         return 0
     return _ask(pipe, sys.stdin.buffer.read(_MAX_COMMANDS_BYTES))

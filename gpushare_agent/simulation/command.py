@@ -30,6 +30,8 @@ _NO_NODE_TEXTS = {
     NoNode.NEVER: "no node could serve it, were it empty",
 }
 
+SHOWN_GANGS = 20
+
 
 def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload) -> list[RenderableType]:
     # What a trace's pods ask for and we do not offer is counted, not dropped in silence.
@@ -43,6 +45,7 @@ def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload
         _summary(results),
         Text(""),
         _waits(results),
+        *_gangs(results),
         *_reasons(results),
     ]
 
@@ -73,6 +76,22 @@ def _waits(results: Sequence[PolicyResult]) -> RenderableType:
             spans = map(span, (waits.mean_s, waits.p50_s, waits.p95_s, waits.longest_s))
             rows.append((size.value, result.policy.value, str(waits.ran), str(waits.waited), *spans))
     return grid(columns, rows, right=columns[2:])
+
+
+def _gangs(results: Sequence[PolicyResult]) -> list[RenderableType]:
+    """Those that never start, and of the others the first."""
+    gangs = [(name, result.policy.value, gang) for result in results for name, gang in result.tally.gangs.items()]
+    if not gangs:
+        return []
+    gangs.sort(key=lambda row: row[2].started_at is not None)
+    columns = ("GANG", "POLICY", "PODS", "WITH GPUS", "NODES", "STARTED", "WAITED")
+    rows = []
+    for name, policy, gang in gangs[:SHOWN_GANGS]:
+        at = gang.started_at
+        times = ("never", "") if at is None else (f"at {span(at)}", span(at - gang.complete_at))
+        rows.append((name, policy, str(gang.pods), str(len(gang.nodes)), str(len(set(gang.nodes))), *times))
+    more = len(gangs) - len(rows)
+    return [Text(""), grid(columns, rows, right=columns[2:]), *([Text(f"{more} more: -o json")] if more else [])]
 
 
 def _reasons(results: Sequence[PolicyResult]) -> list[RenderableType]:
@@ -112,9 +131,10 @@ def span(seconds: float) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes = "a CSV file of nodes: name,gpus,memory_mib,model, or a trace's"
-    pods = "a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models], or a trace's"
+    pods = "a CSV file of pods: name,arrival_s,duration_s,cores,memory_mib[,models][,gang], or a trace's"
     load = "bring the arrivals closer or apart, until pods request X of all cores on average (as the file says)"
     per_try = "nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)"
+    one_by_one = "start the pods of a gang one by one: each keeps its GPUs until the last has its own"
     policies = f"what to compare, separated by commas: {', '.join(Policy)} (%(default)s)"
     for argument in (
         arg("--nodes FILE", nodes, type=Path, required=True),
@@ -123,6 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         arg("--policy NAMES", policies, type=_policies, default="binpack,agent-only"),
         arg("--seed N", "of all random numbers: the same gives the same result (%(default)s)", type=int, default=1),
         arg("--score-percent N", per_try, type=whole_number(1, 100), default=0),
+        arg("--no-gang-scheduler", one_by_one),
         add_output,
         arg("-q --quiet", "no progress on standard error"),
     ):
@@ -147,6 +168,7 @@ def run(call: Invocation) -> int:
         agents=ClusterPolicy(names=names, share_policy=settings.placement.share_policy),
         seed=options.seed,
         per_try=per_try,
+        has_gang_scheduler=not options.no_gang_scheduler,
     )
     pods = len(workload.arrivals)
     with progress("pods have arrived") as report:

@@ -5,6 +5,10 @@ could serve it, but not before its back-off is over. If a pod of a shape has no 
 the first of each shape is tried. A pod that an agent refuses has failed; its Job makes another after 10 s, doubled with
 each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
 
+The pods of a gang compute together. With a gang scheduler they are one Job: once all have arrived, all of them start or
+none. Without one each starts when it can, and keeps its GPUs without computing until the last has its own: two gangs that
+have begun may wait for each other for ever.
+
 A node's free cores are unusable for a shape where they are on GPUs that cannot serve it: too few free cores or too little
 free memory for a share, partly used (or too few free GPUs) for whole GPUs. The fragmentation of a cluster is the mean of
 that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -31,6 +35,9 @@ from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.simulation.schedulers import NoNode, Placed, Scheduler
 from gpushare_agent.simulation.workload import Arrival, Cluster, PodMaker, Shape, Size, Workload
+
+Shapes = tuple[Shape, ...]
+"""Of a Job's pods. Jobs of equal shapes are alike for every decision."""
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 10.0
 """kube-scheduler's podInitialBackoffSeconds and podMaxBackoffSeconds; it doubles with each try that failed."""
@@ -44,9 +51,9 @@ _KNOWN_NODE_STATES = 200_000
 
 
 class Job(Struct, kw_only=True):
-    """A pod of the workload, together with all pods that its controller makes after the agent refused it."""
+    """A pod of the workload or a gang, together with all pods that its controller makes after the agent refused one."""
 
-    arrival: Arrival
+    arrivals: tuple[Arrival, ...]
     number: int
     """Its place in the order of arrivals."""
     tries: int = 0
@@ -60,43 +67,12 @@ class Job(Struct, kw_only=True):
         return self.number < other.number
 
     @property
-    def pod_name(self) -> str:
-        name = self.arrival.name
-        return f"{name}-{self.refusals}" if self.refusals else name
+    def shapes(self) -> Shapes:
+        return tuple(arrival.shape for arrival in self.arrivals)
 
     def found_no_node(self, now: float) -> None:
         self.ready_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self.tries)
         self.tries += 1
-
-
-class WaitingPods:
-    """Pods that have no node yet, as kube-scheduler keeps them: by the time of their arrival, each with a back-off."""
-
-    def __init__(self) -> None:
-        self._by_shape: dict[Shape, list[Job]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, job: Job) -> None:
-        insort(self._by_shape.setdefault(job.arrival.shape, []), job)
-        self._count += 1
-
-    def first(self, shape: Shape) -> Job | None:
-        jobs = self._by_shape.get(shape)
-        return jobs[0] if jobs else None
-
-    def remove_first(self, shape: Shape) -> None:
-        jobs = self._by_shape[shape]
-        del jobs[0]
-        self._count -= 1
-        if not jobs:
-            del self._by_shape[shape]
-
-    def firsts(self) -> list[Job]:
-        """The first pod of each shape, by arrival."""
-        return sorted(jobs[0] for jobs in self._by_shape.values())
 
 
 class _Kind(IntEnum):
@@ -108,8 +84,17 @@ class _Kind(IntEnum):
 
 
 class _Running(Struct, frozen=True, kw_only=True):
-    job: Job
+    arrival: Arrival
     placed: Placed
+
+
+class Gang(Struct, kw_only=True):
+    """What became of a gang. `nodes` has the node of each pod that has its GPUs; `started_at` is None until all have."""
+
+    pods: int
+    complete_at: float
+    nodes: list[str] = field(default_factory=list)
+    started_at: float | None = None
 
 
 class Tally(Struct, kw_only=True):
@@ -123,43 +108,72 @@ class Tally(Struct, kw_only=True):
     refused_pods: int = 0
     gave_up: int = 0
     ended_at: float = 0.0
+    gangs: dict[str, Gang] = field(default_factory=dict)
 
 
 class Replay(Struct, eq=False):
-    """One run. `on_progress` is called with the number of pods that have arrived."""
+    """One run. `on_progress` is called with the number of pods that have arrived. `has_gang_scheduler`: of a gang all pods
+    start or none."""
 
     workload: Workload
     scheduler: Scheduler
     meter: Meter
     pods: PodMaker
     on_progress: Callable[[int], None]
-    _events: list[tuple[float, _Kind, int, _Running | Job | Shape]] = field(default_factory=list)
+    has_gang_scheduler: bool = True
+    _events: list[tuple[float, _Kind, int, _Running | Job | Shapes]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
-    _waiting: WaitingPods = field(default_factory=WaitingPods)
-    _woken: set[Shape] = field(default_factory=set)
+    _waiting: dict[Shapes, list[Job]] = field(default_factory=dict)
+    """Those that have no node yet, as kube-scheduler keeps them: by the time of their arrival, each with a back-off."""
+    _waiting_pods: int = 0
+    _woken: set[Shapes] = field(default_factory=set)
     """A wake is under way."""
     _pausing: int = 0
-    """Jobs with a refused pod, until they make the next."""
+    """Pods of Jobs with a refused one, until they make the next."""
+    _members: defaultdict[str, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
+    """Of each gang."""
+    _held: defaultdict[str, list[_Running]] = field(default_factory=lambda: defaultdict(list))
+    """Pods of gangs that have their GPUs and wait for the others."""
     _tally: Tally = field(default_factory=Tally)
 
     def run(self) -> Tally:
+        for arrival in self.workload.arrivals:
+            if arrival.gang:
+                self._members[arrival.gang].append(arrival)
+        for gang, pods in self._members.items():
+            self._tally.gangs[gang] = Gang(pods=len(pods), complete_at=pods[-1].at_s)
         # Asked while the cluster is empty, and in the order of the workload, so that every run asks alike.
-        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
-        impossible = {one for one in shapes if not self.scheduler.can_ever(self.pods.pod("probe", one), one)}
+        jobs = filter(None, itertools.starmap(self._job, enumerate(self.workload.arrivals)))
+        impossible = {one for one in dict.fromkeys(job.shapes for job in jobs) if not self._can_ever(one)}
         for number, arrival in enumerate(self.workload.arrivals):
             # Whatever ends up to this moment has ended before the pod comes.
             self._play_until(arrival.at_s)
             self._pass_to(arrival.at_s)
+            job = self._job(number, arrival)
             # It would wait for ever: counted as such, and never tried.
-            if arrival.shape in impossible:
-                self._tally.no_node[NoNode.NEVER] += 1
-            else:
-                self._try(Job(arrival=arrival, number=number), arrival.at_s)
+            if job is not None and job.shapes in impossible:
+                self._tally.no_node[NoNode.NEVER] += len(job.arrivals)
+            elif job is not None:
+                self._try(job, arrival.at_s)
             if number % _PROGRESS_EVERY == 0:
                 self.on_progress(number)
         # The rest, until nothing runs and nothing can start: pods that wait then wait for ever.
         self._play_until(None)
         return self._tally
+
+    def _job(self, number: int, arrival: Arrival) -> Job | None:
+        """The Job of the pod; None while others of its gang are still to come."""
+        pods = self._members[arrival.gang] if arrival.gang and self.has_gang_scheduler else [arrival]
+        return Job(arrivals=tuple(pods), number=number) if pods[-1] is arrival else None
+
+    def _can_ever(self, shapes: Shapes) -> bool:
+        if not all(self.scheduler.can_ever(self.pods.pod("probe", one), one) for one in shapes):
+            return False
+        if len(shapes) == 1:
+            return True
+        pods = [(self.pods.pod(f"probe-{number}", shape), shape) for number, shape in enumerate(shapes)]
+        placed = self.scheduler.place(pods, 0.0, is_probe=True)
+        return not isinstance(placed, NoNode)
 
     def _play_until(self, limit: float | None) -> None:
         """All events up to then; all there are where it is None."""
@@ -170,63 +184,84 @@ class Replay(Struct, eq=False):
                 case _Running():
                     self._end(what, at)
                 case Job():
-                    self._pausing -= 1
+                    self._pausing -= len(what.arrivals)
                     self._try(what, at)
-                case Shape():
-                    # Before the retry, which may find that the next of the shape has to be woken later.
+                case tuple():
+                    # Before the retry, which may find that the next of the kind has to be woken later.
                     self._woken.discard(what)
                     self._retry(what, at)
 
     def _pass_to(self, now: float) -> None:
-        self.meter.advance(now, len(self._waiting) + self._pausing)
+        self.meter.advance(now, self._waiting_pods + self._pausing)
         self._tally.ended_at = now
 
-    def _later(self, at: float, kind: _Kind, what: _Running | Job | Shape) -> None:
+    def _later(self, at: float, kind: _Kind, what: _Running | Job | Shapes) -> None:
         # The number decides between events of one time and kind: the last element has no order.
         heappush(self._events, (at, kind, next(self._order), what))
 
     def _end(self, running: _Running, now: float) -> None:
         placed = running.placed
-        self.scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
+        self.scheduler.end(placed.pod_uid, running.arrival.shape, placed.node)
         self.meter.changed(placed.node)
-        # By arrival over all shapes: the first to arrive is tried first.
-        for job in self._waiting.firsts():
-            self._retry(job.arrival.shape, now)
+        # By arrival over all kinds: the first to arrive is tried first.
+        for job in sorted(jobs[0] for jobs in self._waiting.values()):
+            self._retry(job.shapes, now)
 
-    def _retry(self, shape: Shape, now: float) -> None:
-        """Starts as many waiting pods of the shape as find a node."""
-        while (job := self._waiting.first(shape)) is not None:
-            # The first of its shape pauses, and no later one may overtake it.
+    def _retry(self, shapes: Shapes, now: float) -> None:
+        """Starts as many waiting Jobs of the kind as find nodes."""
+        while jobs := self._waiting.get(shapes):
+            job = jobs[0]
+            # The first of its kind pauses, and no later one may overtake it.
             if job.ready_at > now:
-                # One event a shape: each end of a pod comes through here.
-                if shape not in self._woken:
-                    self._woken.add(shape)
-                    self._later(job.ready_at, _Kind.WAKE, shape)
+                # One event a kind: each end of a pod comes through here.
+                if shapes not in self._woken:
+                    self._woken.add(shapes)
+                    self._later(job.ready_at, _Kind.WAKE, shapes)
                 return
-            placed = self.scheduler.place(self.pods.pod(job.pod_name, shape), shape, now)
+            placed = self._place(job, now)
             if isinstance(placed, NoNode):
                 return
-            self._waiting.remove_first(shape)
+            del jobs[0]
+            self._waiting_pods -= len(shapes)
+            if not jobs:
+                del self._waiting[shapes]
             self._start(job, placed, now)
 
+    def _place(self, job: Job, now: float) -> list[Placed] | Refused | NoNode:
+        # The Job's next pods have names of their own.
+        suffix = f"-{job.refusals}" if job.refusals else ""
+        pods = [(self.pods.pod(one.name + suffix, one.shape), one.shape) for one in job.arrivals]
+        return self.scheduler.place(pods, now)
+
     def _try(self, job: Job, now: float) -> None:
-        shape = job.arrival.shape
-        placed = self.scheduler.place(self.pods.pod(job.pod_name, shape), shape, now)
+        placed = self._place(job, now)
         if not isinstance(placed, NoNode):
             self._start(job, placed, now)
             return
         # Counted at the first try alone: later ones depend on how often a pod was tried.
         if job.tries == 0 and job.refusals == 0:
-            self._tally.no_node[placed] += 1
+            self._tally.no_node[placed] += len(job.arrivals)
         job.found_no_node(now)
-        self._waiting.add(job)
+        insort(self._waiting.setdefault(job.shapes, []), job)
+        self._waiting_pods += len(job.arrivals)
 
-    def _start(self, job: Job, placed: Placed | Refused, now: float) -> None:
-        """The pod is on a node: it runs, or the agent has refused it."""
-        if isinstance(placed, Placed):
-            self.meter.changed(placed.node)
-            self._tally.waited_s[job.arrival.shape.size].append(now - job.arrival.at_s)
-            self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, placed=placed))
+    def _start(self, job: Job, placed: list[Placed] | Refused, now: float) -> None:
+        """The pods are on nodes: they run, or an agent has refused one."""
+        if not isinstance(placed, Refused):
+            running = [_Running(arrival=arrival, placed=its) for arrival, its in zip(job.arrivals, placed, strict=True)]
+            for its in placed:
+                self.meter.changed(its.node)
+            if name := job.arrivals[0].gang:
+                gang, held = self._tally.gangs[name], self._held[name]
+                held += running
+                gang.nodes += [its.node for its in placed]
+                # These keep their GPUs, and nothing computes: without a gang scheduler perhaps for ever.
+                if len(held) < gang.pods:
+                    return
+                gang.started_at, running = now, held
+            for one in running:
+                self._tally.waited_s[one.arrival.shape.size].append(now - one.arrival.at_s)
+                self._later(now + one.arrival.duration_s, _Kind.END, one)
             return
         self._tally.refusals[placed.reason] += 1
         # A pod counts once, however many its Job makes after it.
@@ -237,7 +272,7 @@ class Replay(Struct, eq=False):
         if job.refusals > BACKOFF_LIMIT:
             self._tally.gave_up += 1
         else:
-            self._pausing += 1
+            self._pausing += len(job.arrivals)
             self._later(now + pause_s, _Kind.RETURN, job)
 
 

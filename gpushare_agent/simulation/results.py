@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from gpushare_agent.extender.values import ClusterPolicy, NodePolicy
-from gpushare_agent.simulation.replay import Measured, Meter, Replay, Sample, Tally, typical_shapes
+from gpushare_agent.simulation.replay import Gang, Measured, Meter, Replay, Sample, Tally, typical_shapes
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Cluster, PodMaker, Size, Workload
 
@@ -123,11 +123,18 @@ def _policy_document(result: PolicyResult) -> dict[str, Any]:
         },
         "no_node": _counts(tally.no_node),
         "refusals_at_admission": _counts(tally.refusals),
+        "gangs": [_gang_document(name, gang) for name, gang in tally.gangs.items()],
         "took_s": _rounded(result.took_s),
         "samples": {
             name: [_rounded(getattr(one, name)) for one in measured.samples] for name in Sample.__struct_fields__
         },
     }
+
+
+def _gang_document(name: str, gang: Gang) -> dict[str, Any]:
+    at = gang.started_at
+    times = {"started_s": at, "waited_s": None} if at is None else {"started_s": at, "waited_s": at - gang.complete_at}
+    return {"name": name, "pods": gang.pods, "nodes": gang.nodes, **times}
 
 
 def _waits_document(waits: Waits) -> dict[str, Any]:
@@ -152,6 +159,7 @@ class Rules(Struct, frozen=True, kw_only=True):
     agents: ClusterPolicy
     seed: int
     per_try: int
+    has_gang_scheduler: bool = True
 
 
 def compare(
@@ -191,7 +199,8 @@ def _replay(
         window=(begin_s, begin_s + (workload.window_s or workload.span_s)),
         step_s=workload.span_s / SAMPLES or 1.0,
     )
-    replay = Replay(workload, scheduler, meter, PodMaker(rules.agents.names), on_progress=on_progress)
+    pods = PodMaker(rules.agents.names)
+    replay = Replay(workload, scheduler, meter, pods, on_progress, has_gang_scheduler=rules.has_gang_scheduler)
     tally = replay.run()
     on_progress(len(workload.arrivals))
     return PolicyResult(policy=policy, measured=meter.measured(), tally=tally, window_begin_s=begin_s)

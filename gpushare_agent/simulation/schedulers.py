@@ -104,8 +104,30 @@ class Scheduler:
         """Whether the scheduler would ever bind such a pod. To be asked while the cluster is empty."""
         return bool(self._chooser.choose(pod, shape, self._one_of_each_kind(shape)).fitting)
 
-    def place(self, pod: Pod, shape: Shape, now: float) -> Placed | Refused | NoNode:
-        """A try: the pod's GPUs, or the agent's refusal after the bind, or no node."""
+    def place(
+        self, pods: Sequence[tuple[Pod, Shape]], now: float, *, is_probe: bool = False
+    ) -> list[Placed] | Refused | NoNode:
+        """A try: the GPUs of all pods, or an agent's refusal after the bind, or no node for one of them. Then none keeps
+        any, nor does a probe."""
+        placed: list[Placed] = []
+        found: Placed | Refused | NoNode | None = None
+        for pod, shape in pods:
+            found = self._place(pod, shape, now)
+            if not isinstance(found, Placed):
+                break
+            placed.append(found)
+        if is_probe or not isinstance(found, Placed):
+            for one, (_, shape) in zip(placed, pods, strict=False):
+                self.end(one.pod_uid, shape, one.node)
+        # Only now: the extender learns its typical pods from those that are bound.
+        elif isinstance(self._ledger, ClusterState):
+            for one, (pod, _) in zip(placed, pods, strict=True):
+                # Binding takes no time here, nor does the watch.
+                self._ledger.bound(pod.uid)
+                self._ledger.put_pod(replace(pod, node_name=one.node), now)
+        return placed if found is None or isinstance(found, Placed) else found
+
+    def _place(self, pod: Pod, shape: Shape, now: float) -> Placed | Refused | NoNode:
         candidates = self._candidates_of(self._candidates, shape)
         left = len(candidates)
         while left > 0:
@@ -145,9 +167,6 @@ class Scheduler:
             reserved = self._ledger.reserve(pod, node, now)
             if isinstance(reserved, Refused):
                 return reserved
-            # Binding takes no time here, nor does the watch.
-            self._ledger.bound(pod.uid)
-            self._ledger.put_pod(replace(pod, node_name=node), now)
         self._resources.take(node, shape)
         self._chooser.changed(node)
         return Placed(pod.uid, node)

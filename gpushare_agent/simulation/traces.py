@@ -36,7 +36,7 @@ _MILLI_PER_CORE = 10
 
 NODE_COLUMNS = ("name", "gpus", "memory_mib", "model")
 POD_COLUMNS = ("name", "arrival_s", "duration_s", "cores", "memory_mib")
-"""The columns of pods; `models` may be left out."""
+"""The columns of pods; `models` and `gang` may be left out."""
 TRACE_NODE_COLUMNS = ("sn", "gpu", "model")
 TRACE_POD_COLUMNS = (
     "name", "num_gpu", "gpu_milli", "gpu_spec", "creation_time", "deletion_time", "scheduled_time",
@@ -126,11 +126,13 @@ def _arrival(row: _Row, block_mib: int) -> Arrival | str:
     if not cores and not memory_mib:
         return "asks for nothing of a GPU"
     models = row.models("models") if "models" in row.cells else ()
+    in_gang = "gang" in row.cells and row.text("gang")
     return Arrival(
         at_s=row.seconds("arrival_s"),
         name=row.name("name"),
         shape=Shape(cores, -(-memory_mib // block_mib), models),
         duration_s=row.seconds("duration_s"),
+        gang=row.name("gang") if in_gang else "",
     )
 
 

@@ -59,6 +59,8 @@ class Arrival(NamedTuple):
     name: str
     shape: Shape
     duration_s: float
+    gang: str = ""
+    """All pods with this name compute together: none runs before the last has its GPUs. Empty: it runs alone."""
 
 
 class Workload(Struct, frozen=True, kw_only=True):

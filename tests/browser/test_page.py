@@ -14,6 +14,7 @@ from bench.sample_node import SampleNode, uid_of, uuid_of
 from gpushare_agent.agent.isolation.kept import Kept, NotKept
 from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.usage import SmSource
 from tests.browser.support_browser import WHY_NOT, Browser, open_browser
 from tests.kit.support_http import free_port
 from tests.observability.support_usage import divided_node, on_demand_node
@@ -421,6 +422,25 @@ async def test_why_a_container_does_not_run_is_its_state() -> None:
             ["Completed", ""],
             ["Running", "good"],
         ]
+
+
+async def test_compute_that_mps_hides_is_said_to_be_not_known() -> None:
+    """Next to a memory that is known, and with the reason where the pointer rests."""
+
+    def by_mps(found: NodeSnapshot) -> NodeSnapshot:
+        assert found.usage is not None
+        uses = found.usage.containers.items()
+        hidden = {key: replace(use, sm_ratio=None, sm_source=SmSource.MPS) for key, use in uses}
+        return replace(found, usage=replace(found.usage, containers=hidden))
+
+    node = _Changed(gpus=1, containers=1)
+    node.change = by_mps
+    async with opened(node) as (browser, _):
+        cell = "document.querySelector('tbody td.col-compute')"
+        await browser.wait(f"{cell}.textContent.includes('not known: MPS')")
+        assert "process of their server" in await browser.script(f"return {cell}.title")
+        assert await browser.script("return unlabelled()") == []
+        assert await browser.script("return lowContrast()") == []
 
 
 async def test_an_old_sample_is_stale_and_nothing_beside_it_ready() -> None:

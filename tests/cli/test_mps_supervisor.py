@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.agent.commands.mps_supervisor import supervise
+from gpushare_agent.agent.gpus.simulated import driver as simulated
 from gpushare_agent.agent.isolation.mps.control import MpsControl
 from gpushare_agent.agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.isolation.support_mps import DEADLINE_S, MpsPlace, mps_place, poll_until, script
 from tests.sandbox.support_containers import is_alive
@@ -59,6 +62,7 @@ class Kept:
 async def kept(
     place: MpsPlace,
     control: MpsControl | None = None,
+    daemon: MpsDaemonProcess | None = None,
     *,
     start_s: float = DEADLINE_S,
     drain_s: float = 0.0,
@@ -66,7 +70,7 @@ async def kept(
 ) -> AsyncIterator[Kept]:
     """A supervision that runs, with short delays; drained at the end."""
     control = control or place.control()
-    daemon, seen = MpsDaemonProcess(control), list[Condition]()
+    daemon, seen = daemon or MpsDaemonProcess(control), list[Condition]()
     timeouts = Timeouts(
         start_s=start_s, probe_period_s=0.02, drain_s=drain_s, end_s=end_s, most_bad_starts=3,
         backoff=Backoff(base_s=0.001, cap_s=0.01),
@@ -91,12 +95,15 @@ async def kept(
 
 
 async def why_given_up(
-    place: MpsPlace, control: MpsControl | None = None, **timeouts: float
+    place: MpsPlace,
+    control: MpsControl | None = None,
+    daemon: MpsDaemonProcess | None = None,
+    **timeouts: float,
 ) -> tuple[str, list[Condition]]:
     """The error with which the supervision ended by itself."""
     found: Kept | None = None
     with pytest.raises(ExceptionGroup) as raised:
-        async with kept(place, control, **timeouts) as found:
+        async with kept(place, control, daemon, **timeouts) as found:
             assert found.task is not None
             await asyncio.wait({found.task})
     (error,) = raised.value.exceptions
@@ -262,11 +269,8 @@ async def test_clients_get_their_time_to_end(place: MpsPlace) -> None:
 class ClientsThatStay(MpsControl):
     """Answers about clients at once: a process for each answer may take longer than the time to drain."""
 
-    async def get_server_list(self) -> list[int]:
-        return [500]
-
-    async def get_client_list(self, server: int) -> list[int]:
-        return [server + 1]
+    async def list_clients(self) -> list[int]:
+        return [501]
 
 
 async def test_clients_that_stay_are_waited_for_no_longer_than_allowed(place: MpsPlace) -> None:
@@ -358,6 +362,46 @@ async def test_a_second_signal_cuts_the_waiting_for_clients_short(place: MpsPlac
         process.send_signal(signal.SIGTERM)
         code, err = await end_of(process)
     assert code == 0 and "mps_drain_cut_short" in err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the daemon must be root's to serve several users")
+async def test_a_daemon_for_several_users_is_started_as_such(place: MpsPlace) -> None:
+    """NVIDIA's option follows; without the setting there is none."""
+    for flags, options in ((["--mps.multi-user"], " -multiuser-server"), ([], "")):
+        async with program(place, *flags) as process:
+            await log_until(process, "mps_condition", condition="serving")
+            process.send_signal(signal.SIGTERM)
+            code, _ = await end_of(process)
+        assert code == 0
+        assert place.record("daemon ")[-1] == f"daemon {place.daemons()[-1]}{options}"
+
+
+async def test_a_driver_that_lacks_the_option_is_named(place: MpsPlace) -> None:
+    """It ends at once with its usage, and the error says what it was given."""
+    place.becomes("old")
+    control = place.control()
+    daemon = MpsDaemonProcess(control, is_multi_user=True)
+    words, _ = await why_given_up(place, control, daemon)
+    assert "ended with exit code 1 before it answered; it was given -multiuser-server (mps.multi_user)" in words
+
+
+async def test_gpus_older_than_volta_get_no_server_for_several_users(
+    place: MpsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their control program takes the option, and the clients of other users fail."""
+    monkeypatch.setattr(simulated, "COMPUTE_CAPABILITY", (6, 1))
+    settings = load_settings(["--driver=simulated", "--gpus=2", "--mps.multi-user", *place.flags()], {}).settings
+    with pytest.raises(StartupError, match=r"GPU 0, 1 is older than Volta .*Set mps.multi_user to false"):
+        await supervise(settings)
+    assert place.daemons() == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may")
+async def test_only_root_serves_several_users(place: MpsPlace) -> None:
+    """Refused before the daemon's start."""
+    async with program(place, "--mps.multi-user") as process:
+        code, err = await end_of(process)
+    assert code == 1 and "must be started by root" in err and place.daemons() == []
 
 
 async def test_a_daemon_of_the_deployer_is_not_disturbed(place: MpsPlace) -> None:

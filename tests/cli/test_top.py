@@ -76,6 +76,16 @@ async def test_compute_that_was_paid_for_has_a_mark_and_a_note(capsys: pytest.Ca
     assert await printed(document, capsys) == before
 
 
+async def test_compute_that_mps_hides_has_a_word_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of a dash: the GPU's own value is in its line, and the server's among the processes of nobody."""
+    document = busy_node()
+    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
+    trainer["gpus"][0]["usage"] |= {"sm_ratio": None, "sm_source": "mps"}
+    lines = (await printed(document, capsys)).splitlines()
+    assert lines[5].split()[:4] == ["default/train/trainer", "Unknown", "40–60", "mps"]
+    assert lines[-1] == "mps: not known of each container; the driver counts it in the process of the MPS server"
+
+
 async def test_a_container_without_a_limit_has_a_mark_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     document = busy_node()
     [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,25 @@ def test_the_recorded_results_are_those_of_a_run() -> None:
     """The report of the measurement can be made of them, and the tables name the GPU."""
     assert "NVIDIA H200" in render(MEASURED)
     assert gpu_page.gpu_measured()[0].startswith("NVIDIA H200, 143,771 MiB")
+
+
+def test_the_guide_to_isolations_has_what_mps_did() -> None:
+    """The compute is that of the table; memory, lost work and two programs without MPS are those of the run."""
+    found = {(one["isolation"], one["step"]): one["found"] for one in MEASURED["steps"]}
+    memory = {step: of["gpu_mib"] for (isolation, step), of in found.items() if isolation == "mps" and "memory" in step}
+    managed = memory.pop("memory managed")
+    compute = rows_of(gpu_page.gpu_measured())["30 alone, 60 alone"][1].replace(", ", " and ")
+    lost = 1 - found["mps", "torch"]["matmul"]["tflops"] / found["bare", "torch"]["matmul"]["tflops"]
+    page = (Path(__file__).parents[2] / "docs/how-to/choose-isolation.md").read_text(encoding="utf-8")
+    for words in (
+        f"| {compute} %, the same in each half second |",
+        f"| at most {max(memory.values()):,.0f} MiB; managed memory {managed:,.0f} |",
+        f"| {100 * lost:.0f} %; a launch takes as long",
+        f"had {100 * found['bare', 'two programs']['p0']['of_bare']:.0f} % of the bare rate each",
+    ):
+        assert words in page
+    for name, one in found["mps", "compute 30+60"].items():
+        assert max(one["windows"]) - min(one["windows"]) < 0.003, name
 
 
 def test_what_the_former_regulator_did_says_so() -> None:

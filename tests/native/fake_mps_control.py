@@ -2,6 +2,7 @@
 
 | file | behaviour |
 |---|---|
+| `old` | the control program knows no option but -f |
 | `fails` | the daemon prints its reason and ends with code 3 at once; once only, where the file says so |
 | `waits` | the daemon makes its socket only when this file has gone |
 | `deaf` | the daemon ignores `quit` and SIGTERM |
@@ -42,7 +43,10 @@ class Misbehaving(fake_mps.FakeMps):
 
 
 def daemon() -> int:
-    record(f"daemon {os.getpid()}")
+    record(" ".join([f"daemon {os.getpid()}", *sys.argv[3:]]))
+    if (HERE / "old").exists() and sys.argv[3:]:
+        sys.stdout.write("usage: nvidia-cuda-mps-control [-d | -f]\n")
+        return 1
     if (HERE / "fails").exists():
         if (HERE / "fails").read_text() == "once":
             (HERE / "fails").unlink()
@@ -73,4 +77,4 @@ def control() -> int:
     return fake_mps.main([])
 
 
-sys.exit(daemon() if sys.argv[2:] == ["-f"] else control())
+sys.exit(daemon() if sys.argv[2:3] == ["-f"] else control())

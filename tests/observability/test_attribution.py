@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import MIB, GpuUuid
-from gpushare_agent.core.model.usage import ProcessSample, UsageRound
+from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
 from tests.observability.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
 
 
@@ -194,6 +195,26 @@ def test_a_neighbour_whose_launches_nobody_counts_computes_by_the_driver_alone()
     assert computing(0.99, 0.99, pays_a=0.3) == {A: (0.3, "library"), B: (0.99, "driver")}
     assert computing(0.99, 0.0, nobodys=0.1, pays_a=0.3)[A] == (0.3, "library")
     assert computing(0.99, 0.99) == {A: (0.99, "driver"), B: (0.99, "driver")}
+
+
+def test_of_a_client_of_mps_without_a_sample_it_is_said_why() -> None:
+    """An H200's samples name the server alone; a driver that samples the clients is believed, and so is a payment."""
+
+    def shown(client: ProcessSample, **pays: float) -> tuple[float | None, str, int | None]:
+        server = process(30, memory=66, sm=0.4)
+        sample = driver_sample(gpu_sample(0, replace(client, kind=ProcessKind.MPS), server))
+        found = join_usage(
+            sample, {10: owner(1)}, allocated({A: (0,)}), sampled_at=0, paid=lambda key, _: pays.get("pays")
+        )
+        use = found.containers[A, UUIDS[0]]
+        return use.sm_ratio, use.sm_source.value, use.memory_bytes
+
+    assert shown(process(10, memory=1342, sm=None)) == (None, "mps", 1342)
+    assert shown(process(10, memory=1342, sm=0.1)) == (0.1, "driver", 1342)
+    assert shown(process(10, memory=1342, sm=None), pays=0.3) == (0.3, "library", 1342)
+    sample = driver_sample(gpu_sample(0, process(10, sm=None)))
+    found = join_usage(sample, {10: owner(1)}, allocated({A: (0,)}), sampled_at=0)
+    assert found.containers[A, UUIDS[0]].sm_source.value == "driver"
 
 
 def test_more_than_the_whole_gpu_is_not_believed() -> None:

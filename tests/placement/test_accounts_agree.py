@@ -37,7 +37,6 @@ from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.kubectl.cluster_nodes import read_report, report_document
 from gpushare_agent.sandbox.pod_manifest import pod_requests
 from gpushare_agent.sandbox.scheduler.scheduler import lacking, take
-from gpushare_agent.simulation.schedulers import Placed
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape
 from tests.placement.support_placement import (
@@ -162,7 +161,7 @@ def test_simulated_claims_and_simulated_binds_leave_free_what_the_agent_has_free
         for number, shape in enumerate(shapes):
             owner = maker.pod(f"p{number}", shape)
             before = free(scheduler.gpus(node.name))
-            if isinstance(scheduler.place(owner, shape, 0.0), Placed):
+            if isinstance(scheduler.place([(owner, shape)], 0.0), list):
                 after = free(scheduler.gpus(node.name))
                 took = [index for index, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
                 hints = {

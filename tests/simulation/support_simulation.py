@@ -39,8 +39,10 @@ def replay(
     share_policy: str = "binpack",
     seed: int = 1,
     per_try: int = 500,
+    has_gang_scheduler: bool = True,
 ) -> PolicyResult:
-    rules = Rules(agents=_agents(share_policy), seed=seed, per_try=per_try)
+    agents = _agents(share_policy)
+    rules = Rules(agents=agents, seed=seed, per_try=per_try, has_gang_scheduler=has_gang_scheduler)
     return next(compare(cluster, workload, [policy], rules))
 
 

@@ -89,9 +89,10 @@ def test_no_node_means_that_the_extender_would_refuse_every_node(
             continue
         pod = pods.pod(f"p{number}", shape)
         fitting = state.filter(pod, None).fitting
-        placed = scheduler.place(pod, shape, 0.0)
-        assert isinstance(placed, NoNode) == (not fitting)
-        if isinstance(placed, Placed):
+        found = scheduler.place([(pod, shape)], 0.0)
+        assert isinstance(found, NoNode) == (not fitting)
+        if isinstance(found, list):
+            (placed,) = found
             assert placed.node in fitting
             mirrored = state.reserve(pod, placed.node, 0.0)
             assert isinstance(mirrored, Reservation)

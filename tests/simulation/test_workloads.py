@@ -102,16 +102,17 @@ def test_a_trace_of_pods_is_read() -> None:
 
 
 def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
-    """Memory is rounded up to blocks; models may be left out."""
+    """Memory is rounded up to blocks; a cell of models or gang may be empty."""
     nodes, pods = tmp_path / "nodes.csv", tmp_path / "pods.csv"
     nodes.write_text("name,gpus,memory_mib,model\nb,2,1024,X\na,1,2048,\n")
-    pods.write_text("name,arrival_s,duration_s,cores,memory_mib,models\np,5.5,10,30,300,Y|X\nq,5,1,100,0,\n")
+    rows = "p,5.5,10,30,300,Y|X,\nq,5,1,100,0,,together\n"
+    pods.write_text("name,arrival_s,duration_s,cores,memory_mib,models,gang\n" + rows)
     assert [(node.name, node.model, len(node.gpus)) for node in read_cluster(nodes).nodes] == [
         ("a", "", 1),
         ("b", "X", 2),
     ]
     assert read_workload(pods, block_mib=256).arrivals == (
-        Arrival(at_s=0.0, name="q", shape=Shape(100, 0), duration_s=1.0),
+        Arrival(at_s=0.0, name="q", shape=Shape(100, 0), duration_s=1.0, gang="together"),
         Arrival(at_s=0.5, name="p", shape=Shape(30, 2, ("X", "Y")), duration_s=10.0),
     )
 
@@ -129,6 +130,7 @@ def test_files_of_the_own_format_are_read(tmp_path: Path) -> None:
         (POD_HEADER + "\x07,0,1,10,256\n", "line 2: name is"),
         (POD_HEADER + "p,0,1,0,0\n", "no pod of it asks for a GPU"),
         (POD_HEADER + "p,0,1,99999999,0\n", "line 2: cores is '99999999'"),
+        (POD_HEADER.replace("\n", ",gang\n") + "p,0,1,10,256,\x07\n", "line 2: gang is"),
     ],
 )
 def test_a_wrong_file_of_pods_is_reported_with_the_line_and_the_mistake(

@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.agent.gpus.nvml.compute_mode import ComputeModes
+from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.agent.isolation.mps.part import mps_control
 from gpushare_agent.agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 START_COMMANDS = 4
 """A start may take as long as so many commands: loading the driver costs seconds on a node that has just booted."""
+VOLTA = (7, 0)
+"""The compute capability from which on one MPS server can serve several users."""
 HOST_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the host's own, which is neither created nor labelled here
 
 
@@ -49,10 +52,12 @@ async def check(settings: Settings) -> int:
 async def supervise(settings: Settings) -> int:
     """Runs the daemon until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
     control, modes, mps = mps_control(settings), ComputeModes(), settings.mps
+    if mps.multi_user:
+        await _check_multi_user(settings)
     # The host's own /dev/shm is there already, and is not to be labelled.
     control.files.make(shared_memory=mps.shm_directory if mps.shm_directory != HOST_SHARED_MEMORY else None)
     supervision = MpsSupervision(
-        MpsDaemonProcess(control),
+        MpsDaemonProcess(control, is_multi_user=mps.multi_user),
         control,
         percentage=mps.default_active_thread_percentage,
         timeouts=Timeouts(
@@ -73,6 +78,25 @@ async def supervise(settings: Settings) -> int:
         stops.close()
         await _restore(modes)
     return 0
+
+
+async def _check_multi_user(settings: Settings) -> None:
+    """Raises StartupError where the program would take the option, and clients of other users than root would fail."""
+    driver, why = open_driver(settings), "" if os.geteuid() == 0 else "the daemon must be started by root"
+    try:
+        old = [
+            gpu.label for gpu in (await driver.read()).gpus if gpu.compute_capability and gpu.compute_capability < VOLTA
+        ]
+    except Unavailable as error:
+        raise StartupError(
+            f"{error} So it is not known whether the GPUs can serve several users by one MPS server"
+        ) from error
+    finally:
+        await driver.close()
+    if old:
+        why = f"GPU {', '.join(old)} is older than Volta (compute capability 7.0)"
+    if why:
+        raise StartupError(f"one MPS server cannot serve several users: {why}. Set mps.multi_user to false")
 
 
 async def _make_exclusive(settings: Settings, modes: ComputeModes) -> None:

@@ -20,7 +20,15 @@ from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
-from gpushare_agent.core.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, SmSource, UsageRound
+from gpushare_agent.core.model.usage import (
+    ContainerUse,
+    DriverSample,
+    GpuSample,
+    ProcessKind,
+    ProcessSample,
+    SmSource,
+    UsageRound,
+)
 
 T = TypeVar("T")
 PaidRatio = Callable[[ContainerKey, GpuUuid], float | None]
@@ -131,13 +139,16 @@ def _use(key: ContainerKey, gpu: GpuSample, processes: Sequence[ProcessSample]) 
     if gpu.processes is None:
         return ContainerUse(key=key, uuid=gpu.uuid, pids=())
     memory = _known(process.memory_bytes for process in processes)
+    sm_ratio = _share(process.sm_ratio for process in processes)
+    is_in_server = sm_ratio is None and any(process.kind is ProcessKind.MPS for process in processes)
     return ContainerUse(
         key=key,
         uuid=gpu.uuid,
         pids=tuple(sorted(process.pid for process in processes)),
         # Without processes zero is known; with processes whose memory the driver does not report nothing is.
         memory_bytes=sum(memory) if memory or not processes else None,
-        sm_ratio=_share(process.sm_ratio for process in processes),
+        sm_ratio=sm_ratio,
+        sm_source=SmSource.MPS if is_in_server else SmSource.DRIVER,
         memory_ratio=_share(process.memory_ratio for process in processes),
         encoder_ratio=_share(process.encoder_ratio for process in processes),
         decoder_ratio=_share(process.decoder_ratio for process in processes),

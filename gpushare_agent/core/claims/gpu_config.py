@@ -140,7 +140,7 @@ def _shared(sharing: _Sharing | None, kind: str) -> ShareConfig:
 def _limits(found: _Mps) -> MpsLimits:
     # The daemon is the node's, one for all users or none: a claim cannot start it in another way.
     if found.multi_user:
-        raise Corrupt("mpsConfig.multiUser is true, and the node's MPS daemon is started without it. Remove it")
+        raise Corrupt("mpsConfig.multiUser is true, and the node decides that by its setting mps.multi_user. Remove it")
     each, of_some = found.default_pinned_device_memory_limit, found.default_per_device_pinned_memory_limit or {}
     return MpsLimits(
         thread_percentage=found.default_active_thread_percentage or 100,

@@ -103,10 +103,12 @@ class SamplesBusy(Protocol):
 
 
 class SmSource(StrEnum):
-    """The source of a container's compute: the driver, by its processes, or its isolation's library, by what it has paid."""
+    """The source of a container's compute: the driver, by its processes, or its isolation's library, by what it has paid.
+    Under MPS there may be none: the driver counts the clients' compute in the process of their server."""
 
     DRIVER = "driver"
     LIBRARY = "library"
+    MPS = "mps"
 
 
 class ContainerUse(Struct, frozen=True, kw_only=True):

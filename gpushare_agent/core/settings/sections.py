@@ -254,6 +254,9 @@ class MpsSettings(Section):
     """Compute of a client without a limit of its own, percent (command mps)."""
     exclusive_process: bool = False
     """Set the GPUs' compute mode to EXCLUSIVE_PROCESS (command mps): every program on them goes through MPS."""
+    multi_user: bool = False
+    """Serve the clients of all users by one server, which runs as root (command mps): Volta or later. Else one user at a
+    time."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0, le=3600)
     """How long the command mps waits for clients at its end."""
 

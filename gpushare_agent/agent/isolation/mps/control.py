@@ -62,13 +62,10 @@ class MpsControl:
         elif problem := await asyncio.to_thread(self.files.listener):
             raise Unavailable(problem)
 
-    async def get_server_list(self) -> list[int]:
-        """PIDs of the servers, one for each user whose programs use MPS; none before the first client."""
-        return await self._pids("get_server_list")
-
-    async def get_client_list(self, server: int) -> list[int]:
-        """PIDs of the clients of one server."""
-        return await self._pids(f"get_client_list {server}")
+    async def list_clients(self) -> list[int]:
+        """PIDs of the clients of all servers, sorted. There is no server before the first client."""
+        servers = set(await self._pids("get_server_list"))
+        return sorted({pid for server in servers for pid in await self._pids(f"get_client_list {server}")})
 
     async def get_default_active_thread_percentage(self) -> float:
         """The limit of a client without one of its own, percent."""

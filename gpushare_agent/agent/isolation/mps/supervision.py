@@ -124,7 +124,7 @@ class MpsSupervision(Struct, eq=False):
                     except Unavailable as error:
                         last = str(error)
                     if self.daemon.exit_code is not None:
-                        raise Unavailable(f"it {_ending(self.daemon.exit_code)} before it answered")
+                        raise Unavailable(f"it {_ending(self.daemon.exit_code)} before it answered{self.daemon.doubt}")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise Unavailable(f"it did not answer within {self.timeouts.start_s:g} s of its start: {last}") from error
@@ -178,7 +178,7 @@ class MpsSupervision(Struct, eq=False):
         try:
             async with asyncio.timeout(self.timeouts.drain_s):
                 while self.daemon.exit_code is None:
-                    found = await self._clients()
+                    found = await self.control.list_clients()
                     if found != clients:
                         log.info("mps_waits_for_clients", clients=found, at_most_s=self.timeouts.drain_s)
                     clients = found
@@ -191,15 +191,6 @@ class MpsSupervision(Struct, eq=False):
         except Unavailable as error:
             log.warning("mps_clients_unknown", reason=str(error), then="not waited for")
         return []
-
-    async def _clients(self) -> list[int]:
-        return sorted(
-            {
-                pid
-                for server in await self.control.get_server_list()
-                for pid in await self.control.get_client_list(server)
-            }
-        )
 
     async def _quit(self) -> None:
         try:
@@ -227,11 +218,19 @@ TERM_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 5.0
 
 
+MULTI_USER = "-multiuser-server"
+"""NVIDIA's option for one server of all users."""
+
+
 class MpsDaemonProcess:
     """One daemon after another; `control` knows the program and its environment."""
 
-    def __init__(self, control: MpsControl) -> None:
+    def __init__(self, control: MpsControl, *, is_multi_user: bool = False) -> None:
         self._control = control
+        self._options = (MULTI_USER,) if is_multi_user else ()
+        self.doubt = (
+            f"; it was given {MULTI_USER} (mps.multi_user), which an older driver may lack" if is_multi_user else ""
+        )
         self._process: asyncio.subprocess.Process | None = None
         self._had_one = False
 
@@ -270,7 +269,7 @@ class MpsDaemonProcess:
         removed = files.remove_stale()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(program, "-f"),
+                *(program, "-f", *self._options),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
                 stderr=sys.stderr.fileno(),

@@ -13,6 +13,8 @@ const STATES = {
 
 const PAID = "What it paid, as libgpushare counts: of several containers that compute the driver's samples name one.";
 
+const MPS = "The driver counts the compute of MPS's clients in the process of their server: see the GPU's.";
+
 const usedCores = (container) => sum(container, (share) => share.usage?.sm_ratio, 100);
 const usedMemory = (container) => sum(container, (share) => share.usage?.memory_bytes, 1);
 
@@ -199,10 +201,11 @@ class Row {
 
   drawUse(container) {
     const cores = usedCores(container);
-    const isPaid = container.gpus.some((share) => share.usage?.sm_source === "library");
-    const shown = cores === null ? "–" : format.coresOf(cores, container.cores) + (isPaid ? ", paid" : "");
+    const has = (source) => container.gpus.some((share) => share.usage?.sm_source === source);
+    const unknown = has("mps") ? "not known: MPS" : "–";
+    const shown = cores === null ? unknown : format.coresOf(cores, container.cores) + (has("library") ? ", paid" : "");
     this.meters.compute.draw(cores, container.cores, shown);
-    set(this.#cell("compute"), "title", isPaid ? PAID : null);
+    set(this.#cell("compute"), "title", has("mps") ? MPS : has("library") ? PAID : null);
     const memory = usedMemory(container);
     this.meters.used.draw(memory, container.memory_bytes, memory === null ? "–" : format.bytesOf(memory, container.memory_bytes));
   }
