@@ -37,7 +37,9 @@ from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
 from bench.results import from_json, shown
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.agent.observability.consumption import Consumption
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.dcgm import dcgm_series
 from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.commands import COMMAND_LINE
@@ -46,7 +48,7 @@ from gpushare_agent.core.formats.mig_profiles import profile_names
 from gpushare_agent.core.model.gpu_health import XID_NAMES, HealthState
 from gpushare_agent.core.model.gpus import Link, LinkKind
 from gpushare_agent.core.model.isolation import Sharing
-from gpushare_agent.core.model.resources import NvidiaNames
+from gpushare_agent.core.model.resources import NvidiaNames, ResourceNames
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.core.settings.nvidia_options import OPTIONS
@@ -127,7 +129,17 @@ def full_metrics() -> str:
         shown.inventory, gpus=(first, second), mig_partitioned=divided.mig_partitioned, mig_layouts=divided.mig_layouts
     )
     shown = replace(shown, inventory=with_instance)
-    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
+    counted = Consumption(
+        node="n1",
+        names=ResourceNames(),
+        inventory=lambda: shown.inventory,
+        ledger=dict,
+        of_pod=lambda _: [allocated],
+        period_s=1.0,
+    )
+    counted.allocation_changed(None, allocated)
+    counted.add(usage)
+    metrics.show_node(NodePage(lambda _: [*node_series(shown), *counted.series(), *dcgm_series(shown)], max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 
 
@@ -166,7 +178,7 @@ def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset(
 
 def _group(name: str) -> str:
     counts = ("gpushare_gpu_events", "gpushare_gpu_health_changes")
-    beginnings = (*counts, "gpushare_container_", "gpushare_gpu_", "gpushare_", "container_")
+    beginnings = (*counts, "gpushare_container_", "gpushare_gpu_", "gpushare_", "container_", "DCGM_")
     found = next(one for one in beginnings if name.startswith(one))
     return "gpushare_" if found in counts else found
 

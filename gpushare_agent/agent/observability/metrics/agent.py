@@ -247,17 +247,31 @@ class AgentMetrics:
         self._states.append(collector)
         self.registry.register(collector)
 
+    async def prepared_exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
+        """`exposition`, but other tasks run while it is made."""
+        if self._page is not None:
+            await self._page.prepare(is_openmetrics=_is_openmetrics(_content_type(accept)), is_all=is_all)
+        return self.exposition(accept, is_all=is_all)
+
     def exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
         """Content type and text, as the Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""
-        try:
-            _, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # it compares versions that are no numbers
-            _, content_type = choose_encoder("")
-        is_openmetrics = content_type.startswith("application/openmetrics-text")
+        content_type = _content_type(accept)
+        is_openmetrics = _is_openmetrics(content_type)
         # The node's rows are made apart from the library: metrics/text.py has the costs.
         node = self._page.text(is_openmetrics=is_openmetrics, is_all=is_all) if self._page is not None else b""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
         return content_type, node + counted + (_EOF if is_openmetrics else b"")
+
+
+def _content_type(accept: str) -> str:
+    try:
+        return choose_encoder(accept)[1]
+    except (TypeError, ValueError):  # it compares versions that are no numbers
+        return choose_encoder("")[1]
+
+
+def _is_openmetrics(content_type: str) -> bool:
+    return content_type.startswith("application/openmetrics-text")
 
 
 def _bounded(value: str, known: set[str]) -> str:

@@ -174,11 +174,11 @@ _LIMITS = {
 _USED = {
     "gpushare_container_memory_used_bytes": "Memory of the GPU that the container uses.",
     "gpushare_container_sm_utilization_ratio": "Compute of the GPU that the container uses.",
-    "gpushare_container_processes": "Processes of the container on the GPU.",
     # A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
     # compute, and a mean over time would count both.
     "gpushare_container_sm_utilization_info": "Who says how much of the GPU's compute the container uses: driver, or"
     " library, by what it paid; always 1.",
+    "gpushare_container_processes": "Processes of the container on the GPU.",
     "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which the container read or wrote the GPU's memory.",
     "gpushare_container_encoder_utilization_ratio": "Use of the GPU's encoder by the container.",
     "gpushare_container_decoder_utilization_ratio": "Use of the GPU's decoder by the container.",
@@ -210,20 +210,19 @@ class ContainerSeries(Struct, eq=False):
     is_all: bool = False
     _known: dict[ContainerKey, _Container] = field(default_factory=dict)
 
+    def prepared(self, snapshot: NodeSnapshot) -> Iterator[None]:
+        """Writes the lines that have changed, one container's at a time, so that `series` is quick."""
+        for facts in snapshot.containers:
+            self._prepare(facts, snapshot)
+            yield
+
     def series(self, snapshot: NodeSnapshot) -> list[Series]:
-        """Those that have a row, always in the same order."""
+        """Those that have a row, always in the same order, and all of this snapshot, whatever was prepared for another."""
+        every = snapshot.containers_by_name()
+        for facts in every:
+            self._prepare(facts, snapshot)
         # A new dictionary each time: what has ended is dropped without a search for it.
-        before, self._known = self._known, {}
-        for facts in snapshot.containers_by_name():
-            key = facts.allocation.key
-            one = before.get(key)
-            # By identity: facts are made again when anything in them changes.
-            if one is None or one.facts is not facts or one.inventory is not snapshot.inventory:
-                one = self._known_of(facts, snapshot)
-            uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
-            if uses != one.uses:
-                one.uses, one.used = uses, _written(_USED, self._used(one, uses))
-            self._known[key] = one
+        self._known = {facts.allocation.key: self._known[facts.allocation.key] for facts in every}
         known = self._known.values()
         # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
         has_namesakes = len({one.names for one in known}) < len(known)
@@ -233,6 +232,16 @@ class ContainerSeries(Struct, eq=False):
             for (name, text), column in zip((_LIMITS | _USED).items(), columns, strict=False)
             if any(column)
         ]
+
+    def _prepare(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> None:
+        key = facts.allocation.key
+        one = self._known.get(key)
+        # By identity: facts are made again when anything in them changes.
+        if one is None or one.facts is not facts or one.inventory is not snapshot.inventory:
+            one = self._known[key] = self._known_of(facts, snapshot)
+        uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
+        if uses != one.uses:
+            one.uses, one.used = uses, _written(_USED, self._used(one, uses))
 
     def _known_of(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
         allocation, gpus = facts.allocation, snapshot.gpus_of(facts.allocation)
@@ -248,11 +257,11 @@ class ContainerSeries(Struct, eq=False):
     def _limits(self, one: _Container, own: Mapping[str, str], names: ResourceNames) -> Iterator[_Row]:
         facts = one.facts
         for gpu, labels in zip(one.gpus, one.labels, strict=True):
-            cores = facts.cores_on(gpu)
+            cores, memory_bytes = facts.on_gpu(gpu)
             yield 0, labels, cores / CORES_PER_GPU
             # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
             yield 1, labels, (facts.core_limit or cores) / CORES_PER_GPU
-            yield 2, labels, facts.memory_bytes_on(gpu)
+            yield 2, labels, memory_bytes
         # None without a known pod: its isolation, and so who enforces the share, is not known.
         if (kept := facts.kept) is not None:
             by = {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": ",".join(kept.not_kept)}
@@ -270,9 +279,9 @@ class ContainerSeries(Struct, eq=False):
                 continue
             yield 0, labels, use.memory_bytes
             yield 1, labels, use.sm_ratio
-            yield 2, labels, len(use.pids)
-            yield 3, f'{labels},source="{use.sm_source}"', None if use.sm_ratio is None else 1
+            yield 2, f'{labels},source="{use.sm_source}"', None if use.sm_ratio is None else 1
             if self.is_all:
+                yield 3, labels, len(use.pids)
                 yield 4, labels, use.memory_ratio
                 yield 5, labels, use.encoder_ratio
                 yield 6, labels, use.decoder_ratio
