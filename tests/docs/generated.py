@@ -100,6 +100,11 @@ _FURTHER_WORDS = {"driver": ("nvidia",)}
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
 
 
+DCGM_LABELS = frozenset(
+    ("UUID", "gpu", "device", "modelName", "Hostname", "pci_bus_id", "namespace", "pod", "container")
+)
+
+
 def full_metrics() -> str:
     """Every event has happened once and the driver reports everything, so that every series is there."""
     metrics = AgentMetrics()
@@ -165,14 +170,14 @@ def _extender_metrics() -> str:
 
 
 def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset()) -> str:
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines = ["| metric | labels | meaning |", "|---|---|---|"]
     for family in chosen:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert common <= labels, family.name
         name = family.name + ("_total" if family.type == "counter" else "")
-        lines.append(
-            f"| `{name}` | {family.type} | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |"
-        )
+        # The type is known by the name: metrics.md says how.
+        assert (family.type == "histogram") == name.endswith("_duration_seconds"), name
+        lines.append(f"| `{name}` | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -553,15 +558,14 @@ def _documents() -> str:
 
 
 def _alerts() -> str:
-    """Each alert's severity and summary, and the page that it names."""
-    table = [["alert", "severity", "means", "more"]]
+    """Each alert's severity, and the page that it names. It says itself what it means."""
+    table = [["alert", "severity", "more"]]
     for group in yaml.safe_load((ROOT / "manifests/monitoring/alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             texts = rule["annotations"]
-            means = re.sub(r"{{.*?}}", "…", texts["summary"]).rstrip(".")
             page, _, anchor = texts["runbook"].partition("#")
             link = _linked(page, "how-to").replace(")", f"#{anchor})" if anchor else ")")
-            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], means, link])
+            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], link])
     return _joined(table)
 
 
@@ -765,6 +769,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpus": lambda: _metrics("gpushare_gpu_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
+    "dcgm": lambda: _metrics("DCGM_", DCGM_LABELS),
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "isolations": isolations,
     "surface": surface_lists,

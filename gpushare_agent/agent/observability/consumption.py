@@ -61,9 +61,9 @@ class _Row(Struct):
         if not (cores or size or self.used[0] or self.used[1]):
             return "", ""
         head = f"gpushare_container_gpu_seconds_total{{{self.labels},kind="
-        seconds = f'{head}"allocated"}} {round(cores / CORES_PER_GPU, 3)!r}\n'
+        seconds = f'{head}"allocated"}} {cores / CORES_PER_GPU:.3f}\n'
         if self.is_known[0]:
-            seconds += f'{head}"used"}} {round(self.used[0], 3)!r}\n'
+            seconds += f'{head}"used"}} {self.used[0]:.3f}\n'
         head = f"gpushare_container_memory_byte_seconds_total{{{self.labels},kind="
         sizes = f'{head}"allocated"}} {int(size)}\n'
         return seconds, f'{sizes}{head}"used"}} {int(self.used[1])}\n' if self.is_known[1] else sizes

@@ -33,23 +33,23 @@ THROTTLE_REASONS = (
 """The driver's reasons: a GPU that reports any has each of them as 0 or 1. Any other is shown while it applies."""
 
 _GPU_SAMPLES = {
-    "memory_used_bytes": ("memory_used_bytes", "Memory of the GPU in use, by any process."),
-    "sm_utilization_ratio": ("sm_ratio", "Time in which the GPU computed."),
-    "memory_bandwidth_utilization_ratio": ("memory_ratio", "Time in which the GPU's memory was read or written."),
-    "encoder_utilization_ratio": ("encoder_ratio", "Use of the GPU's encoder."),
-    "decoder_utilization_ratio": ("decoder_ratio", "Use of the GPU's decoder."),
-    "temperature_celsius": ("temperature_celsius", "Temperature of the GPU."),
-    "power_watts": ("power_watts", "Power that the GPU draws."),
-    "power_limit_watts": ("power_limit_watts", "Power that the GPU may draw at most."),
-    "sm_clock_hertz": ("sm_clock_hertz", "Clock of the GPU's compute."),
-    "memory_clock_hertz": ("memory_clock_hertz", "Clock of the GPU's memory."),
+    "memory_used_bytes": ("memory_used_bytes", "Memory in use, by any process."),
+    "sm_utilization_ratio": ("sm_ratio", "Time in which it computed."),
+    "memory_bandwidth_utilization_ratio": ("memory_ratio", "Time in which its memory was read or written."),
+    "encoder_utilization_ratio": ("encoder_ratio", "Use of its encoder."),
+    "decoder_utilization_ratio": ("decoder_ratio", "Use of its decoder."),
+    "temperature_celsius": ("temperature_celsius", "Temperature."),
+    "power_watts": ("power_watts", "Power that it draws."),
+    "power_limit_watts": ("power_limit_watts", "Most power that it may draw."),
+    "sm_clock_hertz": ("sm_clock_hertz", "Clock of its compute."),
+    "memory_clock_hertz": ("memory_clock_hertz", "Clock of its memory."),
     "pcie_received_bytes_per_second": (
         "pcie_received_bytes_per_second",
-        "Traffic that the GPU receives over PCIe, a spot check of the driver.",
+        "Traffic received over PCIe, a spot check of the driver.",
     ),
-    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Traffic that the GPU sends over PCIe, likewise."),
-    "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "What the GPU received over NVLink."),
-    "nvlink_sent_bytes_total": ("nvlink_sent_bytes_total", "What the GPU sent over NVLink."),
+    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Traffic sent over PCIe, likewise."),
+    "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "Received over NVLink."),
+    "nvlink_sent_bytes_total": ("nvlink_sent_bytes_total", "Sent over NVLink."),
 }
 """Name of the series -> field of GpuSample, help."""
 
@@ -79,7 +79,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         return _series(f"gpu_{name}", text, [(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
-    yield _info("gpu_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
+    yield _info("gpu_info", "Name, bus ID and driver version; always 1.", infos)
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
         for gpu in gpus
@@ -92,18 +92,18 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
     rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
     yield _series("gpu_mig_room", text, rows)
-    text = "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares."
+    text = "Compute that can be allocated: 1; 0 of a MIG instance that takes no shares."
     yield of_gpu("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
-    text = "Compute of the GPU that is allocated to containers."
+    text = "Compute that is allocated to containers."
     yield of_gpu("cores_allocated_ratio", text, lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU)
-    yield of_gpu("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB)
-    text = "Memory of the GPU that is allocated to containers."
+    yield of_gpu("memory_capacity_bytes", "Its memory.", lambda gpu: gpu.memory_mib * MIB)
+    text = "Memory that is allocated to containers."
     yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
     # The alert GpushareGPUUnhealthy must not fire for a GPU that no pod can get.
-    text = "1 while the GPU is healthy; no row for one of excluded_gpus."
+    text = "1 while it is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy), every)
-    yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
-    text = "1 once the GPU has joined its NVLink fabric, before which CUDA fails on it; no row for one on no fabric."
+    yield of_gpu("cordoned", "1 while it is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
+    text = "1 once it has joined its NVLink fabric, before which CUDA fails; no row for one on no fabric."
     yield of_gpu("fabric_joined", text, lambda gpu: None if gpu.has_joined is None else int(gpu.has_joined))
     usage = snapshot.usage
     if usage is None:
@@ -115,10 +115,10 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         yield _series(f"gpu_{name}", text, rows)
     yield from _labelled_samples([(own[sample.uuid], sample) for _, sample in samples])
     unattributed = [(one, usage.unattributed.get(s.uuid, ())) for one, s in samples if s.processes is not None]
-    text = "Processes on the GPU that are attributed to no container."
+    text = "Processes that are attributed to no container."
     rows = [(one, len(processes)) for one, processes in unattributed]
     yield _series("gpu_stranger_processes", text, rows)
-    text = "Memory of the GPU that these processes use."
+    text = "Memory that these processes use."
     rows = [(one, size) for one, processes in unattributed if (size := _memory(processes)) is not None]
     yield _series("gpu_stranger_memory_used_bytes", text, rows)
 
@@ -148,7 +148,7 @@ def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) ->
                 for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons})
             ]
     text = "Memory errors since the driver was loaded: corrected, uncorrected."
-    slowed = _series("gpu_throttled", "1 while the GPU is slowed down for this reason.", throttled)
+    slowed = _series("gpu_throttled", "1 while it is slowed down for this reason.", throttled)
     return _series("gpu_ecc_errors_total", text, ecc), slowed
 
 
@@ -161,10 +161,9 @@ def _memory(processes: Sequence[ProcessSample]) -> int | None:
 # --- containers ---
 
 _LIMITS = {
-    "gpushare_container_allocated_cores_ratio": "Compute of the GPU that is allocated to the container, 1 is the whole GPU.",
-    "gpushare_container_cores_limit_ratio": "Compute of the GPU that the container may use at most; more than allocated for"
-    " an elastic share.",
-    "gpushare_container_memory_limit_bytes": "Memory of the GPU that the container may use at most.",
+    "gpushare_container_allocated_cores_ratio": "Compute that is allocated to the container, 1 is the whole GPU.",
+    "gpushare_container_cores_limit_ratio": "Most compute that it may use; more than allocated for an elastic share.",
+    "gpushare_container_memory_limit_bytes": "Most memory that it may use.",
     "gpushare_container_isolation_info": "Who enforces the share's memory and compute, and what is not enforced; always 1.",
     "gpushare_container_not_limited": "Containers that run without a limit of their share; always 1, no row for others.",
     "container_request_gpu_utilization": "Requested share of GPUs, in GPUs.",
@@ -172,16 +171,16 @@ _LIMITS = {
 }
 """Name of the series -> help, in the order of `_limits`; likewise the next. The last two are gpu-manager's."""
 _USED = {
-    "gpushare_container_memory_used_bytes": "Memory of the GPU that the container uses.",
-    "gpushare_container_sm_utilization_ratio": "Compute of the GPU that the container uses.",
+    "gpushare_container_memory_used_bytes": "Memory that it uses.",
+    "gpushare_container_sm_utilization_ratio": "Compute that it uses.",
     # A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
     # compute, and a mean over time would count both.
-    "gpushare_container_sm_utilization_info": "Who says how much of the GPU's compute the container uses: driver, or"
-    " library, by what it paid; always 1.",
-    "gpushare_container_processes": "Processes of the container on the GPU.",
-    "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which the container read or wrote the GPU's memory.",
-    "gpushare_container_encoder_utilization_ratio": "Use of the GPU's encoder by the container.",
-    "gpushare_container_decoder_utilization_ratio": "Use of the GPU's decoder by the container.",
+    "gpushare_container_sm_utilization_info": "Who says how much compute it uses: driver, or library, by what it paid;"
+    " always 1.",
+    "gpushare_container_processes": "Its processes on the GPU.",
+    "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which it read or wrote the GPU's memory.",
+    "gpushare_container_encoder_utilization_ratio": "Its use of the encoder.",
+    "gpushare_container_decoder_utilization_ratio": "Its use of the decoder.",
     "container_gpu_utilization": "Used compute in percent of a GPU, by GPU (gpu0) and in total.",
     "container_gpu_memory_total": "Used GPU memory in MiB, by GPU (gpu0) and in total.",
 }
