@@ -219,7 +219,8 @@ class _Subscriptions:
                 agent.cluster.annotations.compare(new.key.pod_uid)
             agent.kubelet.tables.allocation_changed(old, new)
         agent.cluster.allocations_changed(uid)
-        agent.observability.consumption.allocation_changed(old, new)
+        if either is not None:
+            agent.observability.consumption.changed(either.key)
         self._changed(uid)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:

@@ -138,11 +138,11 @@ def full_metrics() -> str:
         node="n1",
         names=ResourceNames(),
         inventory=lambda: shown.inventory,
-        ledger=dict,
+        ledger=lambda: {allocated.key: allocated},
         of_pod=lambda _: [allocated],
         period_s=1.0,
     )
-    counted.allocation_changed(None, allocated)
+    counted.changed(allocated.key)
     counted.add(usage)
     metrics.show_node(NodePage(lambda _: [*node_series(shown), *counted.series(), *dcgm_series(shown)], max_age_s=1.0))
     return metrics.exposition("")[1].decode()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from tests.manifests.support_manifests import MANIFESTS, documents
 
 MONITORING = MANIFESTS / "monitoring"
@@ -83,7 +84,7 @@ def test_costs_are_what_the_counters_say() -> None:
 
 def autoscaling() -> dict[str, dict[str, Any]]:
     names = ("deployment", "hpa", "prometheus-adapter", "scaledobject")
-    return {name: documents(f"monitoring/autoscaling/{name}.yaml")[0] for name in names}
+    return {name: documents(f"samples/autoscaling/{name}.yaml")[0] for name in names}
 
 
 @needs_promtool
@@ -127,6 +128,8 @@ def test_the_autoscalers_name_the_deployment_and_the_metric() -> None:
     """An HPA of a metric that the adapter does not serve waits for ever."""
     files = autoscaling()
     name = files["deployment"]["metadata"]["name"]
+    (main,) = files["deployment"]["spec"]["template"]["spec"]["containers"]
+    assert main["resources"]["limits"] == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 16}
     assert files["hpa"]["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
     assert files["scaledobject"]["spec"]["scaleTargetRef"] == {"name": name}
     (metric,) = files["hpa"]["spec"]["metrics"]

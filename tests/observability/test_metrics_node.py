@@ -523,7 +523,9 @@ async def test_a_page_is_prepared_in_slices_and_is_of_one_round() -> None:
     slices = containers.prepared(ended)
     next(slices)
     assert len(containers._known) == 1
-    await page.prepare(is_openmetrics=False)
+    metrics = AgentMetrics()
+    metrics.show_node(page)
+    await metrics.prepare()
     assert len(containers._known) == 2
     del shown[0]
     found = page.text(is_openmetrics=False)

@@ -10,8 +10,7 @@ State owned: the sums of each row, and what each container has of them now. Chan
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
@@ -19,7 +18,7 @@ from gpushare_agent.agent.observability.metrics.text import Labels, Series, labe
 from gpushare_agent.agent.observability.usage_sampling import MISSED_ROUNDS
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, named_gpus
+from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, gpu_of
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.model.shares import on_gpu, share_limits
@@ -34,8 +33,11 @@ Size = tuple[int, int]
 """Cores, 1/100 of a GPU, and bytes of its memory: whole numbers, so that sums of them are exact."""
 _Name = tuple[str, str, str, GpuUuid]
 """Namespace, pod, container, GPU."""
-GPU_SECONDS = "Seconds of a whole GPU: that the container was allocated, or used of its compute."
-BYTE_SECONDS = "Bytes of the GPU's memory by seconds: that the container was allocated, or used."
+_SERIES = {
+    "gpushare_container_gpu_seconds_total": "Seconds of a whole GPU that it was allocated, or used of its compute.",
+    "gpushare_container_memory_byte_seconds_total": "Bytes of the GPU's memory by seconds, likewise.",
+}
+"""Name -> help, in the order of a row's values."""
 
 
 class _Row(Struct):
@@ -87,18 +89,16 @@ class Consumption(Struct, kw_only=True, eq=False):
     _round_at: float | None = None
     _is_taken_over: bool = False
 
-    def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """One container's; of a pod with init containers others' may follow."""
-        if (either := new or old) is None:
-            return
-        if new is None:
-            self._hold(either.key, {})
-        self._count(self.of_pod(either.key.pod_uid))
+    def changed(self, key: ContainerKey) -> None:
+        """A container's allocation; of a pod with init containers others' sizes may follow."""
+        if key not in self.ledger():
+            self._hold(key, {})
+        self._count(self.of_pod(key.pod_uid))
 
     def gpus_changed(self) -> None:
         """Sizes may follow: of a MIG instance that is made for a claim, or a GPU that comes back."""
-        for uid in {key.pod_uid for key in self.ledger()}:
-            self._count(self.of_pod(uid))
+        for key in self.ledger():
+            self._count(self.of_pod(key.pod_uid))
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round: the time until the next is unknown."""
@@ -109,7 +109,7 @@ class Consumption(Struct, kw_only=True, eq=False):
         if self._is_taken_over:
             # The records have been read: what ended during the reload is none of them.
             for key in self._held.keys() - self.ledger().keys():
-                self._hold(key, {})
+                self.changed(key)
             self._is_taken_over = False
         # After a pause the round at its end stands for it; after a longer time, in which rounds failed, only for its own.
         longest_s = self.idle_period_s + MISSED_ROUNDS * self.period_s
@@ -134,43 +134,32 @@ class Consumption(Struct, kw_only=True, eq=False):
     def series(self) -> Iterator[Series]:
         now = self.clock()
         self._drop_ended(now)
-        lines = [row.lines(now) for row in self._rows.values()]
-        yield Series("gpushare_container_gpu_seconds_total", GPU_SECONDS, "counter", [one for one, _ in lines if one])
-        yield Series(
-            "gpushare_container_memory_byte_seconds_total", BYTE_SECONDS, "counter", [one for _, one in lines if one]
-        )
+        columns = zip(*(row.lines(now) for row in self._rows.values()), strict=True)
+        for (name, text), lines in zip(_SERIES.items(), columns, strict=False):
+            yield Series(name, text, "counter", lines)
 
     def _count(self, allocations: Sequence[Allocation]) -> None:
         """All of one pod. The kubelet hands an init container's devices on to the containers after it, and keeps them for
         the pod's whole life: each counts for the last that has it."""
-        gpus = self.inventory().by_uuid()
+        gpus, now = self.inventory().by_uuid(), self.clock()
         taken: dict[ResourceKind, set[DeviceId]] = {}
         for one in sorted(allocations, key=lambda one: one.kind is ContainerKind.INIT):
             # The name may not be known yet: of a container that only the kubelet's checkpoint has.
             if one.pod_name:
                 limits = share_limits(one, None, gpus, self.names)
                 head = one.namespace, one.pod_name, one.container_name
-                sizes = {
-                    uuid: on_gpu(one, limits.cores, limits.memory_bytes, gpus[uuid])
-                    for uuid in one.gpus
-                    if uuid in gpus
-                }
+                known = [gpus[uuid] for uuid in one.gpus if uuid in gpus]
+                sizes = {gpu.uuid: on_gpu(one, limits.cores, limits.memory_bytes, gpu) for gpu in known}
                 if one.kind is ContainerKind.INIT:
-                    sizes = dict(_without(one, sizes, taken))
+                    sizes = {uuid: _without(one, uuid, size, taken) for uuid, size in sizes.items()}
                 labels = {"namespace": head[0], "pod": head[1], "container": head[2], "node": self.node}
-                for uuid in sizes:
-                    self._row((*head, uuid)).labels = labels_text(**labels, uuid=uuid, gpu=str(gpus[uuid].index))
+                for gpu in known:
+                    row = self._rows.setdefault((*head, gpu.uuid), _Row("", now, now))
+                    row.labels = labels_text(**labels, uuid=gpu.uuid, gpu=str(gpu.index))
                 self._hold(one.key, {(*head, uuid): size for uuid, size in sizes.items()})
             if len(allocations) > 1:
                 for kind, ids in one.ids.items():
                     taken.setdefault(kind, set()).update(ids)
-
-    def _row(self, name: _Name) -> _Row:
-        row = self._rows.get(name)
-        if row is None:
-            now = self.clock()
-            row = self._rows[name] = _Row("", began_at=now, since=now)
-        return row
 
     def _hold(self, key: ContainerKey, new: dict[_Name, Size]) -> None:
         """From now on the container has `new`."""
@@ -197,21 +186,15 @@ class Consumption(Struct, kw_only=True, eq=False):
             del self._ended[name], self._rows[name]
 
 
-def _without(
-    one: Allocation, sizes: Mapping[GpuUuid, Size], taken: Mapping[ResourceKind, set[DeviceId]]
-) -> Iterator[tuple[GpuUuid, Size]]:
-    """The sizes without the devices that are `taken`."""
+def _without(one: Allocation, uuid: GpuUuid, size: Size, taken: Mapping[ResourceKind, Collection[DeviceId]]) -> Size:
+    """The size without the devices that are `taken`."""
 
-    def left(kinds: Iterable[ResourceKind]) -> tuple[Counter[GpuUuid], Counter[GpuUuid]]:
-        ids = [(kind, one.ids_of(kind)) for kind in kinds]
-        free = Counter(uuid for kind, mine in ids for uuid in named_gpus(mine - taken.get(kind, set())))
-        return free, Counter(uuid for _, mine in ids for uuid in named_gpus(mine))
+    def left(kind: ResourceKind, ids: Collection[DeviceId]) -> float:
+        return sum(device not in taken.get(kind, ()) for device in ids) / len(ids) if ids else 1.0
 
-    free, every = left(kind for kind in one.ids if kind.binds_gpu)
-    blocks = one.ids_of(one.memory_kind)
-    for uuid, (cores, size) in sizes.items():
-        part = free[uuid] / every[uuid] if every[uuid] else 1.0
-        # A share's blocks may name any GPU; they are of the one that its cores name.
-        apart = blocks and not one.is_whole
-        of_memory = len(blocks - taken.get(one.memory_kind, set())) / len(blocks) if apart else part
-        yield uuid, (round(cores * part), round(size * of_memory))
+    # The kubelet may ask for the memory first.
+    bound = next((kind for kind in one.ids if kind.binds_gpu), ResourceKind.VCORE)
+    part = left(bound, [device for device in one.ids_of(bound) if gpu_of(device) == uuid])
+    # Memory comes with whole GPUs and replicas. A share has blocks, which may name any GPU.
+    blocks = () if one.is_whole else one.ids_of(one.memory_kind)
+    return round(size[0] * part), round(size[1] * (left(one.memory_kind, blocks) if blocks else part))

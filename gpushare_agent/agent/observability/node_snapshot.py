@@ -56,10 +56,6 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
         asked_mib = self.allocation.memory_blocks * names.memory_block_mib if self.allocation.is_whole else 0
         return asked_mib or self.allocated_memory_bytes / MIB
 
-    def on_gpu(self, gpu: Gpu) -> tuple[int, int]:
-        """The limits, cores and bytes, on one of its GPUs."""
-        return on_gpu(self.allocation, self.cores, self.memory_bytes, gpu)
-
 
 class AgentFacts(Struct, frozen=True, kw_only=True):
     """The agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
@@ -309,7 +305,7 @@ def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.Conta
                 "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid)),
             }
             for gpu in snapshot.gpus_of(allocation)
-            for cores, memory_bytes in (facts.on_gpu(gpu),)
+            for cores, memory_bytes in (on_gpu(allocation, facts.cores, facts.memory_bytes, gpu),)
         ],
     }
 

@@ -302,7 +302,6 @@ def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
             uuid=gpu.uuid,
             memory_used_bytes=used_bytes,
             memory_total_bytes=total_bytes,
-            memory_free_bytes=total_bytes - used_bytes,
             processes=tuple(sorted(only, key=lambda p: p.pid)),
         )
     load = _whole(p.sm_ratio for p in processes)

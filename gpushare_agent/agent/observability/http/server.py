@@ -190,7 +190,8 @@ class WebServer(Struct, eq=False):
 
         accept = ",".join(request.headers.getall("Accept", []))
         is_all = self.all_series or request.path == "/metric"
-        content_type, body = await self.metrics.prepared_exposition(accept, is_all=is_all)
+        await self.metrics.prepare(is_all=is_all)
+        content_type, body = self.metrics.exposition(accept, is_all=is_all)
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(request):
             headers["Content-Encoding"] = "gzip"

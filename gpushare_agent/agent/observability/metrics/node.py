@@ -16,6 +16,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.shares import on_gpu
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample
 
 THROTTLE_REASONS = (
@@ -45,9 +46,9 @@ _GPU_SAMPLES = {
     "memory_clock_hertz": ("memory_clock_hertz", "Clock of its memory."),
     "pcie_received_bytes_per_second": (
         "pcie_received_bytes_per_second",
-        "Traffic received over PCIe, a spot check of the driver.",
+        "Received over PCIe, a spot check of the driver.",
     ),
-    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Traffic sent over PCIe, likewise."),
+    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Sent over PCIe, likewise."),
     "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "Received over NVLink."),
     "nvlink_sent_bytes_total": ("nvlink_sent_bytes_total", "Sent over NVLink."),
 }
@@ -55,14 +56,13 @@ _GPU_SAMPLES = {
 
 
 def node_series(snapshot: NodeSnapshot, containers: ContainerSeries | None = None) -> list[Series]:
-    """The series that have a row, always in the same order; without `containers` all that a container can have."""
+    """All series, always in the same order; without `containers` all that a container can have."""
     found = [*(containers or ContainerSeries(is_all=True)).series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
         text = "When usage was last sampled; no row after three rounds without a sample."
         rows = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
         found.append(_series("usage_sampled_timestamp_seconds", text, rows))
-    # Prometheus takes a family without rows, but each costs two lines a scrape.
-    return [series for series in found if series.lines]
+    return found
 
 
 def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
@@ -79,15 +79,14 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         return _series(f"gpu_{name}", text, [(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
-    yield _info("gpu_info", "Name, bus ID and driver version; always 1.", infos)
+    yield _series("gpu_info", "Name, bus ID and driver version; always 1.", [(one, 1) for one in infos])
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
         for gpu in gpus
         if gpu.mig is not None
     ]
-    yield _info(
-        "gpu_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1.", instances
-    )
+    text = "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1."
+    yield _series("gpu_mig_info", text, [(one, 1) for one in instances])
     text = "MIG instances of this profile for which a GPU of mig.on_demand has room now, if it gets no others."
     room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
     rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
@@ -97,8 +96,9 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     text = "Compute that is allocated to containers."
     yield of_gpu("cores_allocated_ratio", text, lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU)
     yield of_gpu("memory_capacity_bytes", "Its memory.", lambda gpu: gpu.memory_mib * MIB)
-    text = "Memory that is allocated to containers."
-    yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
+    yield of_gpu(
+        "memory_allocated_bytes", "Memory that is allocated to containers.", lambda gpu: memory.get(gpu.uuid, 0)
+    )
     # The alert GpushareGPUUnhealthy must not fire for a GPU that no pod can get.
     text = "1 while it is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy), every)
@@ -127,10 +127,6 @@ def _series(name: str, text: str, rows: Iterable[tuple[Labels, Number]]) -> Seri
     name = f"gpushare_{name}"
     kind: Kind = "counter" if name.endswith("_total") else "gauge"
     return Series(name, text, kind, [line(name, labels, value) for labels, value in rows])
-
-
-def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
-    return _series(name, text, ((one, 1) for one in labels))
 
 
 def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) -> tuple[Series, Series]:
@@ -175,8 +171,7 @@ _USED = {
     "gpushare_container_sm_utilization_ratio": "Compute that it uses.",
     # A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
     # compute, and a mean over time would count both.
-    "gpushare_container_sm_utilization_info": "Who says how much compute it uses: driver, or library, by what it paid;"
-    " always 1.",
+    "gpushare_container_sm_utilization_info": "Who says how much compute it uses: driver, or library, by what it paid.",
     "gpushare_container_processes": "Its processes on the GPU.",
     "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which it read or wrote the GPU's memory.",
     "gpushare_container_encoder_utilization_ratio": "Its use of the encoder.",
@@ -209,30 +204,24 @@ class ContainerSeries(Struct, eq=False):
     is_all: bool = False
     _known: dict[ContainerKey, _Container] = field(default_factory=dict)
 
-    def prepared(self, snapshot: NodeSnapshot) -> Iterator[None]:
+    def prepared(self, snapshot: NodeSnapshot) -> Iterator[object]:
         """Writes the lines that have changed, one container's at a time, so that `series` is quick."""
-        for facts in snapshot.containers:
-            self._prepare(facts, snapshot)
-            yield
+        return (self._prepared(facts, snapshot) for facts in snapshot.containers)
 
     def series(self, snapshot: NodeSnapshot) -> list[Series]:
-        """Those that have a row, always in the same order, and all of this snapshot, whatever was prepared for another."""
-        every = snapshot.containers_by_name()
-        for facts in every:
-            self._prepare(facts, snapshot)
+        """Always in the same order, and all of this snapshot, whatever was prepared for another."""
+        known = [self._prepared(facts, snapshot) for facts in snapshot.containers_by_name()]
         # A new dictionary each time: what has ended is dropped without a search for it.
-        self._known = {facts.allocation.key: self._known[facts.allocation.key] for facts in every}
-        known = self._known.values()
+        self._known = {one.facts.allocation.key: one for one in known}
         # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
         has_namesakes = len({one.names for one in known}) < len(known)
         columns = (*zip(*(one.limits for one in known), strict=True), *zip(*(one.used for one in known), strict=True))
         return [
             Series(name, text, lines=_summed(name, column) if has_namesakes else column)
             for (name, text), column in zip((_LIMITS | _USED).items(), columns, strict=False)
-            if any(column)
         ]
 
-    def _prepare(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> None:
+    def _prepared(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
         key = facts.allocation.key
         one = self._known.get(key)
         # By identity: facts are made again when anything in them changes.
@@ -241,6 +230,7 @@ class ContainerSeries(Struct, eq=False):
         uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
         if uses != one.uses:
             one.uses, one.used = uses, _written(_USED, self._used(one, uses))
+        return one
 
     def _known_of(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
         allocation, gpus = facts.allocation, snapshot.gpus_of(facts.allocation)
@@ -256,7 +246,7 @@ class ContainerSeries(Struct, eq=False):
     def _limits(self, one: _Container, own: Mapping[str, str], names: ResourceNames) -> Iterator[_Row]:
         facts = one.facts
         for gpu, labels in zip(one.gpus, one.labels, strict=True):
-            cores, memory_bytes = facts.on_gpu(gpu)
+            cores, memory_bytes = on_gpu(facts.allocation, facts.cores, facts.memory_bytes, gpu)
             yield 0, labels, cores / CORES_PER_GPU
             # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
             yield 1, labels, (facts.core_limit or cores) / CORES_PER_GPU

@@ -17,8 +17,6 @@ from typing import Literal
 from msgspec import Struct, field
 from prometheus_client import Metric
 
-from gpushare_agent.core.kit.http_answers import in_slices
-
 MAX_LABEL = 253
 """Longest name of a pod. What is longer did not come through the API server, and is cut."""
 MAX_REMEMBERED = 4096
@@ -41,11 +39,11 @@ class Series(Struct, frozen=True):
 
 class NodePage(Struct, eq=False):
     """`text` calls `series` when its text is older than `max_age_s` or was `expire`d, with whether all series of a container
-    are wanted. `prepared` does what takes long of it, and may be left out."""
+    are wanted. `prepared` does what takes long of it before, a part at a time."""
 
     series: Callable[[bool], Iterable[Series]]
     max_age_s: float
-    prepared: Callable[[bool], Iterable[None]] = lambda _: ()
+    prepared: Callable[[bool], Iterable[object]] = lambda _: ()
     clock: Callable[[], float] = time.monotonic
     _texts: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
 
@@ -53,22 +51,17 @@ class NodePage(Struct, eq=False):
         """Something changed: the next reader gets a new text."""
         self._texts.clear()
 
-    async def prepare(self, *, is_openmetrics: bool, is_all: bool = False) -> None:
-        """Before `text`, which holds the loop: in slices, between which other tasks run."""
-        if not self._is_current(is_openmetrics, is_all):
-            await in_slices(self.prepared(is_all))
-
-    def _is_current(self, is_openmetrics: bool, is_all: bool) -> bool:
-        made_at, _ = self._texts.get((is_openmetrics, is_all), (float("-inf"), b""))
-        return self.clock() - made_at < self.max_age_s
-
     def text(self, *, is_openmetrics: bool, is_all: bool = False) -> bytes:
         """The page in one of the formats, without OpenMetrics' last line."""
-        if not self._is_current(is_openmetrics, is_all):
-            parts = [_text(series, is_openmetrics=is_openmetrics) for series in self.series(is_all)]
+        made_at, text = self._texts.get((is_openmetrics, is_all), (float("-inf"), b""))
+        if self.clock() - made_at >= self.max_age_s:
+            # Prometheus takes a family without rows, but each costs two lines a scrape.
+            shown = [series for series in self.series(is_all) if any(series.lines)]
+            parts = [_text(series, is_openmetrics=is_openmetrics) for series in shown]
             # A text for each format, because a counter's name differs; most nodes are only ever asked for one.
-            self._texts[is_openmetrics, is_all] = self.clock(), "".join(parts).encode()
-        return self._texts[is_openmetrics, is_all][1]
+            text = "".join(parts).encode()
+            self._texts[is_openmetrics, is_all] = self.clock(), text
+        return text
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
