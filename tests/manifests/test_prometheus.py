@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession
 
 from tests.agent.support_agent import open_agent
 from tests.kit.support_http import free_port
-from tests.manifests.test_monitoring import autoscaling
+from tests.manifests.test_monitoring import GRAFANA_VARIABLES, autoscaling, expressions
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 from tests.support_process import running_process
@@ -80,5 +80,10 @@ async def test_the_autoscalers_queries_and_dcgms_names_have_the_load_that_there_
                 await asyncio.sleep(0.1)
             while (later := await ask(session, url, used_s, "pod")) == first:
                 await asyncio.sleep(0.1)
+            for expression in expressions():
+                for variable, value in {**GRAFANA_VARIABLES, "$__rate_interval": "10s", "$__range": "10s"}.items():
+                    expression = expression.replace(variable, value)
+                async with session.get(f"{url}/api/v1/query", params={"query": expression}) as response:
+                    assert response.status == 200, (expression, await response.text())
     assert set(later) == set(loads)
     assert all(later[name] >= first[name] for name in first)
