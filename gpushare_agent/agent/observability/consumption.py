@@ -152,7 +152,7 @@ class Consumption(Struct, kw_only=True, eq=False):
                 sizes = {gpu.uuid: on_gpu(one, limits.cores, limits.memory_bytes, gpu) for gpu in known}
                 if one.kind is ContainerKind.INIT:
                     sizes = {uuid: _without(one, uuid, size, taken) for uuid, size in sizes.items()}
-                labels = {"namespace": head[0], "pod": head[1], "container": head[2], "node": self.node}
+                labels = {"namespace": head[0], "node": self.node, "pod": head[1], "container": head[2]}
                 for gpu in known:
                     row = self._rows.setdefault((*head, gpu.uuid), _Row("", now, now))
                     row.labels = labels_text(**labels, uuid=gpu.uuid, gpu=str(gpu.index))
