@@ -35,6 +35,7 @@ from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
 from bench.results import from_json, shown
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.consumption import Consumption
@@ -48,7 +49,7 @@ from gpushare_agent.core.formats.mig_profiles import profile_names
 from gpushare_agent.core.model.gpu_health import XID_NAMES, HealthState
 from gpushare_agent.core.model.gpus import Link, LinkKind
 from gpushare_agent.core.model.isolation import Sharing
-from gpushare_agent.core.model.resources import NvidiaNames, ResourceNames
+from gpushare_agent.core.model.resources import NvidiaNames
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
 from gpushare_agent.core.settings.nvidia_options import OPTIONS
@@ -68,6 +69,7 @@ from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
+    counting_node,
     driver_sample,
     facts,
     id_of,
@@ -134,14 +136,9 @@ def full_metrics() -> str:
         shown.inventory, gpus=(first, second), mig_partitioned=divided.mig_partitioned, mig_layouts=divided.mig_layouts
     )
     shown = replace(shown, inventory=with_instance)
-    counted = Consumption(
-        node="n1",
-        names=ResourceNames(),
-        inventory=lambda: shown.inventory,
-        ledger=lambda: {allocated.key: allocated},
-        of_pod=lambda _: [allocated],
-        period_s=1.0,
-    )
+    cache = AllocationCache()
+    cache.put(allocated)
+    counted = Consumption(counting_node(cache, shown.inventory))
     counted.changed(allocated.key)
     counted.add(usage)
     metrics.show_node(NodePage(lambda _: [*node_series(shown), *counted.series(), *dcgm_series(shown)], max_age_s=1.0))

@@ -20,10 +20,10 @@ from gpushare_agent.core.model.allocations import (
 )
 from gpushare_agent.core.model.names import MIB, device_id
 from gpushare_agent.core.model.pods import ContainerKind
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
 from tests.fakes.clock import FakeClock
-from tests.observability.support_usage import GPU_MIB, UUIDS, allocation, inventory, key_of
+from tests.observability.support_usage import GPU_MIB, UUIDS, allocation, counting_node, inventory, key_of
 
 GIB = 1024 * MIB
 Rows = dict[tuple[str, str, str], float]
@@ -31,17 +31,15 @@ Rows = dict[tuple[str, str, str], float]
 
 
 class Node:
-    """A ledger, and what is counted of it; a round each second, and a pause of up to a minute."""
+    """A ledger, and what is counted of it."""
 
     def __init__(self) -> None:
-        self.clock, self.cache, self.gpus = FakeClock(1000.0), AllocationCache(), inventory()
+        self.clock, self.cache = FakeClock(1000.0), AllocationCache()
         self.counted = self.again(self.cache)
 
     def again(self, cache: AllocationCache) -> Consumption:
-        counted = Consumption(
-            node="n1", names=ResourceNames(), inventory=lambda: self.gpus, ledger=cache.view, of_pod=cache.of_pod,
-            period_s=1.0, idle_period_s=60.0, clock=self.clock,
-        )  # fmt: skip
+        self.node = counting_node(cache, inventory())
+        counted = Consumption(self.node, self.clock)
         cache.subscribe(lambda old, new: counted.changed(one.key) if (one := new or old) else None)
         self.cache, self.counted = cache, counted
         return counted
@@ -232,11 +230,11 @@ def test_what_is_unknown_has_no_row() -> None:
 def test_a_gpu_that_is_not_known_yet_counts_once_it_is() -> None:
     """The place of a MIG instance that is made for a claim."""
     node = Node()
-    node.gpus = inventory(1)
+    node.node.inventory.current = inventory(1)
     node.cache.put(allocation(key_of(1), (1,)))
     node.wait(10)
     assert node.seconds() == {}
-    node.gpus = inventory(2)
+    node.node.inventory.current = inventory(2)
     node.counted.gpus_changed()
     node.wait(10)
     assert node.seconds()["p/main", "1", "allocated"] == 4.0

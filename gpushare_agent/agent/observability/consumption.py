@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
+from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.metrics.text import Labels, Series, labels_text
 from gpushare_agent.agent.observability.usage_sampling import MISSED_ROUNDS
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, gpu_of
+from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of
 from gpushare_agent.core.model.pods import ContainerKind
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.shares import on_gpu, share_limits
 from gpushare_agent.core.model.usage import UsageRound
 
@@ -71,16 +71,10 @@ class _Row(Struct):
         return seconds, f'{sizes}{head}"used"}} {int(self.used[1])}\n' if self.is_known[1] else sizes
 
 
-class Consumption(Struct, kw_only=True, eq=False):
-    """`ledger` is all that is allocated, `of_pod` a pod's or claim's part of it. `clock` is monotonic."""
+class Consumption(Struct, eq=False):
+    """Of what the node's ledger has allocated. `clock` is monotonic."""
 
-    node: str
-    names: ResourceNames
-    inventory: Callable[[], GpuInventory]
-    ledger: Callable[[], Mapping[ContainerKey, Allocation]]
-    of_pod: Callable[[PodUid], Sequence[Allocation]]
-    period_s: float
-    idle_period_s: float = 0.0
+    node: Node
     clock: Callable[[], float] = time.monotonic
     _rows: dict[_Name, _Row] = field(default_factory=dict)
     _held: dict[ContainerKey, dict[_Name, Size]] = field(default_factory=dict)
@@ -91,14 +85,14 @@ class Consumption(Struct, kw_only=True, eq=False):
 
     def changed(self, key: ContainerKey) -> None:
         """A container's allocation; of a pod with init containers others' sizes may follow."""
-        if key not in self.ledger():
+        if self.node.cache.get(key) is None:
             self._hold(key, {})
-        self._count(self.of_pod(key.pod_uid))
+        self._count(self.node.cache.of_pod(key.pod_uid))
 
     def gpus_changed(self) -> None:
         """Sizes may follow: of a MIG instance that is made for a claim, or a GPU that comes back."""
-        for key in self.ledger():
-            self._count(self.of_pod(key.pod_uid))
+        for key in self.node.cache.view():
+            self._count(self.node.cache.of_pod(key.pod_uid))
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round: the time until the next is unknown."""
@@ -108,12 +102,13 @@ class Consumption(Struct, kw_only=True, eq=False):
             return
         if self._is_taken_over:
             # The records have been read: what ended during the reload is none of them.
-            for key in self._held.keys() - self.ledger().keys():
+            for key in self._held.keys() - self.node.cache.view().keys():
                 self.changed(key)
             self._is_taken_over = False
         # After a pause the round at its end stands for it; after a longer time, in which rounds failed, only for its own.
-        longest_s = self.idle_period_s + MISSED_ROUNDS * self.period_s
-        since = before if before is not None and now - before <= longest_s else now - self.period_s
+        period_s, idle_period_s = self.node.settings.sample_period_s, self.node.settings.usage.idle_period_s
+        longest_s = idle_period_s + MISSED_ROUNDS * period_s
+        since = before if before is not None and now - before <= longest_s else now - period_s
         for (key, uuid), use in usage.containers.items():
             # Without processes nothing is used. This is most of a full node's containers, each second.
             if not use.pids and use.memory_bytes is not None:
@@ -141,18 +136,23 @@ class Consumption(Struct, kw_only=True, eq=False):
     def _count(self, allocations: Sequence[Allocation]) -> None:
         """All of one pod. The kubelet hands an init container's devices on to the containers after it, and keeps them for
         the pod's whole life: each counts for the last that has it."""
-        gpus, now = self.inventory().by_uuid(), self.clock()
+        gpus, now = self.node.inventory.current.by_uuid(), self.clock()
         taken: dict[ResourceKind, set[DeviceId]] = {}
         for one in sorted(allocations, key=lambda one: one.kind is ContainerKind.INIT):
             # The name may not be known yet: of a container that only the kubelet's checkpoint has.
             if one.pod_name:
-                limits = share_limits(one, None, gpus, self.names)
+                limits = share_limits(one, None, gpus, self.node.names)
                 head = one.namespace, one.pod_name, one.container_name
                 known = [gpus[uuid] for uuid in one.gpus if uuid in gpus]
                 sizes = {gpu.uuid: on_gpu(one, limits.cores, limits.memory_bytes, gpu) for gpu in known}
                 if one.kind is ContainerKind.INIT:
                     sizes = {uuid: _without(one, uuid, size, taken) for uuid, size in sizes.items()}
-                labels = {"namespace": head[0], "node": self.node, "pod": head[1], "container": head[2]}
+                labels = {
+                    "namespace": head[0],
+                    "node": self.node.settings.node_name,
+                    "pod": head[1],
+                    "container": head[2],
+                }
                 for gpu in known:
                     row = self._rows.setdefault((*head, gpu.uuid), _Row("", now, now))
                     row.labels = labels_text(**labels, uuid=gpu.uuid, gpu=str(gpu.index))

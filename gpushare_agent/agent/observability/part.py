@@ -101,15 +101,7 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
-    consumption = Consumption(
-        node=settings.node_name,
-        names=node.names,
-        inventory=lambda: node.inventory.current,
-        ledger=node.cache.view,
-        of_pod=node.cache.of_pod,
-        period_s=settings.sample_period_s,
-        idle_period_s=settings.usage.idle_period_s,
-    )
+    consumption = Consumption(node)
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
@@ -128,7 +120,7 @@ def build(
         snapshots=snapshots,
         consumption=consumption,
         metrics_page=NodePage(
-            series, settings.sample_period_s, prepared=lambda is_all: shown[is_all].prepared(snapshots.current())
+            series, settings.sample_period_s, lambda is_all: shown[is_all].prepared(snapshots.current())
         ),
         web=WebServer(
             settings.web.addr,

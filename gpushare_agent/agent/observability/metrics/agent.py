@@ -90,9 +90,8 @@ class AgentMetrics:
         text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
         self.taken_ids_offered = count("taken_ids_offered", text, resource=())
         text = "Corrected differences between the agent's ledger and the kubelet's; should stay 0."
-        self.reconcile_corrected = count(
-            "reconcile_corrections", text, kind=("adopted", "changed", "ended", "unlisted")
-        )
+        kinds = ("adopted", "changed", "ended", "unlisted")
+        self.reconcile_corrected = count("reconcile_corrections", text, kind=kinds)
         # The API server's pods.
         self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
         text = "Watches of the node's pods by why they ended: ended, or the kind of error."

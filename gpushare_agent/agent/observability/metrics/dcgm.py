@@ -17,18 +17,18 @@ from gpushare_agent.core.model.usage import GpuSample
 
 _MHZ = 10**6
 _SERIES: dict[str, tuple[str, str, float]] = {
-    "GPU_UTIL": ("GPU utilization (in %).", "sm_ratio", 100),
-    "MEM_COPY_UTIL": ("Memory utilization (in %).", "memory_ratio", 100),
-    "ENC_UTIL": ("Encoder utilization (in %).", "encoder_ratio", 100),
-    "DEC_UTIL": ("Decoder utilization (in %).", "decoder_ratio", 100),
-    "FB_USED": ("Framebuffer memory used (in MiB).", "memory_used_bytes", 1 / MIB),
-    "FB_FREE": ("Framebuffer memory free (in MiB).", "memory_free_bytes", 1 / MIB),
-    "GPU_TEMP": ("GPU temperature (in C).", "temperature_celsius", 1),
-    "POWER_USAGE": ("Power draw (in W).", "power_watts", 1),
-    "SM_CLOCK": ("SM clock frequency (in MHz).", "sm_clock_hertz", 1 / _MHZ),
-    "MEM_CLOCK": ("Memory clock frequency (in MHz).", "memory_clock_hertz", 1 / _MHZ),
+    "DCGM_FI_DEV_GPU_UTIL": ("GPU utilization (in %).", "sm_ratio", 100),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": ("Memory utilization (in %).", "memory_ratio", 100),
+    "DCGM_FI_DEV_ENC_UTIL": ("Encoder utilization (in %).", "encoder_ratio", 100),
+    "DCGM_FI_DEV_DEC_UTIL": ("Decoder utilization (in %).", "decoder_ratio", 100),
+    "DCGM_FI_DEV_FB_USED": ("Framebuffer memory used (in MiB).", "memory_used_bytes", 1 / MIB),
+    "DCGM_FI_DEV_FB_FREE": ("Framebuffer memory free (in MiB).", "memory_free_bytes", 1 / MIB),
+    "DCGM_FI_DEV_GPU_TEMP": ("GPU temperature (in C).", "temperature_celsius", 1),
+    "DCGM_FI_DEV_POWER_USAGE": ("Power draw (in W).", "power_watts", 1),
+    "DCGM_FI_DEV_SM_CLOCK": ("SM clock frequency (in MHz).", "sm_clock_hertz", 1 / _MHZ),
+    "DCGM_FI_DEV_MEM_CLOCK": ("Memory clock frequency (in MHz).", "memory_clock_hertz", 1 / _MHZ),
 }
-"""Name after DCGM_FI_DEV_ -> help, field of GpuSample, factor."""
+"""Name -> help, field of GpuSample, factor."""
 
 
 def dcgm_series(snapshot: NodeSnapshot) -> Iterator[Series]:
@@ -52,5 +52,4 @@ def dcgm_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         rows.append((labels_text(**names, gpu=str(gpu.number), device=f"nvidia{gpu.number}", **whose), sample))
     for name, (text, value, factor) in _SERIES.items():
         known = [(labels, found) for labels, sample in rows if (found := getattr(sample, value)) is not None]
-        name = f"DCGM_FI_DEV_{name}"
         yield Series(name, text, lines=[line(name, labels, round(found * factor, 3)) for labels, found in known])
