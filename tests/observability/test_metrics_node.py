@@ -529,6 +529,7 @@ async def test_a_page_is_prepared_in_slices_and_is_of_one_round() -> None:
     assert len(containers._known) == 2
     del shown[0]
     found = page.text(is_openmetrics=False)
+    assert len(containers._known) == 1
     metrics = AgentMetrics()
     metrics.show_node(NodePage(lambda _: node_series(second, ContainerSeries()), 60.0))
     assert metrics.exposition("")[1].startswith(found)

@@ -17,16 +17,16 @@ from gpushare_agent.core.model.usage import GpuSample
 
 _MHZ = 10**6
 _SERIES: dict[str, tuple[str, str, float]] = {
-    "DCGM_FI_DEV_GPU_UTIL": ("GPU utilization (in %).", "sm_ratio", 100),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": ("Memory utilization (in %).", "memory_ratio", 100),
-    "DCGM_FI_DEV_ENC_UTIL": ("Encoder utilization (in %).", "encoder_ratio", 100),
-    "DCGM_FI_DEV_DEC_UTIL": ("Decoder utilization (in %).", "decoder_ratio", 100),
-    "DCGM_FI_DEV_FB_USED": ("Framebuffer memory used (in MiB).", "memory_used_bytes", 1 / MIB),
-    "DCGM_FI_DEV_FB_FREE": ("Framebuffer memory free (in MiB).", "memory_free_bytes", 1 / MIB),
-    "DCGM_FI_DEV_GPU_TEMP": ("GPU temperature (in C).", "temperature_celsius", 1),
-    "DCGM_FI_DEV_POWER_USAGE": ("Power draw (in W).", "power_watts", 1),
-    "DCGM_FI_DEV_SM_CLOCK": ("SM clock frequency (in MHz).", "sm_clock_hertz", 1 / _MHZ),
-    "DCGM_FI_DEV_MEM_CLOCK": ("Memory clock frequency (in MHz).", "memory_clock_hertz", 1 / _MHZ),
+    "DCGM_FI_DEV_GPU_UTIL": ("Time in which it computed, percent.", "sm_ratio", 100),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": ("Time in which its memory was read or written, percent.", "memory_ratio", 100),
+    "DCGM_FI_DEV_ENC_UTIL": ("Use of its encoder, percent.", "encoder_ratio", 100),
+    "DCGM_FI_DEV_DEC_UTIL": ("Use of its decoder, percent.", "decoder_ratio", 100),
+    "DCGM_FI_DEV_FB_USED": ("Memory in use, MiB.", "memory_used_bytes", 1 / MIB),
+    "DCGM_FI_DEV_FB_FREE": ("Free memory, MiB.", "memory_free_bytes", 1 / MIB),
+    "DCGM_FI_DEV_GPU_TEMP": ("Temperature, degrees Celsius.", "temperature_celsius", 1),
+    "DCGM_FI_DEV_POWER_USAGE": ("Power that it draws, watts.", "power_watts", 1),
+    "DCGM_FI_DEV_SM_CLOCK": ("Clock of its compute, MHz.", "sm_clock_hertz", 1 / _MHZ),
+    "DCGM_FI_DEV_MEM_CLOCK": ("Clock of its memory, MHz.", "memory_clock_hertz", 1 / _MHZ),
 }
 """Name -> help, field of GpuSample, factor."""
 
