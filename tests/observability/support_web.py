@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.sample_node import SampleNode
@@ -12,10 +14,12 @@ from gpushare_agent.agent.admission.outcomes import DecisionLog
 from gpushare_agent.agent.observability.http.node_api import NodeApi
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.agent.observability.usage_history import UsageHistory
+from gpushare_agent.agent.observability.saved_past import GpuChanges, SavedPast
+from gpushare_agent.agent.observability.usage_history import DAY_POINTS, DAY_S, DayHistory, UsageHistory
 from gpushare_agent.core.kit.http_answers import encode
 from gpushare_agent.core.model.usage import ProcessFacts
 from tests.cluster.support_kube import running
+from tests.observability.support_usage import inventory
 
 KEPT = 600
 
@@ -39,18 +43,36 @@ class FakeHistory:
         yield encode(self.document)
 
 
+def no_past(recent: UsageHistory, directory: Path | None = None) -> SavedPast:
+    return SavedPast(
+        directory=directory,
+        recent=recent,
+        day=DayHistory(DAY_S, DAY_POINTS, clock=time.time),
+        changes=GpuChanges(),
+        gpus=inventory,
+    )
+
+
 @asynccontextmanager
 async def served_node(
     node: SampleNode,
     *,
     history: UsageHistory | None = None,
     describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None,
+    past: SavedPast | None = None,
     port: int = 0,
 ) -> AsyncIterator[ServedNode]:
     """The server, until the block ends."""
     decisions = DecisionLog(KEPT)
     curves = history or UsageHistory(60, 6)
-    api = NodeApi(snapshot=node.snapshot, history=curves, decisions=decisions, kept_decisions=KEPT, describe=describe)
+    api = NodeApi(
+        snapshot=node.snapshot,
+        history=curves,
+        past=past or no_past(curves),
+        decisions=decisions,
+        kept_decisions=KEPT,
+        describe=describe,
+    )
     server = WebServer(
         "127.0.0.1",
         port,

@@ -11,14 +11,15 @@ import pytest
 from aiohttp import ClientSession
 from msgspec.structs import replace
 
-from bench.sample_node import SampleNode
+from bench.sample_node import SampleNode, uuid_of
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import NodeEventReason, Unavailable
+from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.usage import ProcessFacts, ProcessSample
 from tests.cluster.support_kube import running
-from tests.observability.support_web import served_node
+from tests.observability.support_web import no_past, served_node
 from tests.support_json import written_node
 
 
@@ -191,6 +192,39 @@ async def test_the_history_can_be_asked_for_one_half() -> None:
             assert found == {name: value for name, value in whole.items() if name != other}
 
 
+async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
+    """The day in the shape of the last minutes; of each GPU what happened to it, newest first."""
+    history = _curves()
+    past = no_past(history)
+    past.day.clock = lambda: 86_400.0
+    past.day.fold(history)
+    uuid = uuid_of(0)
+    past.changes.clock = lambda: 5.0
+    past.changes.health_changed(uuid, NodeEventReason.GPU_CORDONED, "fan")
+    past.changes.event_came(GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=31), 2)
+    async with served_node(SampleNode(gpus=1, containers=0), history=history, past=past) as served:
+        whole = (await _get(f"{served.url}/api/v1/history?span=day"))[1]
+        gpus = (await _get(f"{served.url}/api/v1/history?span=day&only=gpus"))[1]
+        recent = (await _get(f"{served.url}/api/v1/history"))[1]
+        changes = (await _get(f"{served.url}/api/v1/changes"))[1]
+    assert (whole["at"], whole["step_seconds"], recent["step_seconds"]) == (86_400.0, 300.0, 10.0)
+    assert {half: whole[half].keys() for half in ("gpus", "containers")} == {
+        half: recent[half].keys() for half in ("gpus", "containers")
+    }
+    assert gpus == {name: value for name, value in whole.items() if name != "containers"}
+    assert len(gpus["gpus"][uuid]["sm_ratio"]) == 288
+    assert gpus["gpus"][uuid]["sm_ratio"][-1] == recent["gpus"][uuid]["sm_ratio"][-1]
+    xid = "Xid 31 (GPU memory page fault)"
+    assert changes == {
+        "changes": {
+            uuid: [
+                {"at": 5.0, "uuid": uuid, "what": "xid", "reason": xid, "xid": 31, "count": 2},
+                {"at": 5.0, "uuid": uuid, "what": "cordoned", "reason": "fan", "xid": 0, "count": 1},
+            ]
+        }
+    }
+
+
 async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask; a new round is seen at once."""
     history = _curves()
@@ -261,6 +295,8 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
         ("decisions?after=" + "9" * 5000, "…"),
         ("decisions?pod=", "1 to 253 characters"),
         ("decisions?pod=" + "a" * 254, "1 to 253 characters"),
+        ("history?span=week", "one of day"),
+        ("changes?gpu=0", "known: none"),
         ("history?only=pods", "one of gpus, containers"),
         ("decisions?%3Cscript%3E=1", '"<script>"'),
         ("node?from=3", "known: processes"),

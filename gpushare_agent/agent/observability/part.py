@@ -33,7 +33,14 @@ from gpushare_agent.agent.observability.node_snapshot import (
     NodeSnapshot,
     SnapshotCache,
 )
-from gpushare_agent.agent.observability.usage_history import HISTORY_POINTS, UsageHistory
+from gpushare_agent.agent.observability.saved_past import GpuChanges, SavedPast
+from gpushare_agent.agent.observability.usage_history import (
+    DAY_POINTS,
+    DAY_S,
+    HISTORY_POINTS,
+    DayHistory,
+    UsageHistory,
+)
 from gpushare_agent.agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
@@ -52,6 +59,7 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 
     usage: UsageSampling
     usage_history: UsageHistory
+    past: SavedPast
     snapshots: SnapshotCache
     metrics_page: NodePage
     web: WebServer
@@ -61,8 +69,13 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
         return bodies({"web": self.web})
 
     def late_tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {"usage sampling": self.usage, "display": self.display}
+        services: dict[str, Runs | None] = {"usage sampling": self.usage, "past": self.past, "display": self.display}
         return bodies(services)
+
+    def take_over(self, previous: ObservabilityPart) -> None:
+        """The past of an agent that has read its settings again."""
+        self.usage_history.take_over(previous.usage_history)
+        self.past.take_over(previous.past)
 
     def expire(self) -> None:
         """The node has changed: all that shows it is made again when it is asked for next."""
@@ -98,12 +111,20 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
+    past = SavedPast(
+        directory=settings.state_directory,
+        recent=history,
+        day=DayHistory(DAY_S, DAY_POINTS, clock=time.time),
+        changes=GpuChanges(),
+        gpus=node.gpus,
+    )
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(
         snapshot=snapshots.current,
         history=history,
+        past=past,
         decisions=decisions,
         kept_decisions=KEPT_DECISIONS,
         describe=usage.owners.describe,
@@ -113,6 +134,7 @@ def build(
     return ObservabilityPart(
         usage=usage,
         usage_history=history,
+        past=past,
         snapshots=snapshots,
         metrics_page=NodePage(lambda is_all: node_series(snapshots.current(), shown[is_all]), settings.sample_period_s),
         web=WebServer(

@@ -15,6 +15,7 @@ from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.agent.admission.outcomes import DecisionLog
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.agent.observability.saved_past import SavedPast
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit.http_answers import (
     BadQueryError,
@@ -42,7 +43,11 @@ MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A longer history is encoded again for each request."""
 _NODE: Mapping[str, Number | Word] = {"processes": Word(most_characters=5, choices=("true", "false"))}
-_HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("gpus", "containers"))}
+_HISTORY: Mapping[str, Number | Word] = {
+    "only": Word(most_characters=10, choices=("gpus", "containers")),
+    "span": Word(most_characters=3, choices=("day",)),
+}
+_CHANGES: Mapping[str, Number | Word] = {}
 _DECISIONS: Mapping[str, Number | Word] = {
     "namespace": Word(most_characters=63),
     "pod": Word(most_characters=253),
@@ -58,18 +63,20 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
     snapshot: Callable[[], NodeSnapshot]
     history: UsageHistory
+    past: SavedPast
     decisions: DecisionLog
     kept_decisions: int
     describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
     """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
     _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
-    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
+    _curves: dict[tuple[str, str], tuple[int, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
     def routes(self) -> list[Route]:
         return [
             ("/api/v1/node", _reading(_NODE, self._node_body)),
             ("/api/v1/history", _reading(_HISTORY, self._history_body)),
+            ("/api/v1/changes", _reading(_CHANGES, self._changes_body)),
             ("/api/v1/decisions", _reading(_DECISIONS, self._decisions_body)),
         ]
 
@@ -95,17 +102,24 @@ class NodeApi(Struct, kw_only=True, eq=False):
             return {}
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
-        only, version = query["only"], self.history.version
-        known = self._curves.get(only)
+        only, span = query["only"], query["span"]
+        history = self.past.day if span else self.history
+        known, version = self._curves.get((only, span)), history.version
         if known is not None and known[0] == version:
             return known[1]
-        pieces = self.history.pieces(gpus=only != "containers", containers=only != "gpus")
+        pieces = history.pieces(gpus=only != "containers", containers=only != "gpus")
         body = JsonBody(await join_in_slices(pieces))
         # Before the length is known: a history that has grown past the limit must not leave its former body behind.
-        self._curves.pop(only, None)
-        if len(body.text) <= MOST_KEPT_BYTES:
-            self._curves[only] = version, body
+        self._curves.pop((only, span), None)
+        # The day's is asked for rarely, and moves on without a new point.
+        if not span and len(body.text) <= MOST_KEPT_BYTES:
+            self._curves[only, span] = version, body
         return body
+
+    async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
+        pieces = (encode({uuid: found})[1:-1] for uuid, found in self.past.changes.newest().items())
+        joined = (b"," + piece if index else piece for index, piece in enumerate(pieces))
+        return JsonBody(b'{"changes":{' + await join_in_slices(joined) + b"}}")
 
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}
