@@ -38,7 +38,7 @@ class FakeHistory:
     document: dict[str, Any]
     version: int = 1
 
-    def pieces(self, *, gpus: bool, containers: bool) -> Iterator[bytes]:
+    def pieces(self, *, gpus: bool, containers: bool, container: str) -> Iterator[bytes]:
         assert gpus or containers
         yield encode(self.document)
 

@@ -190,6 +190,9 @@ async def test_the_history_can_be_asked_for_one_half() -> None:
         for half, other in (("gpus", "containers"), ("containers", "gpus")):
             found = (await _get(f"{served.url}/api/v1/history?only={half}"))[1]
             assert found == {name: value for name, value in whole.items() if name != other}
+        name = next(iter(whole["containers"]))
+        one = (await _get(f"{served.url}/api/v1/history?only=containers&container={name}"))[1]
+        assert one["containers"] == {name: whole["containers"][name]}
 
 
 async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
@@ -231,9 +234,9 @@ async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.Mo
     asked: list[int] = []
     pieces = UsageHistory.pieces
 
-    def counted(history: UsageHistory, **halves: bool) -> Iterator[bytes]:
+    def counted(history: UsageHistory, **wanted: Any) -> Iterator[bytes]:
         asked.append(history.version)
-        return pieces(history, **halves)
+        return pieces(history, **wanted)
 
     monkeypatch.setattr(UsageHistory, "pieces", counted)
     async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:

@@ -128,10 +128,10 @@ class UsageHistory(Struct, eq=False):
         newest, most = math.floor(self.clock() / self._step_s), max(1, round(length_s / self._step_s))
         return _means(self._gpus, newest, most), _means(self._containers, newest, most)
 
-    def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
+    def pieces(self, *, gpus: bool = True, containers: bool = True, container: str = "") -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
         between two. It shows the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
-        newest round was, None before the first."""
+        newest round was, None before the first. `container` names one, as the document does."""
         at, newest = self._now()
         head = _json({"at": at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
@@ -141,8 +141,9 @@ class UsageHistory(Struct, eq=False):
             ]
         if containers:
             halves["containers"] = [
-                (f"{key.pod_uid}/{key.container}", self._owner(key), "memory_bytes", pair.points(newest))
+                (name, self._owner(key), "memory_bytes", pair.points(newest))
                 for key, pair in sorted(self._containers.items())
+                if (name := f"{key.pod_uid}/{key.container}") == (container or name)
             ]
         return _pieces(head, halves)
 

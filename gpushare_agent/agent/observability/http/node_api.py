@@ -45,6 +45,7 @@ MOST_KEPT_BYTES = 4 * 1024 * 1024
 _NODE: Mapping[str, Number | Word] = {"processes": Word(most_characters=5, choices=("true", "false"))}
 _HISTORY: Mapping[str, Number | Word] = {
     "only": Word(most_characters=10, choices=("gpus", "containers")),
+    "container": Word(most_characters=320),
     "span": Word(most_characters=3, choices=("day",)),
 }
 _CHANGES: Mapping[str, Number | Word] = {}
@@ -69,7 +70,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
     describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
     """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
     _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
-    _curves: dict[tuple[str, str], tuple[int, JsonBody]] = field(default_factory=dict)
+    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
     def routes(self) -> list[Route]:
@@ -102,18 +103,19 @@ class NodeApi(Struct, kw_only=True, eq=False):
             return {}
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
-        only, span = query["only"], query["span"]
+        only, span, container = query["only"], query["span"], query["container"]
         history = self.past.day if span else self.history
-        known, version = self._curves.get((only, span)), history.version
+        # What is asked for rarely is not kept: the day, which moves on without a new point, and one container.
+        known, version = None if span or container else self._curves.get(only), history.version
         if known is not None and known[0] == version:
             return known[1]
-        pieces = history.pieces(gpus=only != "containers", containers=only != "gpus")
+        pieces = history.pieces(gpus=only != "containers", containers=only != "gpus", container=container)
         body = JsonBody(await join_in_slices(pieces))
-        # Before the length is known: a history that has grown past the limit must not leave its former body behind.
-        self._curves.pop((only, span), None)
-        # The day's is asked for rarely, and moves on without a new point.
-        if not span and len(body.text) <= MOST_KEPT_BYTES:
-            self._curves[only, span] = version, body
+        if not (span or container):
+            # Before the length is known: a history that has grown past the limit must not leave its former body behind.
+            self._curves.pop(only, None)
+            if len(body.text) <= MOST_KEPT_BYTES:
+                self._curves[only] = version, body
         return body
 
     async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
