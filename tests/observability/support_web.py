@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from gpushare_agent.agent.admission.outcomes import DecisionLog
 from gpushare_agent.agent.observability.http.node_api import NodeApi
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.agent.observability.saved_past import GpuChanges, SavedPast
-from gpushare_agent.agent.observability.usage_history import DAY_POINTS, DAY_S, DayHistory, UsageHistory
+from gpushare_agent.agent.observability.saved_past import SavedPast
+from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit.http_answers import encode
 from gpushare_agent.core.model.usage import ProcessFacts
 from tests.cluster.support_kube import running
@@ -44,13 +43,7 @@ class FakeHistory:
 
 
 def no_past(recent: UsageHistory, directory: Path | None = None) -> SavedPast:
-    return SavedPast(
-        directory=directory,
-        recent=recent,
-        day=DayHistory(DAY_S, DAY_POINTS, clock=time.time),
-        changes=GpuChanges(),
-        gpus=inventory,
-    )
+    return SavedPast(directory=directory, recent=recent, gpus=inventory)
 
 
 @asynccontextmanager

@@ -33,14 +33,8 @@ from gpushare_agent.agent.observability.node_snapshot import (
     NodeSnapshot,
     SnapshotCache,
 )
-from gpushare_agent.agent.observability.saved_past import GpuChanges, SavedPast
-from gpushare_agent.agent.observability.usage_history import (
-    DAY_POINTS,
-    DAY_S,
-    HISTORY_POINTS,
-    DayHistory,
-    UsageHistory,
-)
+from gpushare_agent.agent.observability.saved_past import SavedPast
+from gpushare_agent.agent.observability.usage_history import HISTORY_POINTS, UsageHistory
 from gpushare_agent.agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
@@ -111,13 +105,7 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
-    past = SavedPast(
-        directory=settings.state_directory,
-        recent=history,
-        day=DayHistory(DAY_S, DAY_POINTS, clock=time.time),
-        changes=GpuChanges(),
-        gpus=node.gpus,
-    )
+    past = SavedPast(directory=settings.state_directory, recent=history, gpus=node.gpus)
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))

@@ -2,8 +2,8 @@
 
 history.json in state_directory, by kit/state_file.py, which also says what becomes of one that is not this format:
 
-    {"version": 1, "slot": 5893632, "gpus": [{"uuid": "GPU-…", "last": 5893632, "points": "…"}],
-     "containers": [{"pod_uid": "…", "container": "main", "namespace": "…", "pod": "…", "gpus": ["GPU-…"], …}],
+    {"version": 1, "slot": 5893632, "gpus": [{"uid": "GPU-…", "last": 5893632, "points": "…"}],
+     "containers": [{"uid": "…", "container": "main", "namespace": "…", "pod": "…", "gpus": ["GPU-…"], …}],
      "changes": [{"at": 1768089600.0, "uuid": "GPU-…", "what": "unhealthy", "reason": "…", "xid": 0, "count": 1}]}
 
 A slot is a step of five minutes since the epoch. `points` are base64 of zlib of 288 ratios in thousandths (unsigned, 16
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.usage_history import (
     DAY_POINTS,
+    DAY_S,
     MAX_CONTAINERS,
     MAX_GPUS,
     DayHistory,
@@ -133,18 +134,13 @@ class GpuChanges(Struct, eq=False):
             del self._changes[next(iter(self._changes))]
 
 
-class _Curve(Struct, kw_only=True):
+class _Curve(Struct, kw_only=True, omit_defaults=True):
+    """`uid` is of a GPU or, with a `container`, of a pod; the others are the container's `Owner`."""
+
     last: _Slot
     points: Annotated[str, Meta(max_length=8 * _LAYOUT.size)]
-
-
-class _Gpu(_Curve, kw_only=True):
-    uuid: _Name
-
-
-class _Container(_Curve, kw_only=True):
-    pod_uid: _Name
-    container: _Name
+    uid: _Name
+    container: _Name = ""
     namespace: _Name = ""
     pod: _Name = ""
     gpus: Annotated[list[_Name], Meta(max_length=MAX_GPUS)] = field(default_factory=list)
@@ -153,8 +149,8 @@ class _Container(_Curve, kw_only=True):
 class _Document(Struct, kw_only=True):
     version: Literal[1]
     slot: _Slot
-    gpus: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
-    containers: Annotated[list[_Container], Meta(max_length=MAX_CONTAINERS)]
+    gpus: Annotated[list[_Curve], Meta(max_length=MAX_GPUS)]
+    containers: Annotated[list[_Curve], Meta(max_length=MAX_CONTAINERS)]
     changes: Annotated[list[GpuChange], Meta(max_length=MAX_CHANGES * MAX_GPUS)]
 
 
@@ -164,9 +160,9 @@ class SavedPast(Struct, kw_only=True, eq=False):
 
     directory: Path | None
     recent: UsageHistory
-    day: DayHistory
-    changes: GpuChanges
     gpus: Callable[[], GpuInventory]
+    day: DayHistory = field(default_factory=lambda: DayHistory(DAY_S, DAY_POINTS, clock=time.time))
+    changes: GpuChanges = field(default_factory=GpuChanges)
     _failure: ReportOnce = field(default_factory=ReportOnce)
     _file: StateFile | None = None
     _is_loaded: bool = False
@@ -243,9 +239,9 @@ def _document(day: SavedDay, changes: list[GpuChange]) -> dict[str, Any]:
     document = _Document(
         version=1,
         slot=day.slot,
-        gpus=[_Gpu(uuid=uuid, **curve(saved)) for uuid, saved in day.gpus.items()],
+        gpus=[_Curve(uid=uuid, **curve(saved)) for uuid, saved in day.gpus.items()],
         containers=[
-            _Container(pod_uid=key.pod_uid, container=key.container, **owner(key), **curve(saved))
+            _Curve(uid=key.pod_uid, container=key.container, **owner(key), **curve(saved))
             for key, saved in day.containers.items()
         ],
         changes=changes,
@@ -263,11 +259,11 @@ def _parsed(raw: Any) -> tuple[SavedDay, list[GpuChange]]:
     document = converted(raw, _Document)
     gpus, containers = (
         document.gpus,
-        {ContainerKey(PodUid(one.pod_uid), one.container): one for one in document.containers},
+        {ContainerKey(PodUid(one.uid), one.container): one for one in document.containers},
     )
     day = SavedDay(
         slot=document.slot,
-        gpus={GpuUuid(one.uuid): _curve(one, document.slot) for one in gpus},
+        gpus={GpuUuid(one.uid): _curve(one, document.slot) for one in gpus},
         containers={key: _curve(one, document.slot) for key, one in containers.items()},
         owners={
             key: Owner(namespace=one.namespace, pod=one.pod, gpus=tuple(map(GpuUuid, one.gpus)))

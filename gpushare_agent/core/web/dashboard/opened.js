@@ -5,7 +5,7 @@ import * as format from "./format.js";
 import { makeCurve, readCurves } from "./history.js";
 import { read } from "./reading.js";
 
-const AGAIN_MS = 30000;
+const AGAIN_MS = 120000;
 const SHARED_MS = 5000;
 
 let asked = { at: -SHARED_MS, answer: null }; // the node with its processes: rows that are opened together ask once
