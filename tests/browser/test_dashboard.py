@@ -205,7 +205,7 @@ async def test_an_opened_row_has_the_containers_processes_and_its_curve() -> Non
         containers = (await get_json(f"{scene.url}/api/v1/node?processes=true"))["containers"]
         [process] = containers[1]["gpus"][0]["usage"]["processes"]
         inner = process["pid_in_container"] or f"{process['pid']} of the host"
-        assert text.startswith(f"PID {inner}: {process['command'] or 'ended'}, 1 GiB, SM ")
+        assert text.startswith(f"PID {inner}: {process['command'] or 'not known'}, 1 GiB, SM ")
         assert await browser.script(f"return {asked}", "processes=true") == 1
         assert await browser.script("return document.activeElement.ariaExpanded") == "true"
         await browser.wait(

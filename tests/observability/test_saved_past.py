@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import random
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from gpushare_agent.agent.observability.saved_past import (
     MAX_REASON_CHARS,
     GpuChanges,
     SavedPast,
+    _parsed,
 )
 from gpushare_agent.agent.observability.usage_history import (
     DAY_POINTS,
@@ -34,7 +36,7 @@ from gpushare_agent.agent.observability.usage_history import (
     UsageHistory,
 )
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.errors import NodeEventReason
+from gpushare_agent.core.model.errors import Corrupt, NodeEventReason
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
@@ -144,11 +146,11 @@ def test_pods_that_ended_first_give_way_to_those_that_run() -> None:
     """A day of pods that start and fail in a loop."""
     node = Node()
     for number in range(0, MAX_CONTAINERS + 20, 4):
-        node.after(0.5, A, *(key_of(10 + number + n) for n in range(4)))
+        node.after(0.5, A, *(key_of(9000 - number - n) for n in range(4)))
     found = node.document()["containers"]
     assert len(found) == MAX_CONTAINERS
-    assert f"{A.pod_uid}/main" in found and f"{key_of(10 + MAX_CONTAINERS + 19).pod_uid}/main" in found
-    assert not found.keys() & {f"{key_of(10 + number).pod_uid}/main" for number in range(20)}
+    assert f"{A.pod_uid}/main" in found and f"{key_of(9000 - MAX_CONTAINERS - 19).pod_uid}/main" in found
+    assert not found.keys() & {f"{key_of(9000 - number).pod_uid}/main" for number in range(20)}
 
 
 JUMPS = st.one_of(st.just(0.0), st.integers(-12, 12).map(lambda n: n * STEP_S), st.floats(-2 * DAY_S, 2 * DAY_S))
@@ -173,6 +175,28 @@ def test_a_clock_that_jumps_moves_no_point_and_fills_none(steps: list[tuple[floa
         return
     assert newest is not None
     assert node.ratios() == [wanted.get(slot) for slot in range(newest - DAY_POINTS + 1, newest + 1)]
+
+
+def test_a_step_that_comes_twice_keeps_its_point() -> None:
+    """The clock was set back by one."""
+    node = Node()
+    node.after(0.2)
+    node.wall.now -= STEP_S
+    node.after(0.8)
+    assert node.ratios()[-2:] == [None, 0.2]
+
+
+def test_a_few_bytes_make_no_gigabyte() -> None:
+    """A curve is unpacked no further than it can be."""
+    packed = base64.b64encode(zlib.compress(b"\0" * 100_000_000)).decode()
+    raw = {"version": 1, "slot": 5, "gpus": [{"uid": "GPU-0", "last": 5, "points": packed[:6000]}]}
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt):
+            _parsed({**raw, "containers": [], "changes": []})
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_next_step_is_awaited_to_its_end_by_the_wall_clock() -> None:

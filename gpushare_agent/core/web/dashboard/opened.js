@@ -59,5 +59,5 @@ export class Opened {
 }
 
 function processText({ pid, pid_in_container: inner, command, memory_bytes: memory, sm_ratio: sm }) {
-  return `PID ${inner ?? `${pid} of the host`}: ${command ?? "ended"}, ${format.bytes(memory)}, SM ${format.percent(sm)}`;
+  return `PID ${inner ?? `${pid} of the host`}: ${command ?? "not known"}, ${format.bytes(memory)}, SM ${format.percent(sm)}`;
 }
