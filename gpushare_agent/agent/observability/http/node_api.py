@@ -1,4 +1,4 @@
-"""`/api/v1/node`, `/api/v1/history` and `/api/v1/decisions`: what is known of the node, as JSON for programs.
+"""`/api/v1/node`, `/history`, `/changes` and `/decisions`: what is known of the node, as JSON for programs.
 
 The format is docs/reference/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query
 is read strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a
