@@ -211,7 +211,8 @@ def test_pods_that_end_at_once_leave_a_bounded_number_of_rows() -> None:
 
 
 def test_what_is_unknown_has_no_row() -> None:
-    """A GPU that lists no processes, and one that does not say how much they compute, such as a MIG instance."""
+    """A GPU that lists no processes, and one that does not say how much they compute, such as a MIG instance. Without
+    processes nothing is used, which is known."""
     node = Node()
     node.cache.put(allocation(key_of(1)))
     node.round((key_of(1), None, GIB))
@@ -223,6 +224,9 @@ def test_what_is_unknown_has_no_row() -> None:
     sample = GpuSample(uuid=UUIDS[0])
     node.counted.add(UsageRound(sampled_at=1.0, gpus={UUIDS[0]: sample}, containers={(key_of(1), UUIDS[0]): use}))
     assert set(node.rows()[1]) == {ALLOCATED}
+    idle = replace(use, sm_ratio=0.0, memory_bytes=0)
+    node.counted.add(UsageRound(sampled_at=2.0, gpus={UUIDS[0]: sample}, containers={(key_of(1), UUIDS[0]): idle}))
+    assert (set(node.seconds()), set(node.rows()[1])) == ({ALLOCATED, USED}, {ALLOCATED, USED})
     node.round((key_of(1), 0.1, GIB))
     assert set(node.seconds()) == {ALLOCATED, USED}
 
