@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode, uuid_of
-from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.http import node_api
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
 from gpushare_agent.core.model.errors import NodeEventReason, Unavailable
@@ -103,6 +105,35 @@ class CrowdedContainer(SampleNode):
         gpu = replace(gpu, processes=(*taken.usage.unattributed.get(uuid, ()), *own))
         usage = replace(taken.usage, containers={key: use}, gpus={uuid: gpu}, sampled_boot_s=50.0)
         return replace(taken, usage=usage)
+
+
+async def test_a_document_of_many_processes_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what is known and its JSON; and no container's processes are searched for among all of the GPU."""
+    steps: list[str] = []
+
+    class Listed(tuple[ProcessSample, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[ProcessSample]:
+            raise AssertionError("all processes of the GPU were looked at")
+
+    def document(snapshot: NodeSnapshot, described: Any) -> Any:
+        assert snapshot.usage is not None
+        [use], [(uuid, gpu)] = snapshot.usage.containers.values(), snapshot.usage.gpus.items()
+        usage = replace(snapshot.usage, gpus={uuid: replace(gpu, processes=Listed(gpu.processes or ()))})
+        assert len(replace(snapshot, usage=usage).processes_of(use)) == 64
+        asyncio.get_running_loop().call_soon(steps.append, "the loop turns")
+        return node_document(snapshot, described)
+
+    def encoded(document: Any) -> Any:
+        steps.append("JSON")
+        return to_builtins(document)
+
+    monkeypatch.setattr(node_api, "node_document", document)
+    monkeypatch.setattr(node_api, "to_builtins", encoded)
+    async with served_node(CrowdedContainer(gpus=1, containers=1)) as served:
+        await _get(f"{served.url}/api/v1/node?processes=true")
+    assert steps == ["the loop turns", "JSON"]
 
 
 class StillNode(SampleNode):

@@ -7,6 +7,7 @@ long one is encoded in slices, and once for all requests. A client that has the 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,9 @@ class NodeApi(Struct, kw_only=True, eq=False):
         known = self._node.get(has_processes)
         if known is None or known[0] is not snapshot:
             described = await self._described(snapshot) if has_processes else None
-            known = snapshot, _node_answer(node_document(snapshot, described))
+            document = node_document(snapshot, described)
+            await asyncio.sleep(0)  # each half of the work takes tens of milliseconds for thousands of processes
+            known = snapshot, _node_answer(document)
             # The other kind's, which nobody may ask for again, is not kept beyond its moment.
             self._node = {is_of: one for is_of, one in self._node.items() if one[0] is snapshot} | {
                 has_processes: known
