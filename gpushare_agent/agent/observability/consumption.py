@@ -91,8 +91,8 @@ class Consumption(Struct, eq=False):
 
     def gpus_changed(self) -> None:
         """Sizes may follow: of a MIG instance that is made for a claim, or a GPU that comes back."""
-        for key in self.node.cache.view():
-            self._count(self.node.cache.of_pod(key.pod_uid))
+        for uid in {key.pod_uid: None for key in self.node.cache.view()}:
+            self._count(self.node.cache.of_pod(uid))
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round: the time until the next is unknown."""
