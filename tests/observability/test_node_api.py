@@ -260,8 +260,11 @@ async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
 
 
 async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many ask; a new round is seen at once."""
+    """However many ask; a new round is seen at once. So is the day, of which a step passes also without a point."""
     history = _curves()
+    past, wall = no_past(history), [86_400.0]
+    past.day.clock = lambda: wall[0]
+    past.day.fold(history)
     asked: list[int] = []
     pieces = UsageHistory.pieces
 
@@ -270,11 +273,16 @@ async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.Mo
         return pieces(history, **wanted)
 
     monkeypatch.setattr(UsageHistory, "pieces", counted)
-    async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:
+    async with served_node(SampleNode(gpus=1, containers=0), history=history, past=past) as served:
         first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
         history.add(SampleNode(gpus=2, containers=2, moment=9).snapshot().usage)
         last = (await _get(f"{served.url}/api/v1/history"))[1]
-    assert asked == [1, 2]
+        assert asked == [1, 2]
+        day = f"{served.url}/api/v1/history?span=day"
+        found = [(await _get(day + half))[1]["at"] for half in ("", "&only=gpus", "", "&only=gpus")]
+        wall[0] += 300.0
+        assert (found, (await _get(day))[1]["at"]) == ([86_400.0] * 4, 86_700.0)
+    assert asked == [1, 2, 1, 1, 1]
     assert first[0] == first[1] == first[2] != last
 
 

@@ -71,7 +71,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
     describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
     """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
     _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
-    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
+    _curves: dict[tuple[str, str], tuple[object, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
     def routes(self) -> list[Route]:
@@ -108,17 +108,18 @@ class NodeApi(Struct, kw_only=True, eq=False):
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
         only, span, container = query["only"], query["span"], query["container"]
         history = self.past.day if span else self.history
-        # What is asked for rarely is not kept: the day, which moves on without a new point, and one container.
-        known, version = None if span or container else self._curves.get(only), history.version
+        # One container's is asked for rarely, and not kept. The day moves on also without a new point.
+        asked, version = (span, only), (history.version, history.now())
+        known = None if container else self._curves.get(asked)
         if known is not None and known[0] == version:
             return known[1]
         pieces = history.pieces(gpus=only != "containers", containers=only != "gpus", container=container)
         body = JsonBody(await join_in_slices(pieces))
-        if not (span or container):
+        if not container:
             # Before the length is known: a history that has grown past the limit must not leave its former body behind.
-            self._curves.pop(only, None)
+            self._curves.pop(asked, None)
             if len(body.text) <= MOST_KEPT_BYTES:
-                self._curves[only] = version, body
+                self._curves[asked] = version, body
         return body
 
     async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
