@@ -413,14 +413,11 @@ def _stand_in(error: UnicodeError) -> tuple[str, int]:
     return letters.encode("ascii", "replace").decode(), error.end
 
 
-def runnable(name: str = PROGRAM) -> str:
-    """How a person types this very program, or `name` where it is installed next to it, in this directory: nox and an
-    environment of a checkout have it on no PATH."""
+def runnable() -> str:
+    """How a person types this very program in this directory: nox and an environment of a checkout have it on no PATH."""
     path = Path(sys.argv[0]).absolute()
     if path.name != PROGRAM or not path.is_file():
         return f"{shlex.quote(sys.executable)} -m gpushare_agent"
-    if (other := path.with_name(name)).is_file():
-        path = other
     # A relative path is shorter, and is how the person has called it.
     if path.is_relative_to(Path.cwd()):
         return shlex.quote(str(path.relative_to(Path.cwd())))
