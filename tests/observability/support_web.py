@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit.http_answers import encode
+from gpushare_agent.core.model.usage import ProcessFacts
 from tests.cluster.support_kube import running
 
 KEPT = 600
@@ -43,12 +44,13 @@ async def served_node(
     node: SampleNode,
     *,
     history: UsageHistory | None = None,
+    describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None,
     port: int = 0,
 ) -> AsyncIterator[ServedNode]:
     """The server, until the block ends."""
     decisions = DecisionLog(KEPT)
     curves = history or UsageHistory(60, 6)
-    api = NodeApi(snapshot=node.snapshot, history=curves, decisions=decisions, kept_decisions=KEPT)
+    api = NodeApi(snapshot=node.snapshot, history=curves, decisions=decisions, kept_decisions=KEPT, describe=describe)
     server = WebServer(
         "127.0.0.1",
         port,

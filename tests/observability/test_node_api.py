@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from bench.sample_node import SampleNode
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.usage import ProcessFacts, ProcessSample
 from tests.cluster.support_kube import running
 from tests.observability.support_web import served_node
 from tests.support_json import written_node
@@ -41,6 +43,65 @@ async def test_the_node_is_the_one_document() -> None:
     assert (status, found) == (200, wanted)
     assert headers["Content-Type"] == "application/json; charset=utf-8"
     assert headers["Cache-Control"] == "no-store"
+
+
+async def test_processes_are_named_only_where_that_is_asked_for() -> None:
+    """Next to the PIDs, the 64 with the most memory, and those of no container; what is not known of one is null."""
+    node = CrowdedContainer(gpus=1, containers=1, unattributed={0: 2})
+    asked: list[tuple[frozenset[int], float]] = []
+
+    async def describe(pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        asked.append((frozenset(pids), before_s))
+        return {10_000: ProcessFacts(pid_in_container=7, command="python3"), 901: ProcessFacts(command="Xorg")}
+
+    async with served_node(node, describe=describe) as served:
+        url = f"{served.url}/api/v1/node"
+        plain = [(await _get(url + query))[1] for query in ("", "?processes=false")]
+        _, found, _ = await _get(f"{url}?processes=true")
+    usage = found["containers"][0]["gpus"][0]["usage"]
+    processes, pids = usage.pop("processes"), usage["pids"]
+    assert [one["pid"] for one in processes] == [10_000, *range(10_079, 10_016, -1)]
+    assert processes[0] == {
+        "pid": 10_000, "pid_in_container": 7, "command": "python3", "memory_bytes": 4096, "sm_ratio": 0.25,
+    }  # fmt: skip
+    assert (processes[1]["pid_in_container"], processes[1]["command"]) == (None, None)
+    strangers = found["gpus"][0]["unattributed"]
+    assert [(one["pid"], one.pop("command"), one.pop("pid_in_container")) for one in strangers] == [
+        (900, None, None),
+        (901, "Xorg", None),
+    ]
+    assert len(pids) == 80 and asked == [({*pids, 900, 901}, 50.0)]
+    for one in plain:
+        assert (one["containers"], one["gpus"]) == (found["containers"], found["gpus"])
+
+
+async def test_processes_that_cannot_be_read_cost_their_names_alone() -> None:
+    """/proc hangs."""
+
+    async def describe(pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        raise Unavailable("no answer")
+
+    async with served_node(CrowdedContainer(gpus=1, containers=1), describe=describe) as served:
+        _, found, _ = await _get(f"{served.url}/api/v1/node?processes=true")
+    processes = found["containers"][0]["gpus"][0]["usage"]["processes"]
+    assert len(processes) == 64 and {one["command"] for one in processes} == {None}
+
+
+class CrowdedContainer(SampleNode):
+    """80 processes in the one container of its GPU, the last ones with the most memory but for the first."""
+
+    def snapshot(self) -> NodeSnapshot:
+        taken = super().snapshot()
+        assert taken.usage is not None
+        own = [
+            ProcessSample(pid=10_000 + n, memory_bytes=n or 4096, sm_ratio=0.25 if n == 0 else None) for n in range(80)
+        ]
+        [(key, use)] = taken.usage.containers.items()
+        [(uuid, gpu)] = taken.usage.gpus.items()
+        use = replace(use, pids=tuple(one.pid for one in own))
+        gpu = replace(gpu, processes=(*taken.usage.unattributed.get(uuid, ()), *own))
+        usage = replace(taken.usage, containers={key: use}, gpus={uuid: gpu}, sampled_boot_s=50.0)
+        return replace(taken, usage=usage)
 
 
 class StillNode(SampleNode):
@@ -189,7 +250,8 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("node?pretty=1", 'the parameter "pretty" is not known here; known: none'),
+        ("node?pretty=1", 'the parameter "pretty" is not known here; known: processes'),
+        ("node?processes=1", "must be one of true, false"),
         ("decisions?pods=a", "known: after, limit, namespace, number, pod"),
         ("decisions?limit=0", 'limit="0": must be a whole number from 1 to 500'),
         ("decisions?limit=501", "from 1 to 500"),
@@ -201,7 +263,7 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
         ("decisions?pod=" + "a" * 254, "1 to 253 characters"),
         ("history?only=pods", "one of gpus, containers"),
         ("decisions?%3Cscript%3E=1", '"<script>"'),
-        ("node?from=3", "known: none"),
+        ("node?from=3", "known: processes"),
     ],
 )
 async def test_a_wrong_query_is_reported_what_is_wrong(query: str, words: str) -> None:

@@ -101,7 +101,13 @@ def build(
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
-    node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
+    node_api = NodeApi(
+        snapshot=snapshots.current,
+        history=history,
+        decisions=decisions,
+        kept_decisions=KEPT_DECISIONS,
+        describe=usage.owners.describe,
+    )
     socket = settings.display.socket
     shown = ContainerSeries(), ContainerSeries(is_all=True)
     return ObservabilityPart(

@@ -8,7 +8,7 @@ long one is encoded in slices, and once for all requests. A client that has the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field, to_builtins
@@ -27,6 +27,8 @@ from gpushare_agent.core.kit.http_answers import (
     read_query,
 )
 from gpushare_agent.core.model.decision_records import DecisionRecord
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.usage import ProcessFacts
 from gpushare_agent.core.node_report.documents import NodeDocument
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A longer history is encoded again for each request."""
-_NODE: Mapping[str, Number | Word] = {}
+_NODE: Mapping[str, Number | Word] = {"processes": Word(most_characters=5, choices=("true", "false"))}
 _HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("gpus", "containers"))}
 _DECISIONS: Mapping[str, Number | Word] = {
     "namespace": Word(most_characters=63),
@@ -58,7 +60,9 @@ class NodeApi(Struct, kw_only=True, eq=False):
     history: UsageHistory
     decisions: DecisionLog
     kept_decisions: int
-    _node: tuple[NodeSnapshot, JsonBody] | None = None
+    describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
+    """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
+    _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
     _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
@@ -69,12 +73,26 @@ class NodeApi(Struct, kw_only=True, eq=False):
             ("/api/v1/decisions", _reading(_DECISIONS, self._decisions_body)),
         ]
 
-    async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
-        snapshot = self.snapshot()
+    async def _node_body(self, query: Mapping[str, Any]) -> JsonBody:
+        snapshot, has_processes = self.snapshot(), query["processes"] == "true"
         # SnapshotCache hands out the same one until a round or a change, so one document serves all readers of it.
-        if self._node is None or self._node[0] is not snapshot:
-            self._node = snapshot, _node_answer(node_document(snapshot))
-        return self._node[1]
+        known = self._node.get(has_processes)
+        if known is None or known[0] is not snapshot:
+            described = await self._described(snapshot) if has_processes else None
+            known = snapshot, _node_answer(node_document(snapshot, described))
+            # The other kind's, which nobody may ask for again, is not kept beyond its moment.
+            self._node = {is_of: one for is_of, one in self._node.items() if one[0] is snapshot} | {
+                has_processes: known
+            }
+        return known[1]
+
+    async def _described(self, snapshot: NodeSnapshot) -> Mapping[int, ProcessFacts]:
+        if self.describe is None or snapshot.usage is None:
+            return {}
+        try:
+            return await self.describe(snapshot.pids, snapshot.usage.sampled_boot_s)
+        except Unavailable:  # names are a help: the document is shown without them
+            return {}
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
         only, version = query["only"], self.history.version
