@@ -549,7 +549,7 @@ class _LiveView:
         # q is taken here, so that the screen does not see it.
         return key in ("?", "q", "Q")
 
-    def show(self, width: int) -> View:
+    def show(self, width: int, _height: int) -> View:
         body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
         notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
         steps = self._session.next_steps

@@ -48,7 +48,7 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a descriptor, which have no file's name. Files and sockets have adapters, which rename their errors."""
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
-_STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
+_STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", ".--u. ^v####----__..---")
 _ENCODING_ERRORS = "gpushare-stand-ins"
 """Name of the error handler of both standard streams."""
 

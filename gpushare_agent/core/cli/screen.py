@@ -37,9 +37,9 @@ class View(Struct, frozen=True, kw_only=True):
 
 
 class Screen:
-    """`show` makes the view for a width. `press` gets each key first, and returns whether it was meant for it."""
+    """`show` makes the view for a width and height. `press` gets each key first, and returns whether it was meant for it."""
 
-    def __init__(self, show: Callable[[int], View], press: Callable[[str], bool] = lambda key: False) -> None:
+    def __init__(self, show: Callable[[int, int], View], press: Callable[[str], bool] = lambda key: False) -> None:
         self._show = show
         self._press = press
         self._first_line = 0
@@ -76,7 +76,7 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yields head and foot, and as many lines of the body as the terminal has left."""
         width, height = options.max_width, console.height
-        view = self._show(width)
+        view = self._show(width, height)
         free = options.update(height=None)
         head, foot = (
             [line for text in texts for line in _cut(console, free, text)] for texts in (view.head, view.foot)

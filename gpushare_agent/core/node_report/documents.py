@@ -189,6 +189,18 @@ class NodeDocument(TypedDict):
     containers: Sequence[ContainerDocument]
 
 
+class GpuHistory(TypedDict, total=False):
+    sm_ratio: Sequence[Number | None]
+    memory_used_bytes: Sequence[Number | None]
+
+
+class HistoryDocument(TypedDict):
+    """/api/v1/history?only=gpus, by UUID, the oldest first."""
+
+    step_seconds: Number
+    gpus: Mapping[str, GpuHistory]
+
+
 class Asked(TypedDict):
     cores: Integer
     memory_bytes: Integer
