@@ -30,16 +30,19 @@ _HELP = """\
 q          end
 j k ↓ ↑    scroll; space and b by a page
 s          order by GPU, SM, memory, GPU cores (the highest first)
-/          show only containers whose NAMESPACE/POD/CONTAINER has what you type; Enter keeps it, Esc clears it
-p          list the processes of each container: PID, program, PID inside the container
+/          only containers whose NAMESPACE/POD/CONTAINER has what you type;
+           Enter keeps it, Esc clears it
+p          processes of each container: PID, program, PID inside the container
 ?          this help, and back
 
-GPU CORES  allocated and all, in hundredths of the GPU; of a container its limit, `40–60` with an elastic ceiling
-SM %       use of the whole GPU; green below 10 %, yellow below 75 %, red above. 31*: what a container paid, as libgpushare
-           counts, while others compute there: of several the driver's samples name one
+GPU CORES  allocated and all, in hundredths of the GPU; of a container its
+           limit, `40–60` with an elastic ceiling
+SM %       use of the whole GPU; green below 10 %, yellow below 75 %, red above;
+           31*: what a container paid, as libgpushare counts, while others
+           compute there: of several the driver's samples name one
 MEMORY     used and all; of a container used and its limit
 ALLOC      memory allocated to containers
-min        where the terminal has the lines: use of SMs and of memory since then, to now on the right, 100 % high
+15 min     use of SMs and of memory since then, where there is room; 100 % high
 """
 
 
