@@ -220,16 +220,12 @@ def _unattributed_line(process: documents.UnattributedProcess) -> Line:
 
 
 def with_history(
-    lines: Sequence[Line],
-    gpus: Sequence[documents.GpuDocument],
-    history: documents.HistoryDocument,
-    width: int,
-    room: int,
+    lines: Sequence[Line], document: documents.NodeDocument, history: documents.HistoryDocument, width: int, room: int
 ) -> list[Line]:
     """The lines, and the curves of each GPU that has computed: below it, where `room` more lines are enough for all, else
     next to it, where the table leaves the columns."""
     drawn: dict[str, Callable[[int, int], list[Text]]] = {}
-    for gpu in gpus:
+    for gpu in document["gpus"]:
         curves, size = history["gpus"].get(gpu["uuid"], {}), gpu["memory"]["capacity_bytes"]
         sm, memory = curves.get("sm_ratio", ()), [_ratio(used, size) for used in curves.get("memory_used_bytes", ())]
         # MIG instances may have no SM use.
@@ -251,7 +247,7 @@ def _curves(
     sm: Sequence[float | None], memory: Sequence[float | None], step_s: float, width: int, count: int
 ) -> list[Text]:
     """In `count` lines; none where the width is too small."""
-    before, between = f"{REASON_INDENT}{len(sm) * step_s / 60:.0f} min  SM ", "  memory "
+    before, between = f"{REASON_INDENT}{max(len(sm), len(memory)) * step_s / 60:.0f} min  SM ", "  memory "
     room = (width - len(before) - len(between)) // 2
     if room < MIN_CURVE_WIDTH:
         return []

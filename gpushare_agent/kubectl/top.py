@@ -58,7 +58,9 @@ async def run(call: Invocation) -> int:
             choice = replace(choice, has_bars=sys.stdout.isatty())
             print_as(form, document, lambda width: node_tables(document, width, choice))
         else:
-            await _show_live(agent, _Top(document, choice), options)
+            top = _Top(document, choice)
+            screen = Screen(top.view, top.press)
+            await screen.run(_poll(agent, top, screen, options), ends_on_signals=True)
     return 0
 
 
@@ -122,7 +124,7 @@ class _Top:
         lines = top_lines(self.document, width, self.choice)
         foot = [*notes(lines), *problem, self._foot()]
         room = height - len(head) - 1 - len(foot) - len(lines)
-        lines = with_history(lines, self.document["gpus"], self.history, width, room)
+        lines = with_history(lines, self.document, self.history, width, room)
         header, rows = top_table(lines, width, self.choice)
         body = Group(*rows) if lines else Text("no GPU or container to show", style="yellow")
         return View(head=[*head, header], body=body, foot=foot)
@@ -135,25 +137,14 @@ class _Top:
         return Text(f"{_KEYS}{order}{chosen}", style="dim")
 
 
-async def _show_live(agent: AgentClient, top: _Top, options: Any) -> None:
-    screen = Screen(top.view, top.press)
-    async with asyncio.TaskGroup() as group:
-        poll = group.create_task(_poll(agent, top, screen, options), name="poll the agent")
-        try:
-            await screen.run(ends_on_signals=True)
-        finally:
-            # The poll is endless, and the group would wait for it.
-            poll.cancel()
-
-
 async def _poll(agent: AgentClient, top: _Top, screen: Screen, options: Any) -> None:
-    curves_due_at = 0.0
+    curves_read_at = float("-inf")
     while True:
-        # The agent's clock: a step of its curves takes several polls.
-        if (now := top.document["at"]) >= curves_due_at:
+        # A step of the curves takes several polls, and the agent's clock may be set back.
+        if not 0 <= top.document["at"] - curves_read_at < top.history["step_seconds"]:
             with contextlib.suppress(AgentError):  # an agent that has none; the table stays without
                 top.history = await read_gpu_history(agent)
-            curves_due_at = now + top.history["step_seconds"]
+            curves_read_at = top.document["at"]
             screen.is_changed.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(options.interval):

@@ -47,14 +47,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.held_port import HOST, free_port
 from gpushare_agent.sandbox.manifests import Manifest, sample_manifests
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
-from gpushare_agent.sandbox.render import (
-    has_several_nodes,
-    name_of,
-    pod_line,
-    print_document,
-    reason_text,
-    report_tables,
-)
+from gpushare_agent.sandbox.render import name_of, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.report import PodRow, SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
@@ -126,11 +119,7 @@ async def run(plan: Plan) -> int:
 
 
 def _introduce(
-    cluster: EmbeddedCluster,
-    plan: Plan,
-    nodes: Sequence[RunningNode],
-    extender_url: str,
-    notify: Callable[[str], None],
+    cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNode], extender_url: str, notify: Notices
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0]
@@ -563,10 +552,8 @@ async def _draw(session: Session, notes: Sequence[str]) -> None:
     """On the whole screen, until cancelled."""
     view = _LiveView(session, notes, await session.controller.document())
     screen = Screen(view.show, view.press)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(_follow(session.controller, view, screen), name="follow-the-cluster")
-        with session.notify.shown_by(screen.is_changed.set):
-            await screen.run(ends_on_signals=False)
+    with session.notify.shown_by(screen.is_changed.set):
+        await screen.run(_follow(session.controller, view, screen), ends_on_signals=False)
 
 
 async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
@@ -578,7 +565,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
     """A line for every pod that is new, has changed, or has gone."""
     shown: dict[str, str] = {}
     async for document in _documents(controller):
-        lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
+        lines = {pod["uid"]: pod_line(pod, has_node=len(document["nodes"]) > 1) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
                 notify(line)

@@ -92,7 +92,7 @@ CLUSTER_PODS = (
 )
 """Namespace, name, GPU cores, blocks of memory, and the part of that which each uses."""
 CLUSTER_WAITS = ("nlp", "chat-405b", 60, 240, 0.9)
-CLUSTER_WIDTH, CLUSTER_HEIGHT = 900, 1300
+CLUSTER_WIDTH, CLUSTER_HEIGHT = 900, 1600
 """As wide as a document shows it nearly whole."""
 ROWS = "document.querySelectorAll('.containers tbody tr').length >= arguments[0]"
 

@@ -424,7 +424,7 @@ def test_curves_stand_below_their_gpus_as_high_as_the_room_allows() -> None:
     lines, idle = top_lines(document, 100), [0.0] * 180
 
     def rows(room: int, width: int, history: HistoryDocument) -> list[str]:
-        found = with_history(lines, document["gpus"], history, width, room)
+        found = with_history(lines, document, history, width, room)
         return [row.plain.rstrip() for row in top_table(found, width)[1]]
 
     busy = curves(document, [None] * 90 + [1.0] * 90)

@@ -13,7 +13,8 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from msgspec import Struct
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -47,16 +48,20 @@ class Screen:
         self.is_over = asyncio.Event()
         self.is_changed = asyncio.Event()
 
-    async def run(self, *, ends_on_signals: bool) -> None:
-        """Shows the screen until q. With `ends_on_signals` until Ctrl-C or SIGTERM, too; else the caller handles them."""
+    async def run(self, follow: Coroutine[Any, Any, None], *, ends_on_signals: bool) -> None:
+        """Shows the screen until q, next to `follow`, which changes what is shown, without an end. With `ends_on_signals`
+        until Ctrl-C or SIGTERM, too; else the caller handles them."""
         console = Console(highlight=False)
-        # Without rich's own thread: what is drawn is changed on the event loop alone.
-        with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not self.is_over.is_set():
-                # Before drawing: a change in the meantime draws once more.
-                self.is_changed.clear()
-                live.update(self, refresh=True)
-                await self.is_changed.wait()
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(follow, name="follow what is shown")
+            # Without rich's own thread: what is drawn is changed on the event loop alone.
+            with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
+                while not self.is_over.is_set():
+                    # Before drawing: a change in the meantime draws once more.
+                    self.is_changed.clear()
+                    live.update(self, refresh=True)
+                    await self.is_changed.wait()
+            following.cancel()
 
     def end(self) -> None:
         self.is_over.set()

@@ -189,9 +189,12 @@ class NodeDocument(TypedDict):
     containers: Sequence[ContainerDocument]
 
 
+Curve = Annotated[Sequence[Number | None], Meta(max_length=100_000)]
+
+
 class GpuHistory(TypedDict, total=False):
-    sm_ratio: Sequence[Number | None]
-    memory_used_bytes: Sequence[Number | None]
+    sm_ratio: Curve
+    memory_used_bytes: Curve
 
 
 class HistoryDocument(TypedDict):
