@@ -22,6 +22,8 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from gpushare_agent.core.cli.render_text import counted
+
 _KEYS_AT_ONCE = 64
 _KEY = re.compile(r"\x1b\[[0-9]*[A-Z~]|.", re.DOTALL)
 _SCROLL_KEYS = {"j": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1}
@@ -92,7 +94,7 @@ class Screen:
         # Here, where the height is known: the terminal may have grown, or lines may have gone.
         self._first_line = max(0, min(self._first_line, hidden))
         if hidden and foot:
-            more = Text(f"{hidden} more lines (j, k)  ", style="bold").append_text(view.foot[-1])
+            more = Text(f"{counted(hidden, 'more line')} (j, k)  ", style="bold").append_text(view.foot[-1])
             foot[-1:] = _cut(console, free, more)
         shown = body[self._first_line : self._first_line + self._page]
         blank: list[list[Segment]] = [[]] * (self._page - len(shown))
