@@ -267,7 +267,7 @@ def blocks(ratios: Sequence[float | None], width: int, count: int) -> list[str]:
         known = [ratio for ratio in ratios[first : max(after, first + 1)] if ratio is not None]
         mean = sum(known) / len(known) if known else 0.0
         # What is known and nearly nothing is a line on the ground.
-        heights.append(max(1, round(min(1.0, mean) * count * 8)) if known else 0)
+        heights.append(max(1, round(mean * count * 8)) if known else 0)
     return ["".join(BLOCKS[max(0, min(8, height - 8 * line))] for height in heights) for line in reversed(range(count))]
 
 

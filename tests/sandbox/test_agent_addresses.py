@@ -123,13 +123,13 @@ async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_to
             assert "the dashboard" in await page_of(f"http://localhost:{port}/")
             shown = await ended(await typed(explain))
             gone = await ended(await typed(delete))
+            assert (gone.code, gone.err) == (0, "")
             await read_until(process, "gone: pod default/too-large")
         finally:
             process.send_signal(signal.SIGINT)
             await ended(process)
     assert shown.out.startswith("default/too-large waits for a node\n"), shown.err
     assert "  to start now, one of:\n    - ask for " in shown.out
-    assert (gone.code, gone.err) == (0, "")
 
 
 @pytest.mark.parametrize(
