@@ -129,7 +129,7 @@ async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_to
             process.send_signal(signal.SIGINT)
             await ended(process)
     assert shown.out.startswith("default/too-large waits for a node\n"), shown.err
-    assert "  to start now, one of:\n    - ask for " in shown.out
+    assert "container main: 10000 cores are 100 GPUs" in shown.out
 
 
 @pytest.mark.parametrize(
