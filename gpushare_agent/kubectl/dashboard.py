@@ -31,6 +31,8 @@ from gpushare_agent.core.kit.http_answers import (
     RequestQueue,
     Word,
     bad_query,
+    encode,
+    join_in_slices,
     json_answer,
     read_query,
     shown,
@@ -41,7 +43,7 @@ from gpushare_agent.core.kit.tcp_listeners import listen_tcp
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.core.kube.informer import Informer, Lost
 from gpushare_agent.core.kube.pods import PodJson, scheduler_message
-from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS
+from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS, pod_needs
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
 from gpushare_agent.core.model.resources import Request, ResourceNames, request_of
@@ -56,7 +58,6 @@ from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
-from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import NodeReading, read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
@@ -71,7 +72,7 @@ from gpushare_agent.kubectl.cluster_reading import (
     view_of,
 )
 from gpushare_agent.kubectl.decisions.cluster_view import NodeView, PodView, hindrance
-from gpushare_agent.kubectl.explain_waiting import asked_by, waiting_document
+from gpushare_agent.kubectl.explain_waiting import asked_by, lines_of, waiting_document
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ MOST_WAITING = 200
 MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
+_MAX_NODE_CHARS = 253
 _BACKLOG = 16
 _NODE_PATHS = "node|history|decisions"
 """The paths of an agent's API: no other path of a pod is reachable through this page."""
@@ -185,6 +187,7 @@ class ClusterPage:
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(partial(self._show_waiting, api))),
+            web.get("/api/v1/quota", queue.one_at_a_time(partial(self._show_quota, api))),
             web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
             web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
@@ -249,19 +252,38 @@ class ClusterPage:
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
             return json_answer(request, {"count": len(waiting), "pods": first})
-        try:
-            quota, problem = await read_quota_of(api, self._settings)
-        except AgentError as e:  # the page shows what it has
-            quota, problem = Quota(), str(e)
-        self._state.quota.quota = quota
+        problem = await self._read_quota(api)
         pod = self._pods.waiting.get(PodUid(asked["uid"]))
         self._facts = {name: self._facts[name] for name in self._state.node_names()}
         # The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted.
         view = view_of(self._state, self._facts, self._pods.views, _hosted)
         read = ReadCluster(view=view, state=self._state, quota_problem=problem)
-        if pod is None or (found := waiting_document(read, pod)) is None:
+        try:
+            found = await waiting_document(api, read, pod) if pod is not None else None
+        except AgentError as e:
+            return json_answer(request, {"error": str(e)}, status=502)
+        if pod is None or found is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
-        return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read)})
+        lines = {"lines": lines_of(found, pod_needs(pod.spec))}
+        return json_answer(request, {**found, **lines, **self._waiting(pod), **self._nodes_for(pod, read)})
+
+    async def _read_quota(self, api: KubeApi) -> str:
+        """Puts the quota into the state; why it is not known."""
+        try:
+            self._state.quota.quota, problem = await read_quota_of(api, self._settings)
+        except AgentError as e:  # the page shows what it has
+            return str(e)
+        return problem
+
+    async def _show_quota(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """Each namespace that has a quota, with what it has used of it."""
+        problem, state = await self._read_quota(api), self._state.quota
+        limited = state.quota.namespaces if state.quota is not None and not problem else {}
+        found = await join_in_slices(
+            b"," * bool(n) + encode({"namespace": name, "pools": limits.pools, "limits": state.standing(name, limits)})
+            for n, (name, limits) in enumerate(limited.items())
+        )
+        return await JsonBody(encode({"problem": problem})[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 
     def _waiting(self, read: PodJson) -> dict[str, Any]:
         """The requests of as many containers as are planned: a pod may have thousands. None of a pod whose amounts mean
@@ -280,6 +302,7 @@ class ClusterPage:
                 {"cores": one.cores, "memory_bytes": self._names.requested_mib(one) * MIB} for one in requests
             ],
             "more_requests": max(len(containers) - MAX_ASKING, 0),
+            "nominated_node": (read.status.nominated_node_name or "")[:_MAX_NODE_CHARS],
             "message": scheduler_message(read),
             "mistake": mistakes(read, self._names, offer),
         }

@@ -223,8 +223,8 @@ class Usage:
         self._add(namespace, model, NOTHING.minus(use))
         return bool(namespace)
 
-    def of(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
-        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
+    def of(self, namespace: str, model: str | None, *, without: PodUid | None = None) -> QuotaUse:
+        """As QuotaState.used."""
         total, of_model = (self._sums.get((namespace, group), NOTHING) for group in (None, model))
         # A pod that is reserved already asks again for what it has.
         its_namespace, its_model, use = self._pods.get(without, ("", "", NOTHING)) if without else ("", "", NOTHING)
@@ -294,9 +294,22 @@ class QuotaState:
         # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
         return use_of(pod, self._names, gpu_memory_mib=self._largest_mib.get(model, 0))
 
-    def used(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
-        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
+    def used(self, namespace: str, model: str | None, *, without: PodUid | None = None) -> QuotaUse:
+        """The namespace's GPUs of the model, None for any, and its totals over all models; as if without `without`."""
         return self._usage.of(namespace, model, without=without)
+
+    def standing(self, namespace: str, limits: NamespaceQuota) -> list[tuple[str, float, float]]:
+        """What `limits` limits, how much of it the namespace has used, and may use, in GPUs, cores and blocks."""
+        total = self.used(namespace, None)
+        found: list[tuple[str, float, float]] = [
+            (f"{model} GPUs", self.used(namespace, model).gpus / CORES_PER_GPU, most / CORES_PER_GPU)
+            for model, most in (limits.gpus or {}).items()
+        ]
+        # Any GPU is one too many.
+        if limits.gpus == {}:
+            found.append(("GPUs", total.gpus / CORES_PER_GPU, 0))
+        totals = ("vcore", total.vcore, limits.vcore), ("vmemory blocks", total.vmemory, limits.vmemory)
+        return [*found, *((what, used, most) for what, used, most in totals if most is not None)]
 
     # --- from ClusterState ---
 

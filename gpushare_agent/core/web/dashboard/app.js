@@ -7,7 +7,7 @@ import { arrange, byId, h, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
 import { History } from "./history.js";
-import { Hues } from "./hues.js";
+import { hues } from "./hues.js";
 import { isOfCluster, Store } from "./store.js";
 import { Summary } from "./summary.js";
 import { startTheme } from "./theme.js";
@@ -17,7 +17,6 @@ const COMPACT_ABOVE = 8; // GPUs in use, whose curves and lists would push the c
 const MANY = 40; // containers from which on bars jump instead of gliding: gliding hundreds of them costs every frame
 
 const views = new Map(); // GPU's uuid -> GpuView
-const hues = new Hues();
 const store = new Store(draw, drawLink);
 const summary = new Summary(store);
 const table = new ContainerTable(store);
@@ -29,10 +28,7 @@ let inOrder = new Map(); // key -> container, by namespace, pod and container
 
 function draw(changed) {
   const { everything } = changed;
-  if (everything || changed.containers.size) {
-    inOrder = sorted();
-    for (const key of hues.update(inOrder)) recoloured(key, changed);
-  }
+  if (everything || changed.containers.size) inOrder = sorted();
   for (const uuid of changed.gpus) checkHealth(uuid, changed);
   summary.draw();
   drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));
@@ -45,12 +41,6 @@ function draw(changed) {
   else if (changed.sampled && history.sample()) drawPast();
   announce(changed.decisions);
   set(document.body, "data-ready", true);
-}
-
-/** Its row and its shares are drawn again, though nothing else of it changed. */
-function recoloured(key, changed) {
-  changed.containers.add(key);
-  for (const { uuid } of store.containers.get(key).gpus) changed.shares.add(uuid);
 }
 
 /** A GPU that failed, or works again, changes the rows of its containers. */
