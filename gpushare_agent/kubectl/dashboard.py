@@ -13,9 +13,11 @@ when the API server does not answer.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -47,6 +49,7 @@ from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS, pod_needs
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
 from gpushare_agent.core.model.resources import Request, ResourceNames, request_of
+from gpushare_agent.core.node_report.reported import reported_state
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
 from gpushare_agent.core.placement.mistakes import Offer, mistakes
@@ -59,7 +62,7 @@ from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import NodeReading, read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
@@ -68,17 +71,27 @@ from gpushare_agent.kubectl.cluster_reading import (
     new_state,
     node_facts,
     pod_view,
+    read_claims,
     read_quota_of,
     view_of,
 )
 from gpushare_agent.kubectl.decisions.cluster_view import NodeView, PodView, hindrance
-from gpushare_agent.kubectl.explain_waiting import asked_by, lines_of, waiting_document
+from gpushare_agent.kubectl.decisions.instances import ClaimCluster
+from gpushare_agent.kubectl.explain_waiting import (
+    asked_by,
+    lines_of,
+    may_want_instances,
+    waiting_document,
+    wanted_instances,
+)
 
 T = TypeVar("T")
 
 ADDRESS = "localhost"
 INDEX = "cluster.html"
 MOST_WAITING = 200
+MOST_MIG_NODES = 1000
+CLAIMS_S = 30.0
 MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
@@ -103,6 +116,8 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
 
     views: dict[PodUid, PodView] = field(default_factory=dict)
     waiting: dict[PodUid, PodJson] = field(default_factory=dict)
+    claiming: dict[PodUid, PodJson] = field(default_factory=dict)
+    """Those that wait for something else, perhaps for a MIG instance."""
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -112,12 +127,33 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         waits = not read.spec.node_name and (view is not None or mistakes(read, names, self.state.offer))
         _keep(self.views, uid, view)
         _keep(self.waiting, uid, read if waits else None)
+        claims = not waits and not read.spec.node_name and may_want_instances(read)
+        _keep(self.claiming, uid, read if claims else None)
         return is_ours
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        _keep(self.views, PodUid(key), None)
-        _keep(self.waiting, PodUid(key), None)
+        for kept in (self.views, self.waiting, self.claiming):
+            kept.pop(PodUid(key), None)
+
+
+class _Nodes(NodesFeed, kw_only=True, eq=False):
+    """Also keeps what kube-scheduler checks of a node, and its GPUs on which MIG instances are made on demand."""
+
+    facts: dict[str, NodeFacts]
+
+    def put(self, raw: Raw) -> bool:
+        name, has_shares = self.key(raw), super().put(raw)
+        ledger = self.state.node_ledger(name) if has_shares else None
+        facts = node_facts(raw, ledger.node if ledger is not None else None)
+        # The informer tells the end of those alone of which this returned True.
+        if is_kept := has_shares or bool(facts.mig_gpus):
+            self.facts[name] = facts
+        return is_kept
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self.facts.pop(key, None)
 
 
 class ClusterPage:
@@ -133,13 +169,14 @@ class ClusterPage:
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._facts: dict[str, NodeFacts] = {}
         self._port = port
+        self._claims, self._claims_at = ClaimCluster(slices=(), claims=(), classes=()), -math.inf
         metrics = ExtenderMetrics()
         self._state = new_state(settings, names)
         self._pods = _Pods(state=self._state)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
-        nodes = NodesFeed(
-            state=self._state, read=partial(self._read_node, read), metrics=metrics, on_report=self._pods.drop_missing
+        nodes = _Nodes(
+            state=self._state, read=read, metrics=metrics, on_report=self._pods.drop_missing, facts=self._facts
         )
         self._informers = (
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
@@ -187,6 +224,7 @@ class ClusterPage:
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(partial(self._show_waiting, api))),
+            web.get("/api/v1/mig", self._show_mig),
             web.get("/api/v1/quota", queue.one_at_a_time(partial(self._show_quota, api))),
             web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
@@ -232,15 +270,20 @@ class ClusterPage:
             "lost": {"seconds": now - first.since, "why": first.why} if first is not None else None,
             "memory_block_bytes": self._names.memory_block_mib * MIB,
             "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
-            "waiting_pods": len(self._pods.waiting),
         }
 
-    def _read_node(self, read: Callable[[Raw], NodeReading], raw: Raw) -> NodeReading:
-        """Also keeps what kube-scheduler checks of the node."""
-        reading = read(raw)
-        if reading.node is not None:
-            self._facts[reading.node.name] = node_facts(raw, reading.node)
-        return reading
+    async def _show_mig(self, request: web.Request) -> web.StreamResponse:
+        """The nodes with GPUs on which MIG instances are made on demand, and what they report of them."""
+        found = {name: facts for name, facts in self._facts.items() if facts.mig_gpus}
+        nodes = {
+            name: {
+                "is_ready": facts.is_ready,
+                "is_cordoned": facts.offer.is_cordoned,
+                "mig_gpus": [reported_state(gpu) for gpu in facts.mig_gpus],
+            }
+            for name, facts in islice(found.items(), MOST_MIG_NODES)
+        }
+        return json_answer(request, {"count": len(found), "nodes": nodes})
 
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
@@ -248,13 +291,20 @@ class ClusterPage:
             asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
         except BadQueryError as e:
             return bad_query(request, e)
-        waiting = list(self._pods.waiting.values())
+        waiting, problem = list(self._pods.waiting.values()), ""
+        if not asked["uid"] and self._pods.claiming:
+            try:
+                claims = await self._read_claims(api)
+            except AgentError as e:
+                problem = str(e)
+            else:
+                waiting += [one for one in self._pods.claiming.values() if any(wanted_instances(one, claims))]
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
-            return json_answer(request, {"count": len(waiting), "pods": first})
+            return json_answer(request, {"count": len(waiting), "pods": first, "claims_problem": problem})
         problem = await self._read_quota(api)
-        pod = self._pods.waiting.get(PodUid(asked["uid"]))
-        self._facts = {name: self._facts[name] for name in self._state.node_names()}
+        uid = PodUid(asked["uid"])
+        pod = self._pods.waiting.get(uid) or self._pods.claiming.get(uid)
         # The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted.
         view = view_of(self._state, self._facts, self._pods.views, _hosted)
         read = ReadCluster(view=view, state=self._state, quota_problem=problem)
@@ -266,6 +316,13 @@ class ClusterPage:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
         lines = {"lines": lines_of(found, pod_needs(pod.spec))}
         return json_answer(request, {**found, **lines, **self._waiting(pod), **self._nodes_for(pod, read)})
+
+    async def _read_claims(self, api: KubeApi) -> ClaimCluster:
+        """At most so old: a page asks every few seconds. Raises AgentError."""
+        if time.monotonic() - self._claims_at > CLAIMS_S:
+            self._claims = await read_claims(api)
+            self._claims_at = time.monotonic()
+        return self._claims
 
     async def _read_quota(self, api: KubeApi) -> str:
         """Puts the quota into the state; why it is not known."""

@@ -6,6 +6,7 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -31,6 +32,7 @@ from gpushare_agent.kubectl.decisions.changes import Change, Waiting, gpus_text,
 from gpushare_agent.kubectl.decisions.instances import (
     ClaimCluster,
     WaitsFor,
+    Wanted,
     attributes_of_instances,
     instead_of,
     waits_for,
@@ -136,15 +138,30 @@ def _document(pod: PodJson, read: ReadCluster) -> dict[str, Any]:
     }
 
 
+def _asked_by_name(pod: PodJson) -> dict[str, int]:
+    return {name: count for name, count in pod_needs(pod.spec).requests.items() if "/" in name}
+
+
+def may_want_instances(pod: PodJson) -> bool:
+    """Whether it asks for a claim, whatever that is, or for the resource of a MIG profile."""
+    has_claims = bool(pod.spec.claims or pod.status.claims)
+    return has_claims or any(name.startswith(NVIDIA_MIG_PREFIX) for name in _asked_by_name(pod))
+
+
+def wanted_instances(pod: PodJson, cluster: ClaimCluster) -> tuple[Sequence[Wanted], str]:
+    """The MIG instances that the pod asks for by claims and classes, and the first resource of a device plugin for them."""
+    claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
+    resources = _asked_by_name(pod)
+    named = next((name for name in sorted(resources) if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    return wanted_of(cluster, pod.meta.namespace or "", claims, resources), named
+
+
 async def _instances_document(api: KubeLists, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     """Of a pod that asks for MIG instances by claims or by their resources; None where it does not."""
-    claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
-    resources = {name: count for name, count in pod_needs(pod.spec).requests.items() if "/" in name}
-    if not claims and not resources:
+    if not pod.spec.claims and not pod.status.claims and not _asked_by_name(pod):
         return None
     cluster = await read_claims(api)
-    wanted = wanted_of(cluster, pod.meta.namespace or "", claims, resources)
-    named = next((name for name in sorted(resources) if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    wanted, named = wanted_instances(pod, cluster)
     if not wanted and not named:
         return None
     found = waits_for(wanted, cluster) if wanted else _of_plugins(named, read, cluster)

@@ -28,6 +28,9 @@ let drawSums = null; // timer
 let sortedBy = ["namespace", 1]; // of the namespaces: column and direction
 let answeredAt = Date.now();
 
+/** A node on which all GPUs are for MIG instances offers no share. */
+const NO_SHARES = { model: "", pool: "", is_exact: true, gpus: [], reservations: [], unattributed: [] };
+
 const readJson = async (path) => (await read(path, {}, SLOW_MS)).json();
 
 async function readCluster() {
@@ -37,7 +40,10 @@ async function readCluster() {
     head = await readJson(`api/v1/cluster${after && `?after=${encodeURIComponent(after)}`}`);
     nodes.push(...head.nodes);
   }
-  const waiting = await readJson("api/v1/waiting");
+  const [waiting, mig] = [await readJson("api/v1/waiting"), (await readJson("api/v1/mig")).nodes];
+  for (const node of nodes) node.mig_gpus = mig[node.name]?.mig_gpus ?? [];
+  const known = new Set(nodes.map((node) => node.name));
+  for (const [name, facts] of Object.entries(mig)) if (!known.has(name)) nodes.push({ ...NO_SHARES, name, ...facts });
   if (Date.now() - quota.at >= QUOTA_MS) quota = { ...(await readJson("api/v1/quota")), at: Date.now() };
   return { head, nodes, waiting };
 }
@@ -130,14 +136,14 @@ function drawSummary(nodes, waiting) {
 
 // --- waiting pods ---
 
-function drawWaiting({ count, pods }, namespace, text) {
+function drawWaiting({ count, pods, claims_problem: unlisted }, namespace, text) {
   const shown = pods.filter((pod) => (!namespace || pod.namespace === namespace) && `${pod.namespace}/${pod.pod}`.toLowerCase().includes(text));
   const known = new Set(pods.map((pod) => pod.uid));
   for (const uid of entries.keys()) if (!known.has(uid)) entries.delete(uid);
   arrange(byId("waiting"), shown.map(waitingEntry));
   byId("waiting-empty").hidden = shown.length > 0;
   write(byId("waiting-empty"), `No pod${namespace && ` of namespace ${namespace}`} ${text && `with “${text}” in its name `}waits for GPUs.`);
-  write(byId("waiting-count"), count ? `${format.count(shown.length, "pod", "pods")}${count > pods.length ? ` of the first ${pods.length} of ${count}` : ""}` : "");
+  write(byId("waiting-count"), `${count ? `${format.count(shown.length, "pod", "pods")}${count > pods.length ? ` of the first ${pods.length} of ${count}` : ""}` : ""}${unlisted && ` without those that wait for MIG instances: ${unlisted}`}`);
 }
 
 function waitingEntry(pod) {
