@@ -61,6 +61,7 @@ from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
+from gpushare_agent.extender.decisions.quota import NOTHING
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
@@ -91,7 +92,7 @@ ADDRESS = "localhost"
 INDEX = "cluster.html"
 MOST_WAITING = 200
 MOST_MIG_NODES = 1000
-CLAIMS_S = 30.0
+CLAIMS_S = QUOTA_S = 30.0
 MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
@@ -169,6 +170,7 @@ class ClusterPage:
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._facts: dict[str, NodeFacts] = {}
         self._port = port
+        self._quota_problem, self._quota_at = "", -math.inf
         self._claims, self._claims_at = ClaimCluster(slices=(), claims=(), classes=()), -math.inf
         metrics = ExtenderMetrics()
         self._state = new_state(settings, names)
@@ -225,7 +227,7 @@ class ClusterPage:
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(partial(self._show_waiting, api))),
             web.get("/api/v1/mig", self._show_mig),
-            web.get("/api/v1/quota", queue.one_at_a_time(partial(self._show_quota, api))),
+            web.get("/api/v1/namespaces", queue.one_at_a_time(partial(self._show_namespaces, api))),
             web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
             web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
@@ -332,15 +334,30 @@ class ClusterPage:
             return str(e)
         return problem
 
-    async def _show_quota(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
-        """Each namespace that has a quota, with what it has used of it."""
-        problem, state = await self._read_quota(api), self._state.quota
-        limited = state.quota.namespaces if state.quota is not None and not problem else {}
-        found = await join_in_slices(
-            b"," * bool(n) + encode({"namespace": name, "pools": limits.pools, "limits": state.standing(name, limits)})
-            for n, (name, limits) in enumerate(limited.items())
-        )
-        return await JsonBody(encode({"problem": problem})[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
+    async def _show_namespaces(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """What each namespace has allocated, as quotas count it, and how it stands with its quota: of those that have pods
+        on nodes, or a quota."""
+        if time.monotonic() - self._quota_at > QUOTA_S:
+            self._quota_problem = await self._read_quota(api)
+            self._quota_at = time.monotonic()
+        state, names = self._state.quota, self._names
+        limited = state.quota.namespaces if state.quota is not None and not self._quota_problem else {}
+        used = state.totals()
+
+        def document(name: str) -> Mapping[str, Any]:
+            use, limits = used.get(name, NOTHING), limited.get(name)
+            return {
+                "namespace": name,
+                "cores": use.vcore,
+                "memory_bytes": use.vmemory * names.memory_block_mib * MIB,
+                "pools": limits.pools if limits is not None else (),
+                "limits": state.standing(name, limits) if limits is not None else None,
+            }
+
+        shown = sorted({*used, *limited})
+        found = await join_in_slices(b"," * bool(n) + encode(document(name)) for n, name in enumerate(shown))
+        head = encode({"quota_problem": self._quota_problem})
+        return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 
     def _waiting(self, read: PodJson) -> dict[str, Any]:
         """The requests of as many containers as are planned: a pod may have thousands. None of a pod whose amounts mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -75,10 +76,18 @@ class Agents:
     def __init__(self) -> None:
         self.documents: dict[str, Any] = {}
         self.asked: list[str] = []
+        self.open = self.most = 0
+        """So many are asked now, and were at once."""
+        self.answer = asyncio.Event()
+        self.answer.set()
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         node = request.match_info["node"]
         self.asked.append(node)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await self.answer.wait()
+        self.open -= 1
         if node not in self.documents:
             return web.Response(status=503, text="the agent does not answer at the moment")
         return web.json_response({"at": time.time(), "agent": {"sampled_at": time.time()}, **self.documents[node]})
@@ -121,4 +130,5 @@ async def answering_agents(cluster: FakeCluster, *nodes: str) -> AsyncIterator[A
             cluster.add_agent(node, AgentServer(url=f"http://127.0.0.1:{port}/{node}", log=Path("/dev/null")))
         yield agents
     finally:
+        agents.answer.set()
         await runner.cleanup()

@@ -232,6 +232,10 @@ class Usage:
             total, of_model = total.minus(use), of_model.minus(use) if its_model == model else of_model
         return QuotaUse(of_model.gpus, total.vcore, total.vmemory)
 
+    def totals(self) -> dict[str, QuotaUse]:
+        """By namespace."""
+        return {namespace: use for (namespace, model), use in self._sums.items() if model is None}
+
     def _add(self, namespace: str, model: str, use: QuotaUse) -> None:
         for group in ((namespace, None), (namespace, model)):
             self._sums[group] = self._sums.get(group, NOTHING).plus(use)
@@ -297,6 +301,10 @@ class QuotaState:
     def used(self, namespace: str, model: str | None, *, without: PodUid | None = None) -> QuotaUse:
         """The namespace's GPUs of the model, None for any, and its totals over all models; as if without `without`."""
         return self._usage.of(namespace, model, without=without)
+
+    def totals(self) -> dict[str, QuotaUse]:
+        """What the pods of each namespace use together, of those that use something."""
+        return self._usage.totals()
 
     def standing(self, namespace: str, limits: NamespaceQuota) -> list[tuple[str, float, float]]:
         """What `limits` limits, how much of it the namespace has used, and may use, in GPUs, cores and blocks."""

@@ -12,7 +12,6 @@ import { Uses } from "./uses.js";
 const PERIOD_MS = 5000;
 const SLOW_MS = 30000; // a large cluster's answer is made in slices, and an agent's comes through the API server
 const SILENT_S = 100; // a watch sends something each minute
-const QUOTA_MS = 30000; // a quota is changed by people
 const SHOWN_NODES = 100; // drawn at once, and with each press of the button below them
 const SHOWN_NAMESPACES = 200;
 const LONG = 90; // characters of a reason that three lines hold in any column
@@ -21,8 +20,7 @@ const views = new Map(); // node's name -> NodeView
 const entries = new Map(); // waiting pod's UID -> entry
 const namespaceRows = new Map(); // namespace -> row
 const uses = new Uses((name) => readJson(`nodes/${encodeURIComponent(name)}/api/v1/node`), drawUses);
-let cluster = null; // {nodes, waiting, head}
-let quota = { problem: "", namespaces: [], at: -Infinity };
+let cluster = null; // {nodes, waiting, namespaces, quota_problem, head}
 let most = SHOWN_NODES;
 let drawSums = null; // timer
 let sortedBy = ["namespace", 1]; // of the namespaces: column and direction
@@ -44,8 +42,7 @@ async function readCluster() {
   for (const node of nodes) node.mig_gpus = mig[node.name]?.mig_gpus ?? [];
   const known = new Set(nodes.map((node) => node.name));
   for (const [name, facts] of Object.entries(mig)) if (!known.has(name)) nodes.push({ ...NO_SHARES, name, ...facts });
-  if (Date.now() - quota.at >= QUOTA_MS) quota = { ...(await readJson("api/v1/quota")), at: Date.now() };
-  return { head, nodes, waiting };
+  return { head, nodes, waiting, ...(await readJson("api/v1/namespaces")) };
 }
 
 async function refresh() {
@@ -205,13 +202,13 @@ const COLUMNS = [
   { id: "pods", name: "Pods" },
   { id: "waiting", name: "Waiting" },
   { id: "cores", name: "GPU cores", text: (one) => String(one.cores) },
-  { id: "usedCores", name: "in use", of: "GPU cores", text: (one) => (one.usedCores === null ? "–" : String(Math.round(one.usedCores))) },
+  { id: "usedCores", name: "Cores used", text: (one) => (one.usedCores === null ? "–" : String(Math.round(one.usedCores))) },
   { id: "memory", name: "Memory", text: (one) => format.bytes(one.memory) },
-  { id: "usedMemory", name: "in use", of: "memory", text: (one) => format.bytes(one.usedMemory) },
+  { id: "usedMemory", name: "Memory used", text: (one) => format.bytes(one.usedMemory) },
   { id: "full", name: "Quota used" },
 ];
 const headings = COLUMNS.map((column) => h("th", { scope: "col", "data-number": !["namespace", "full"].includes(column.id) },
-  h("button", { type: "button", onclick: () => sortNamespaces(column.id) }, column.name, column.of && h("span", { class: "unseen" }, ` of ${column.of}`))));
+  h("button", { type: "button", onclick: () => sortNamespaces(column.id) }, column.name)));
 const totals = h("tbody");
 
 function sortNamespaces(id) {
@@ -226,23 +223,15 @@ function sumsOfNamespaces() {
     if (!found.has(name)) found.set(name, { namespace: name, pods: 0, waiting: 0, cores: 0, usedCores: null, memory: 0, usedMemory: null, limits: null, full: null });
     return found.get(name);
   };
-  for (const { namespace, pools, limits } of quota.namespaces) {
-    const parts = limits.map(([what, used, allowed]) => [used && !allowed ? Infinity : used / (allowed || 1), allowed ? `${used} of ${allowed} ${what}` : `${used || "no"} ${what}, none allowed`]);
+  for (const { namespace, cores, memory_bytes: memory, pools, limits } of cluster.namespaces) {
+    const parts = (limits ?? []).map(([what, used, allowed]) => [used && !allowed ? Infinity : used / (allowed || 1), allowed ? `${used} of ${allowed} ${what}` : `${used || "no"} ${what}, none allowed`]);
     parts.sort(([one], [two]) => two - one);
-    Object.assign(sumsOf(namespace), { limits: parts.map(([, text]) => text), pools, full: parts[0]?.[0] ?? null });
+    Object.assign(sumsOf(namespace), { cores, memory, limits: limits && parts.map(([, text]) => text), pools, full: parts[0]?.[0] ?? null });
   }
   for (const pod of cluster.waiting.pods) sumsOf(pod.namespace).waiting += 1;
   for (const node of cluster.nodes) {
-    const [sizes, of] = [new Map(node.gpus.map((gpu) => [String(gpu.index), gpu.memory.capacity_bytes])), uses.of(node.name)];
-    for (const one of node.reservations) {
-      const sums = sumsOf(namespaceOf(one));
-      sums.pods += 1;
-      for (const [index, charge] of Object.entries(one.charges)) {
-        sums.cores += charge[3] ? 100 : charge[0];
-        sums.memory += charge[3] ? (sizes.get(index) ?? 0) : memoryOfCharge(charge);
-      }
-    }
-    for (const [name, used] of of?.namespaces ?? []) {
+    for (const one of node.reservations) sumsOf(namespaceOf(one)).pods += 1;
+    for (const [name, used] of uses.of(node.name)?.namespaces ?? []) {
       if (!found.has(name)) continue;
       sumsOf(name).usedCores += used.cores;
       sumsOf(name).usedMemory += used.memory;
@@ -266,14 +255,14 @@ function drawTotals(namespace) {
   write(byId("totals-count"), [
     format.count(all.length, "namespace", "namespaces"), shown.length < all.length && !namespace && `the first ${shown.length} are shown`,
     silent && `in use: without ${silent} of ${format.count(asked.length, "node", "nodes")}, which have not answered`,
-    quota.problem && `quota not known: ${quota.problem}`,
+    cluster.quota_problem && `quota not known: ${cluster.quota_problem}`,
   ].filter(Boolean).join(" · "));
 }
 
 function namespaceRow(one) {
   let row = namespaceRows.get(one.namespace);
   if (!row) {
-    const cells = COLUMNS.slice(1, -1).map((column) => h("td", { "data-number": true, "data-label": column.of ? `${column.of} in use` : column.name }));
+    const cells = COLUMNS.slice(1, -1).map((column) => h("td", { "data-number": true, "data-label": column.name }));
     const [fill, percent, limits] = [h("i"), h("span", { class: "meter-text" }), h("span", { class: "quiet" })];
     const meter = h("span", { class: "meter", "aria-hidden": "true" }, fill);
     row = { cells, fill, meter, percent, limits, element: h("tr", {}, h("th", { scope: "row" }, one.namespace), cells, h("td", { "data-label": "Quota" }, meter, percent, limits)) };
@@ -285,7 +274,7 @@ function namespaceRow(one) {
   set(row.meter, "data-over", one.full > 1);
   write(row.percent, one.full === Infinity ? "over" : format.percent(one.full));
   const listed = one.limits && [...one.limits.slice(0, 3), one.limits.length > 3 && `${one.limits.length - 3} more`, one.pools?.length && `pools ${one.pools.join(", ")}`].filter(Boolean).join("; ");
-  write(row.limits, quota.problem ? "not known" : listed || "no limit");
+  write(row.limits, cluster.quota_problem ? "not known" : listed || "no limit");
   return row.element;
 }
 

@@ -4,7 +4,7 @@
 const SEEN_MS = 10000;
 const OTHER_MS = 60000;
 const FAILED_MS = 30000; // without the right to it every answer is an error
-const AT_ONCE = 8; // as many as the server reads at once
+const AT_ONCE = 4; // a browser has six connections to a server: the rest of the page needs some of them, however slow agents are
 const OTHERS = 10; // nodes out of sight each time, every five seconds: a large cluster's go round in minutes
 const STALE_S = 30;
 const GONE_S = 900; // older than this it says nothing any more
@@ -51,6 +51,7 @@ export class Uses {
 
   /** Asks those of the nodes that are due. */
   read(names) {
+    if (document.hidden) return;
     const due = names.filter((name) => this.#isDue(name) && !this.queue.includes(name));
     const others = due.filter((name) => !this.isSeen(name)).sort((one, two) => this.#askedAt(one) - this.#askedAt(two));
     this.queue.push(...due.filter((name) => this.isSeen(name)), ...others.slice(0, OTHERS));
