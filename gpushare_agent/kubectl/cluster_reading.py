@@ -60,7 +60,7 @@ class NodeFacts(Struct, frozen=True):
 
 async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     """Raises AgentError: nodes or pods cannot be listed."""
-    reader = _Reader(settings)
+    reader = NodesReader(settings)
     nodes, _ = await api.list_all(ALL_NODES, reader.node)
     state = new_state(settings, reader.names)
     state.quota.quota, problem = await read_quota_of(api, settings)
@@ -99,7 +99,7 @@ def view_of(
     return ClusterView(policy=state.policy, nodes=nodes, pods=pods, quotas=state.quota)
 
 
-class _Reader:
+class NodesReader:
     """Reads nodes. `names` have the size of memory blocks that the first agent reports: it is the same everywhere."""
 
     def __init__(self, settings: Settings) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
@@ -44,7 +45,7 @@ from gpushare_agent.core.kit.supervision import forever
 from gpushare_agent.core.kit.tcp_listeners import listen_tcp
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.core.kube.informer import Informer, Lost
-from gpushare_agent.core.kube.pods import PodJson, scheduler_message
+from gpushare_agent.core.kube.pods import PodJson, PodSpec, scheduler_message
 from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS, pod_needs
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
@@ -65,9 +66,10 @@ from gpushare_agent.extender.decisions.quota import NOTHING
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
-from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
     NodeFacts,
+    NodesReader,
     ReadCluster,
     new_state,
     node_facts,
@@ -119,6 +121,8 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
     waiting: dict[PodUid, PodJson] = field(default_factory=dict)
     claiming: dict[PodUid, PodJson] = field(default_factory=dict)
     """Those that wait for something else, perhaps for a MIG instance."""
+    others: dict[PodUid, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    """What pods ask of their node besides CPU, memory and GPUs."""
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -128,13 +132,15 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         waits = not read.spec.node_name and (view is not None or mistakes(read, names, self.state.offer))
         _keep(self.views, uid, view)
         _keep(self.waiting, uid, read if waits else None)
+        others, node = _of_other_resources(read.spec, names.names), read.spec.node_name
+        _keep(self.others, uid, (node, others) if node and others else None)
         claims = not waits and not read.spec.node_name and may_want_instances(read)
         _keep(self.claiming, uid, read if claims else None)
         return is_ours
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        for kept in (self.views, self.waiting, self.claiming):
+        for kept in (self.views, self.waiting, self.claiming, self.others):
             kept.pop(PodUid(key), None)
 
 
@@ -307,8 +313,11 @@ class ClusterPage:
         problem = await self._read_quota(api)
         uid = PodUid(asked["uid"])
         pod = self._pods.waiting.get(uid) or self._pods.claiming.get(uid)
-        # The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted.
-        view = view_of(self._state, self._facts, self._pods.views, _hosted)
+        used: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for node, more in self._pods.others.values():
+            used[node].update(more)
+        # The cluster now, as `explain` lists it.
+        view = view_of(self._state, self._facts, self._pods.views, lambda one: used[one.node.name] | _hosted(one))
         read = ReadCluster(view=view, state=self._state, quota_problem=problem)
         try:
             found = await waiting_document(api, read, pod) if pod is not None else None
@@ -417,9 +426,17 @@ class ClusterPage:
         }
 
 
-def _hosted(ledger: NodeLedger) -> dict[str, int]:
+def _hosted(ledger: NodeLedger) -> Counter[str]:
     hosted = ledger.hosted
-    return {CPU: hosted.cpu_milli, MEMORY: hosted.memory_mib * MIB, PODS: hosted.pods}
+    return Counter({CPU: hosted.cpu_milli, MEMORY: hosted.memory_mib * MIB, PODS: hosted.pods})
+
+
+def _of_other_resources(spec: PodSpec, ours: Collection[str]) -> Mapping[str, int]:
+    """What a pod asks of its node besides CPU, memory and GPUs: nothing, mostly."""
+    asking = (spec, *(spec.init_containers or ()), *(spec.containers or ()))
+    if {name for one in asking for name in one.requests}.issubset({*ours, CPU, MEMORY}):
+        return {}
+    return {name: n for name, n in pod_needs(spec, ours).requests.items() if name not in (CPU, MEMORY, PODS)}
 
 
 def _gpu(gpu: GpuAccount, request: Request, otherwise: str) -> dict[str, Any]:
@@ -442,7 +459,7 @@ async def run(call: Invocation) -> int:
 
     async with open_cluster(settings) as api:
         # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
-        await api.list_all(ALL_NODES, lambda _: None)
-        names = cluster_names(settings)
-        page = ClusterPage(settings, names, port=options.port, agent_namespace=options.agent_namespace)
+        reader = NodesReader(settings)
+        await api.list_all(ALL_NODES, reader.node)
+        page = ClusterPage(settings, reader.names, port=options.port, agent_namespace=options.agent_namespace)
         await page.run(api, on_listening=on_listening)

@@ -9,16 +9,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS
+from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS, read_pod_json
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.kubectl.cluster_reading import read_cluster_view
+from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
 from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
 from tests.extender.support_extender import raw_node, raw_pod
 from tests.fakes.api_server import raw_status
+from tests.support_deadline import DEADLINE_S
 
 
 async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
@@ -181,6 +185,34 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
         assert (len(pod["requests"]), pod["more_requests"]) == (16, 984)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
         assert answer["nodes"][0]["verdict"].startswith("more than 16 containers of the pod ask for GPUs")
+
+
+async def test_the_page_says_what_explain_says() -> None:
+    """Of the same cluster: from informers, or from one list; other resources of the nodes count, too."""
+    hca = {"rdma/hca": "1"}
+    async with served_cluster() as (url, cluster):
+        for name in ("gpu-1", "gpu-2"):
+            cluster.change("nodes", name, lambda raw: raw["status"]["allocatable"].update(hca))
+        taken, waits = raw_pod("taken", (0, 0), node="gpu-1"), waiting("hca", (200, 0))
+        for one in (taken, waits):
+            resources = one["spec"]["containers"][0]["resources"]
+            resources["requests"] = {**resources["limits"], **hca}
+            cluster.put("pods", one)
+        cluster.put("pods", waiting("last", (1, 1)))
+        while (await ask(f"{url}api/v1/waiting"))[1]["count"] < 4:
+            await asyncio.sleep(0.01)
+        async with cluster.opened_api() as api:
+            read = await read_cluster_view(api, Settings())
+            for pod in ("hca", "last", "needs-nine", "needs-much"):
+                raw = await api.get_pod(waits["metadata"]["namespace"], pod, timeout_s=DEADLINE_S)
+                found = await waiting_document(api, read, read_pod_json(raw))
+                _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-{pod}")
+                assert found is not None
+                assert [answer[name] for name in found if name != "nodes"] == json.loads(
+                    json.dumps([found[name] for name in found if name != "nodes"])
+                )
+                if pod == "hca":
+                    assert found["other_reasons"] == {"too little rdma/hca is left": 1}
 
 
 async def test_what_namespaces_have_used_of_their_quota() -> None:
