@@ -343,6 +343,13 @@ function drawUses(name) {
   }, 250);
 }
 
+/** `8 × NVIDIA L4`, and what there is of others. */
+function modelsOf({ gpus, mig_gpus: divided, model }) {
+  const named = (items) => Map.groupBy(items, (gpu) => gpu.name || model || "GPU");
+  const [own, onDemand] = [named(gpus), named(divided)];
+  return [...new Set([...own.keys(), ...onDemand.keys()])].map((name) => `${format.gpuCount(own.get(name) ?? [], onDemand.get(name))} × ${name}`);
+}
+
 class NodeView {
   constructor(name) {
     this.facts = h("span", { class: "quiet" });
@@ -388,7 +395,7 @@ class NodeView {
     const { gpus } = node;
     const [use, problem, used, own] = [uses.of(node.name), uses.problem(node.name), usedOf(node), ofNamespace(node, namespace).length];
     const facts = [
-      `${format.gpuCount(gpus, node.mig_gpus)} × ${gpus[0]?.name || node.mig_gpus?.[0]?.name || node.model || "GPU"}`,
+      ...modelsOf(node),
       `${sumOf(gpus, coresOf)}/${sumOf(gpus, (gpu) => gpu.cores.capacity)} allocated`,
       used === null ? problem && "use not known" : `${format.percent(used)} in use${use.isStale ? ` (${format.duration(use.age)} ago)` : ""}`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly",
