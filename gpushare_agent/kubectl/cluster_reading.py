@@ -103,9 +103,8 @@ class NodesReader:
     """Reads nodes. `names` have the size of memory blocks that the first agent reports: it is the same everywhere."""
 
     def __init__(self, settings: Settings) -> None:
-        self.names: ResourceNames = replace(
-            cluster_names(settings), gpu=()
-        )  # a node's object does not show NVIDIA's units
+        # A node's object does not show NVIDIA's units.
+        self.names: ResourceNames = replace(cluster_names(settings), gpu=())
         self._labels = settings.extender
         self._has_report = False
         self.resources: set[str] = set()

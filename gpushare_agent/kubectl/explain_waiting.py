@@ -48,23 +48,19 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     """Raises AgentError: the pod asks for no share, or the cluster cannot be read."""
     pod = read_pod_json(raw)
     name = f"{pod.meta.namespace}/{pod.meta.name}"
+    waits = f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)}"
     try:
         read = await read_cluster_view(api, settings)
         found = await waiting_document(api, read, pod)
     except AgentError as error:
         # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
-        raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} What would let it start now is "
-            f"worked out from all nodes and pods, and: {error}"
-        ) from error
+        worked_out = "What would let it start now is worked out from all nodes and pods, and"
+        raise Unavailable(f"{waits} {worked_out}: {error}") from error
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
     if known is not None and known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
     if found is None:
-        raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
-            f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
-        )
+        raise Unavailable(f"{waits} Its Events: kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}")
     document: dict[str, object] = {"schema": SCHEMA, "pod": pod.meta.name, "decisions": [], "waiting": found}
     print_as(form, document, lambda _: _lines(pod, found))
     return 0

@@ -67,6 +67,14 @@ ROWS = (
 LONG = "row remapping failed, and NVLink 3 is inactive, and retired pages are pending; " * 3
 
 
+async def assert_readable(browser: Browser) -> None:
+    """Nothing is wider than the window, every text has contrast, and whatever a screen reader announces has a name."""
+    await browser.script(ACCESSIBILITY)
+    assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
+    assert [one for one in await browser.script("return lowContrast()") if "only" not in one] == []
+    assert await browser.script("return [...unlabelled(), ...landmarks(), ...faintMarks()]") == []
+
+
 async def choose(browser: Browser, name: str, value: str) -> None:
     await browser.script(
         "const one = document.getElementById(arguments[0]); one.value = arguments[1];"
@@ -120,6 +128,10 @@ async def test_use_is_there_without_opening_a_node() -> None:
             "document.querySelector(\"[data-node='gpu-3']\").innerText.includes('0 % in use (1 min ago)')"
         )
         assert await browser.script("return document.querySelectorAll('.node[data-stale]').length") == 1
+        for width, scheme in ((375, "dark"), (1024, "light"), (1920, "dark")):
+            await browser.size(width, 2000)
+            await browser.prefer(prefers_color_scheme=scheme)
+            await assert_readable(browser)
 
 
 async def test_few_agents_are_asked_at_once_and_none_while_nobody_looks() -> None:
@@ -212,6 +224,7 @@ async def test_a_long_reason_has_three_lines_until_it_is_opened() -> None:
         cluster.change("nodes", "gpu-1", lambda raw: raw.setdefault("spec", {}).update(unschedulable=True))
         await browser.wait("document.querySelector('.node .badges').innerText.includes('Node cordoned')")
         assert await browser.script("return document.activeElement.matches('[open] > summary.reason')")
+        await assert_readable(browser)
 
 
 @pytest.mark.parametrize("width", [375, 1024])
