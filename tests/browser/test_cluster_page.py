@@ -135,7 +135,7 @@ async def test_use_is_there_without_opening_a_node() -> None:
 
 
 async def test_few_agents_are_asked_at_once_and_none_while_nobody_looks() -> None:
-    """As many as the server reads; those that have answered make room for the next."""
+    """Those that have answered make room for the next."""
     names = [f"node-{number:02}" for number in range(20)]
     async with (
         served_cluster([raw_node(name) for name in names], [waiting("w", (900, 0))]) as (url, cluster),
@@ -146,12 +146,20 @@ async def test_few_agents_are_asked_at_once_and_none_while_nobody_looks() -> Non
         agents.answer.clear()
         await browser.open(url)
         await eventually(lambda: len(agents.asked) == 4)
-        await browser.script("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+        await browser.wait("document.querySelectorAll('.node').length === 20")
+        # The browser tells which are in sight with a frame: all others wait for their turn by now.
+        frames = "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        await browser.script(f"return new Promise((done) => {frames})")
+        await browser.script(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true}); const asks = fetch;"
+            " window.asked = 0; window.fetch = (path, ...how) => { window.asked += /^nodes/.test(path);"
+            " return asks(path, ...how); }"
+        )
         agents.answer.set()
         await browser.wait(
             "[...document.querySelectorAll('.node')].filter((one) => /in use/.test(one.innerText)).length === 4"
         )
-        assert len(agents.asked) == 4
+        assert await browser.script("return window.asked") == 0
         await browser.script("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
         await browser.wait(
             "[...document.querySelectorAll('.node')].filter((one) => /in use/.test(one.innerText)).length === 20"
