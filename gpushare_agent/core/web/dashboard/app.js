@@ -3,7 +3,7 @@
 import { GpuView } from "./gpus.js";
 import { ContainerTable } from "./containers.js";
 import { Decisions } from "./decisions.js";
-import { arrange, byId, h, set, write } from "./dom.js";
+import { arrange, byId, h, keepClear, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
 import { History } from "./history.js";
@@ -139,6 +139,7 @@ function drawLink(link) {
 }
 
 startTheme();
+keepClear();
 byId("compact").addEventListener("change", drawCompact);
 byId("all-nodes").hidden = !isOfCluster;
 byId("own-paths").hidden = isOfCluster; // which are no part of what is read through the API server
