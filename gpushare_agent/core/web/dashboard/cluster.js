@@ -343,10 +343,10 @@ function drawUses(name) {
   }, 250);
 }
 
-/** `8 × NVIDIA L4`, and what there is of others. */
+/** `8 × NVIDIA L4`, and what there is of others. An instance counts only where its GPU is not reported. */
 function modelsOf({ gpus, mig_gpus: divided, model }) {
   const named = (items) => Map.groupBy(items, (gpu) => gpu.name || model || "GPU");
-  const [own, onDemand] = [named(gpus), named(divided)];
+  const [own, onDemand] = [named(divided.length ? gpus.filter((gpu) => !gpu.mig) : gpus), named(divided)];
   return [...new Set([...own.keys(), ...onDemand.keys()])].map((name) => `${format.gpuCount(own.get(name) ?? [], onDemand.get(name))} × ${name}`);
 }
 
