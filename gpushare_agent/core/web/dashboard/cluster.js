@@ -298,6 +298,7 @@ const KINDS = {
 function drawNodes(nodes, namespace, text) {
   const names = new Set(nodes.map((node) => node.name));
   for (const name of views.keys()) if (!names.has(name)) forget(name);
+  uses.keep(names);
   const [isOfKind, words] = KINDS[byId("kind").value];
   const matching = nodes.filter((node) => (!namespace || ofNamespace(node, namespace).length) && (!text || textOf(node).includes(text)) && isOfKind(node));
   const value = new Map(matching.map((node) => [node.name, ORDERS[byId("order").value](node)]));
@@ -331,7 +332,6 @@ const isSeen = (node) => uses.isSeen(node.name);
 function forget(name) {
   sight.unobserve(views.get(name).element);
   views.delete(name);
-  uses.forget(name);
 }
 
 /** A node's answer changes its tile at once, and the sums once for all answers of a moment. */

@@ -33,9 +33,9 @@ export class Uses {
     if (isSeen) this.read([name]);
   }
 
-  forget(name) {
-    this.seen.delete(name);
-    this.nodes.delete(name);
+  /** Forgets all but these nodes; `names` is a set. */
+  keep(names) {
+    for (const known of [this.seen, this.nodes]) for (const name of known.keys()) if (!names.has(name)) known.delete(name);
   }
 
   /** Null where it is not known; with its age in seconds. */
