@@ -362,6 +362,17 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
         assert await browser.script("return document.querySelectorAll('main img').length") == 0
 
 
+async def test_what_an_open_pod_lacks_follows_the_cluster() -> None:
+    """Half a minute later, with what changed meanwhile."""
+    async with opened() as (browser, cluster):
+        pod = "document.querySelector(\"[data-uid='uid-needs-much']\")"
+        await browser.script(f"{pod}.querySelector('details').open = true")
+        await browser.wait(f"{pod}.innerText.includes('to start')")
+        cluster.put_quota({"team-b": {"quota": {}}})
+        await browser.script("const now = Date.now; Date.now = () => now() + 31000")
+        await browser.wait(f"{pod}.innerText.includes('the quota of namespace team-b allows no GPUs at all')")
+
+
 async def test_a_wrong_request_has_its_remedy_and_no_green_gpu() -> None:
     """What to write is there before the pod is opened, and with it what would let it start now."""
     async with opened() as (browser, cluster):

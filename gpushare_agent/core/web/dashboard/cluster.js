@@ -12,6 +12,7 @@ import { Uses } from "./uses.js";
 const PERIOD_MS = 5000;
 const SLOW_MS = 30000; // a large cluster's answer is made in slices, and an agent's comes through the API server
 const SILENT_S = 100; // a watch sends something each minute
+const REMEDIES_MS = 30000; // those of an open pod are worked out again so often
 const SHOWN_NODES = 100; // drawn at once, and with each press of the button below them
 const SHOWN_NAMESPACES = 200;
 const LONG = 90; // characters of a reason that three lines hold in any column
@@ -153,13 +154,15 @@ function waitingEntry(pod) {
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
         h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
       h("div", { class: "decision-body" }, mistake, message, nodes));
-    details.addEventListener("toggle", () => details.open && showNodes(nodes, pod));
-    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message, mistake };
+    details.addEventListener("toggle", () => details.open && showNodes(entry, pod));
+    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), details, nodes, message, mistake };
     entries.set(pod.uid, entry);
   }
   write(entry.message, pod.message ? `The scheduler: ${pod.message}` : "The scheduler has said nothing yet.");
   write(entry.mistake, pod.mistake);
   entry.mistake.hidden = !pod.mistake;
+  // What would help changes with the cluster; not while somebody is in it.
+  if (entry.details.open && Date.now() - entry.readAt > REMEDIES_MS && !entry.nodes.matches(":hover, :focus-within")) showNodes(entry, pod);
   return entry.element;
 }
 
@@ -167,7 +170,9 @@ function waitingEntry(pod) {
 const remedies = (lines) => h("dl", { class: "remedies" }, lines.filter(([name]) => !["scheduler", "mistake"].includes(name)).map(([name, texts]) =>
   h("div", {}, h("dt", {}, name), texts.map((text) => h("dd", {}, text)))));
 
-async function showNodes(place, pod) {
+async function showNodes(entry, pod) {
+  const place = entry.nodes;
+  entry.readAt = Date.now();
   try {
     const answer = await readJson(`api/v1/waiting?uid=${encodeURIComponent(pod.uid)}`);
     const { nodes, count } = answer;
