@@ -6,12 +6,11 @@ A line `<!-- generated: NAME -->` begins what BLOCKS[NAME] makes, `<!-- end -->`
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import json
-import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
@@ -34,7 +33,6 @@ from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
 from bench.results import from_json, shown
-from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.metrics.node import node_series
@@ -48,7 +46,6 @@ from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.resources import NvidiaNames
 from gpushare_agent.core.model.usage import GpuSample
 from gpushare_agent.core.placement.place import LINK_COSTS, NVLINK_COST, link_cost
-from gpushare_agent.core.settings.nvidia_options import OPTIONS
 from gpushare_agent.core.settings.reference import Key, all_keys, text_of
 from gpushare_agent.core.settings.sections import HealthSettings
 from gpushare_agent.core.settings.settings import Settings
@@ -56,13 +53,12 @@ from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.simulation.workload import memory_of
 from tests.docs import gpu_page
-from tests.docs.isolations_page import isolations
+from tests.docs.isolations_page import not_kept
 from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
 from tests.docs.settings_page import settings_tables
-from tests.docs.surface_page import surface_lists
 from tests.e2e.conftest import pytest_addoption
-from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING
+from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
@@ -170,14 +166,24 @@ def _group(name: str) -> str:
 
 
 def _commands() -> str:
-    """Each command with its options, those that several have first; flags of settings are settings.md's."""
-    rows = {command: list(_rows(_parser(command))) for command in COMMAND_LINE.commands}
-    shared = [row for row, count in Counter(chain(*rows.values())).items() if count > 2]
-    lines = ["Options of several commands:", "", *_listed(shared)]
-    for command, own in rows.items():
+    """How each command is called; what several take stands first, with its meaning. `--help` explains the others."""
+    calls = {command: list(_calls(_parser(command))) for command in COMMAND_LINE.commands}
+    shared = [row for (_, row), count in Counter(chain(*calls.values())).items() if count > 2]
+    lines = ["Options of several commands:", "", *shared, ""]
+    for command, own in calls.items():
         lines += [f"### {command.name}", "", command.about, ""]
-        lines += _listed([row for row in own if row not in shared])
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+        usages = [usage for usage, row in own if row not in shared]
+        options = [one for one in usages if not one.startswith("COMMAND ")]
+        texts = _wrapped([command.name, *options]) if options else []
+        texts += [one.replace("COMMAND", command.name, 1) for one in usages if one not in options]
+        lines += ["```", *texts, "```", ""] if texts else []
+    return "\n".join(lines)
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Lines of a call; an option and its value stay together."""
+    text = " ".join(word.replace(" ", "\u00a0") for word in words)
+    return [line.replace("\u00a0", " ") for line in textwrap.wrap(text, 120, subsequent_indent="    ")]
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -194,23 +200,25 @@ def _e2e_options() -> str:
     return "\n".join(_rows(parser))
 
 
-def _listed(rows: Sequence[str]) -> list[str]:
-    return [*rows, ""] if rows else []
-
-
 def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """One for each option, positional argument and subcommand, with the options that its command does not have too."""
+    yield from (row for _, row in _calls(parser))
+
+
+def _calls(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """How each option, positional argument and subcommand is written, this with the options that its command does not have
+    too; and that with its meaning."""
     of_command = {name for action in parser._actions for name in action.option_strings}
     for action in _actions(parser):
         if isinstance(action, argparse._SubParsersAction):
             texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, text in texts.items():  # a former name of a command has none
                 own = [one for one in _actions(action.choices[name]) if of_command.isdisjoint(one.option_strings)]
-                yield _row(" ".join([name, *map(_usage, own)]), text)
+                call = " ".join([name, *map(_usage, own)])
+                yield f"COMMAND {call}", _row(call, text)
         else:
             names, value = ", ".join(action.option_strings), _value(action)
             text = (action.help or "") % {"default": action.default, "prog": parser.prog}
-            yield _row(f"{names} {value}".strip(), text.replace(f"sandbox-{os.getuid()}", "sandbox-UID"))
+            yield _usage(action), _row(f"{names} {value}".strip(), text)
 
 
 def _row(option: str, text: str) -> str:
@@ -231,20 +239,6 @@ def _value(action: argparse.Action) -> str:
         return ""
     name = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     return str(name)
-
-
-def _nvidia_options() -> str:
-    """A setting that takes the value is in code, a reason why there is none is a sentence; keys with one answer in a row."""
-    rows: dict[str, tuple[list[str], list[str]]] = {}
-    for option in OPTIONS:
-        words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", option.name.rpartition(".")[2]).lower()
-        regular = {words, words.replace("-", "_").upper(), f"GFD_{words.replace('-', '_')}".upper()}
-        names = (*option.variables, *(f"--{flag}" for flag in option.flags))
-        keys, others = rows.setdefault(", ".join(f"`{one}`" for one in option.settings) or option.reason, ([], []))
-        keys.append(option.name)
-        others += (f"`{name}`" for name in names if name.lstrip("-") not in regular)
-    cells = [[", ".join(f"`{one}`" for one in keys), ", ".join(others), here] for here, (keys, others) in rows.items()]
-    return _joined([["key of the file", "also called", "here"], *cells])
 
 
 def _schema_with_settings(text: str) -> str:
@@ -285,11 +279,6 @@ def chart_table() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _not_kept() -> str:
-    rows = [f"| `{term.value}` | {text} |" for term, text in NOT_KEPT_TEXTS.items()]
-    return "\n".join(["| term | not kept |", "|---|---|", *rows])
 
 
 _FOUND_BY = {
@@ -407,27 +396,6 @@ def _measured(column: str) -> list[list[str]]:
     tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
     [lines] = [table.splitlines() for table in tables if column in table.splitlines()[0]]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def _folders() -> str:
-    """The folders of the package, each as its docstring begins, up to a colon, and the module that it says to open first."""
-    rows = []
-    package = ROOT / "gpushare_agent"
-    for path in sorted(
-        [*package.glob("*/__init__.py"), *package.glob("agent/*/__init__.py"), *package.glob("core/*/__init__.py")]
-    ):
-        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-        if text:  # wire/ is generated
-            what = re.split(r"[.:;] | \(", text)[0].rstrip(".")
-            opened = re.search(r"[Oo]pen (?:first: )?`?(\w+\.py)", text)
-            rows.append(
-                [
-                    f"`{path.parent.relative_to(package)}/`",
-                    _linked(what, "explanation"),
-                    f"`{opened[1]}`" if opened else "",
-                ]
-            )
-    return _joined([["folder", "what it is for", "open first"], *rows])
 
 
 _OF_COMPONENT = ("Adds", "It needs", "Needs", "Nodes with", "Not tried", "Not with", "The price", "Who has")
@@ -580,27 +548,18 @@ def _workload() -> str:
 
 
 def _nvidia_dra_suites() -> str:
-    """What test_nvidia_dra.py runs, and what of it does not pass."""
-    specs = sum(count for _, count in GO_SPECS.values())
-    whole = [name for name, file in BATS.items() if not file.differs]
-    rows = [
-        (f"Go suite, {specs} specs", "all pass, that of unlimited shares by that setting"),
-        (f"BATS {', '.join(whole)}: {sum(BATS[name].tests for name in whole)} tests", "all pass"),
-    ]
-    for name, file in BATS.items():
-        if file.differs:
-            why = "; ".join(f"`{test}`: {reason}" for test, reason in file.differs.items())
-            rows.append((f"BATS {name}, {file.tests} tests", f"{file.tests - len(file.differs)} pass; not {why}"))
-    names = ", ".join(name.removeprefix("gpu-test").removeprefix("-") for name in EXAMPLES)
-    sharing = ", ".join(SHARING)
-    rows += [
-        (f"examples gpu-test {names}; shares by {sharing}", "all run, shares with their `dra.consumable_shares`"),
-        (
-            "example gpu-test 4, mig-1g-12gb, four specs of MIG",
-            "all run with `mig-on-demand`; in the class of mig-1g-12gb the driver's name was replaced",
-        ),
-    ]
-    return _joined([["what you have", "here"], *map(list, rows)])
+    """How much of what test_nvidia_dra.py runs passes, and what does not."""
+    specs, tests = sum(count for _, count in GO_SPECS.values()), sum(file.tests for file in BATS.values())
+    differs = {test: reason for file in BATS.values() for test, reason in file.differs.items()}
+    passed = f"All {specs} specs of the Go suite pass, {tests - len(differs)} of {tests} BATS tests"
+    text = f"{passed} and all {len(EXAMPLES)} examples"
+    return "\n".join(
+        [
+            f"{text}; those of MIG too, with `mig-on-demand`. The others:",
+            "",
+            *(f"- `{test}`: {reason}" for test, reason in differs.items()),
+        ]
+    )
 
 
 def _packing() -> str:
@@ -658,17 +617,9 @@ def _benchmark(name: str) -> str:
 
 
 _COMPARED = re.compile(
-    "process start to|SIGTERM|start after a kill|processor time, idle, NVML|kubelet.sock made|vcore: Get.* inside"
-    "|whole pod|100 pods at once|one round over|PreStartContainer|RegisterVDevice by name|scrape|round of sampling"
-    "|poll of the page, CPU|extender: |5,000 nodes(: a pod|, default.*(filter|resident memory)$)"
+    "process start to the vDevice|SIGTERM|processor time, idle, NVML|one round over|100 pods at once|poll of the page, CPU"
+    "|extender: |5,000 nodes(: a pod|, default.*(filter|resident memory)$)"
 )
-
-
-def _imports() -> str:
-    """A sentence: the large ones by name."""
-    whole, *rows = _PARTS["imports"].rows
-    parts = ", ".join(f"{one.name} {shown(one.median, one.unit)}" for one in rows if one.median >= 3)
-    return f"Of its memory {shown(whole.median, whole.unit)} are imports: {parts}."
 
 
 def _compared(name: str, here: str, there: str, only: str = "") -> str:
@@ -691,8 +642,8 @@ def _compared(name: str, here: str, there: str, only: str = "") -> str:
 
 _ENDURANCE = {
     "on": "on", "minutes": "minutes", "kills": "agent killed", "upgrades": "rolled out", "kubelet_restarts": "kubelet",
-    "gpus_lost": "GPUs lost", "pods": "pods", "checks": "checks of limits", "wrong": "wrong", "over": "over",
-    "lost_limits": "lost", "life_min": "last life, min", "first_mib": "MiB in it, first third", "last_mib": "last third",
+    "gpus_lost": "GPUs lost", "pods": "pods", "checks": "checks of limits", "wrong": "wrong",
+    "first_mib": "MiB at first", "last_mib": "at last",
 }  # fmt: skip
 """The columns of bench/measured/endurance.json, and what each is called."""
 _KILLS_WANTED = 10_000
@@ -724,9 +675,8 @@ def _joined(rows: Sequence[Sequence[str]]) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "not_kept": _not_kept,
+    "not_kept": not_kept,
     "libraries": _libraries,
-    "folders": _folders,
     "components": _components,
     "costs": _costs,
     "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
@@ -740,9 +690,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "policies": policies,
     "link_costs": _link_costs,
     "measured_on": lambda: f"Measured on {_PARTS['agent'].machine.partition(', load')[0]}.",
-    "measured_growth": lambda: _compared("growth", "1,500 shares", "100 shares"),
+    "measured_growth": lambda: _compared("growth", "1,500 shares", "100 shares", "pod's life|nothing|resident|READY"),
     "measured_agent": lambda: _benchmark("agent"),
-    "measured_imports": _imports,
     "measured_extender": lambda: _benchmark("extender"),
     "workload": _workload,
     "packing": _packing,
@@ -756,12 +705,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
-    "isolations": isolations,
     "settings": settings_tables,
-    "surface": surface_lists,
     "commands": _commands,
     "e2e_options": _e2e_options,
-    "nvidia_options": _nvidia_options,
     "nvidia_dra_suites": _nvidia_dra_suites,
 }
 
@@ -774,7 +720,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": _filled,
     "docs/how-to/README.md": _filled,
     "docs/explanation/dra.md": _filled,
-    "docs/explanation/architecture.md": _filled,
     "docs/explanation/health.md": _filled,
     "docs/explanation/placement.md": _filled,
     "docs/how-to/monitor.md": _filled,
@@ -785,17 +730,13 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/explanation/regulator.md": _filled,
     "docs/reference/settings.md": _filled,
     "docs/reference/metrics.md": _filled,
-    "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/components.md": _filled,
     "docs/reference/costs.md": _filled,
     "docs/reference/extender.md": _filled,
     "docs/reference/measurements.md": _filled,
-    "docs/how-to/migrate-from-nvidia.md": _filled,
     "manifests/components/dra-mig-profiles/classes.yaml": lambda _: mig_classes(),
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
-    # Behind those from whose tables it has names.
-    "docs/reference/surface.md": _filled,
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
 """What each page is, made of its present text."""

@@ -1,9 +1,8 @@
-"""docs/reference/surface.md: what can be set, asked and read, each kind from what defines it."""
+"""What can be set, asked and read, each kind from what defines it: test_surface.py compares it with CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,18 +30,8 @@ def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
         "components": ("components.md", sorted(path.name for path in (ROOT / "manifests/components").iterdir())),
         "chart values": ("../../charts/gpushare-agent/README.md", _rows("charts/gpushare-agent/README.md", r"[\w.]+")),
         "refusal reasons": ("metrics.md", list(RefusalReason)),
-        "isolations": ("isolations.md", list(ISOLATIONS)),
+        "isolations": ("../explanation/isolation.md", list(ISOLATIONS)),
     }
-
-
-def surface_lists() -> str:
-    """How many there are of each kind, and the page that has them; the names of those that no page has all of."""
-    kinds = surface()
-    lines = ["| kind | number | page |", "|---|---|---|"]
-    lines += [f"| {kind} | {len(found)} | [{Path(page).name}]({page}) |" for kind, (page, found) in kinds.items()]
-    names = " · ".join(f"`{name}`" for name in kinds[_WITH_DOMAINS][1])
-    lines += ["", f"The {_WITH_DOMAINS}:", "", *textwrap.wrap(names, 160, break_on_hyphens=False)]
-    return "\n".join(lines)
 
 
 def _rows(page: str, name: str = r"(?:gpushare|container)_\w+") -> list[str]:
@@ -59,5 +48,5 @@ def _names_with_domain() -> list[str]:
         for text in (value if isinstance(value, tuple) else [value])
         if isinstance(text, str) and _WITH_DOMAIN.fullmatch(text)
     ]
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "surface.md"]
+    pages = (ROOT / "docs").rglob("*.md")
     return sorted({*texts, *(name for page in pages for name in _OWN_NAME.findall(page.read_text(encoding="utf-8")))})
