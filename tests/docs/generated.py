@@ -197,11 +197,8 @@ def _e2e_options() -> str:
     parser = argparse.ArgumentParser(prog="nox -s e2e --", add_help=False)
     group = SimpleNamespace(addoption=parser.add_argument)
     pytest_addoption(cast(pytest.Parser, SimpleNamespace(getgroup=lambda _: group)))
-    return "\n".join(_rows(parser))
-
-
-def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    yield from (row for _, row in _calls(parser))
+    lines = _wrapped([parser.prog, *(usage for usage, _ in _calls(parser))])
+    return "\n".join(["```", *lines, "```"])
 
 
 def _calls(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -376,7 +373,7 @@ def _costs() -> str:
     table += [
         [f"the program: {call}", f"{us} µs more", ""] for call, us in zip(calls, more.split(" and "), strict=True)
     ]
-    table += [[f"the program on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", ""] for call, us in on_gpu.items()]
+    table += [[f"on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", ""] for call, us in on_gpu.items()]
     for kind in ("short", "wave"):
         means, most = _errors_of(kind)
         span = f"{means[0]} to {means[-1]} ({most})"
@@ -483,8 +480,16 @@ def _xids() -> str:
     done = dict.fromkeys(XID_NAMES, "probes") | dict.fromkeys(health.reset_xids, "reset")
     # A number in both lists is ignored.
     done |= dict.fromkeys(health.ignored_xids, "ignored")
-    rows = [[str(number), XID_NAMES[number], does] for number, does in sorted(done.items())]
-    return _joined([["Xid", "what the driver means", "what happens by default"], *rows])
+    of = {
+        does: [f"**{number}** {XID_NAMES[number]}" for number, its in sorted(done.items()) if its == does]
+        for does in _XIDS
+    }
+    return _joined(
+        [["by default", "Xids, and what the driver means"], *([_XIDS[does], "; ".join(of[does])] for does in of)]
+    )
+
+
+_XIDS = {"ignored": "ignored", "probes": "Unhealthy until it has passed the probes", "reset": "Unhealthy until a reset"}
 
 
 def _navigation() -> list[Any]:
@@ -595,7 +600,7 @@ def _packing_scheduler() -> str:
             else ""
         )
         allocated = [run.allocated for run in of_way]
-        cell = f"{mean(allocated):.1f} ({min(allocated):.1f} to {max(allocated):.1f})"
+        cell = f"{mean(allocated):.1f}"
         waiting = "" if any(run.cpu_pods for run in of_way) else ", pods without GPUs wait"
         policy = f"`{way.policy}`" if way.policy else "kube-scheduler alone, whole GPUs"
         cells.setdefault((policy, kept or "nothing"), []).append(f"{cell}{waiting}")
@@ -681,7 +686,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "costs": _costs,
     "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
     "regulator_cells": regulator_cells,
-    "gpu_regulator": lambda: _with_text(*gpu_page.gpu_regulator()),
+    "gpu_regulator": lambda: (
+        gpu_page.gpu_regulator()[0] if gpu_page.is_former() else _with_text(*gpu_page.gpu_regulator())
+    ),
     "numbers": lambda: _with_text(*gpu_page.gpu_numbers()),
     "health_states": _health_states,
     "xids": _xids,
@@ -732,7 +739,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/metrics.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/components.md": _filled,
-    "docs/reference/costs.md": _filled,
     "docs/reference/extender.md": _filled,
     "docs/reference/measurements.md": _filled,
     "manifests/components/dra-mig-profiles/classes.yaml": lambda _: mig_classes(),

@@ -39,7 +39,6 @@ OWN_DOCUMENTS = [
     "docs/reference/metrics.md",
     "docs/how-to/migrate-from-gpu-manager.md",
     "docs/how-to/migrate-from-hami.md",
-    "docs/how-to/migrate-from-vgpu-manager.md",
     "docs/how-to/serve-gpu-mem.md",
 ]
 
