@@ -56,7 +56,7 @@ from tests.docs import gpu_page
 from tests.docs.isolations_page import not_kept
 from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
-from tests.docs.settings_page import settings_tables
+from tests.docs.settings_page import settings_lists
 from tests.e2e.conftest import pytest_addoption
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS
 from tests.observability.support_usage import (
@@ -412,8 +412,8 @@ def _components() -> str:
         head = " ".join(" ".join(takewhile(lambda line: line.startswith("#"), lines)).replace("#", "").split())
         first, *others = re.split(r"(?<=\.) (?=[A-Z])", head)
         chosen = [first, *(one for one in others if one.startswith(_OF_COMPONENT))]
-        rows.append([f"`{path.parent.name}`", _linked(" ".join(chosen).rstrip("."), "reference")])
-    return _joined([["component", "what it does"], *rows])
+        rows.append(f"- **`{path.parent.name}`**: {_linked(' '.join(chosen), 'reference')}")
+    return "\n".join(rows)
 
 
 def mig_classes() -> str:
@@ -712,7 +712,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
-    "settings": settings_tables,
+    "settings": settings_lists,
     "commands": _commands,
     "e2e_options": _e2e_options,
     "nvidia_dra_suites": _nvidia_dra_suites,

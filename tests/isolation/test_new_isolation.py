@@ -16,7 +16,7 @@ from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import open_agent
 from tests.docs.isolations_page import not_kept
-from tests.docs.settings_page import settings_tables
+from tests.docs.settings_page import settings_lists
 from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod
 from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
@@ -65,8 +65,8 @@ def test_settings_accept_and_list_it() -> None:
     """For the node and for pods; the page of settings and the text of a mistake have its name among the others."""
     settings = load_settings(["--isolation=example", "--isolations-allowed=none,example"], {}).settings
     assert (settings.isolation, settings.isolations_allowed) == ("example", ("none", "example"))
-    listed = r"^\| `isolations?(?:_allowed)?`.* \(driver, example, gpushare, gpushare\+driver, mps,"
-    assert len(re.findall(listed, settings_tables(), re.M)) == 2
+    listed = r"^- \*\*`isolations?(?:_allowed)?`.* \(driver, example, gpushare, gpushare\+driver, mps,"
+    assert len(re.findall(listed, settings_lists(), re.M)) == 2
     with pytest.raises(SettingsError, match=r"driver, example, gpushare, gpushare\+driver, mps, "):
         load_settings(["--isolation=exampel"], {})
 
