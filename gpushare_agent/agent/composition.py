@@ -73,6 +73,7 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
         if self.dra is not None and previous.dra is not None:
             self.dra.mig.take_over(previous.dra.mig)
         self.observability.usage_history.take_over(previous.observability.usage_history)
+        self.observability.consumption.take_over(previous.observability.consumption)
 
 
 def build(
@@ -170,6 +171,7 @@ class _Subscriptions:
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         # History before expiry: a page that is made again has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
+        shown.usage.subscribe(shown.consumption.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
         agent.kubelet.resizing.request_usage_by(shown.usage.request)
@@ -195,6 +197,7 @@ class _Subscriptions:
         if agent.isolation.cdi_watch is not None:
             agent.isolation.cdi_watch.gpus_changed()
         agent.cluster.gpus_changed()
+        agent.observability.consumption.gpus_changed()
         agent.cluster.annotations.compare_all()
         if agent.node.inventory.held:
             agent.kubelet.garbage.request_reconcile()  # with these GPUs the records may tell more
@@ -216,6 +219,8 @@ class _Subscriptions:
                 agent.cluster.annotations.compare(new.key.pod_uid)
             agent.kubelet.tables.allocation_changed(old, new)
         agent.cluster.allocations_changed(uid)
+        if either is not None:
+            agent.observability.consumption.changed(either.key)
         self._changed(uid)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:

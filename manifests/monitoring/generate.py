@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes what is made from other files here: dashboard.json, and the operator's PrometheusRule from alerts.yaml.
+"""Writes dashboard.json, and the operator's PrometheusRules from alerts.yaml and cost.yaml.
 
-Run it after a change of this file or of alerts.yaml: `python3 manifests/monitoring/generate.py`. It needs Python alone.
+Run it after a change of this file or of these: `python3 manifests/monitoring/generate.py`. It needs Python alone.
 A test compares its output with the files. The dashboard is Grafana's JSON model, schema 39 (Grafana 10.4 and later).
 """
 
@@ -14,10 +14,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RULE = HERE.parent / "components/prometheus-operator/prometheusrule.yaml"
+COST_RULE = HERE / "cost-prometheusrule.yaml"
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GPU = 'node=~"$node"'
 SHARE = 'node=~"$node", namespace=~"$namespace", pod=~"$pod"'
 BY_SHARE = "namespace, pod, container"
+SECONDS = "gpushare_container_gpu_seconds_total"
 
 Panel = dict[str, Any]
 
@@ -137,6 +139,38 @@ def top_containers() -> Panel:
     )
 
 
+def waste() -> Panel:
+    def gpus(kind: str) -> str:
+        return f'sum by (namespace) (rate({SECONDS}{{{SHARE}, kind="{kind}"}}[$__rate_interval]))'
+
+    return lines(
+        "Allocated and not used",
+        "Whole GPUs that a namespace has and keeps idle, on average of some minutes.",
+        "short",
+        query(f"clamp_min({gpus('allocated')} - {gpus('used')}, 0)", "{{namespace}}"),
+    )
+
+
+def costs_table() -> Panel:
+    def hours(kind: str) -> str:
+        return f'sum by (namespace) (increase({SECONDS}{{{SHARE}, kind="{kind}"}}[$__range])) / 3600'
+
+    named = "on (node, uuid) group_left (name) max by (node, uuid, name) (gpushare_gpu_info)"
+    paid = f'increase({SECONDS}{{{SHARE}, kind="allocated"}}[$__range]) * {named}'
+    price = "on (name) group_left () gpushare_gpu_hourly_price"
+    return table(
+        "GPU hours by namespace",
+        "In the chosen time, of whole GPUs. Cost needs the prices of cost.yaml, and counts nodes that are still there.",
+        [
+            ("Allocated", hours("allocated"), "h"),
+            ("Used", hours("used"), "h"),
+            ("Not used", f"1 - {hours('used')} / ({hours('allocated')})", "percentunit"),
+            ("Cost", f"sum by (namespace) ({paid} * {price}) / 3600", "short"),
+        ],
+        {"id": "sortBy", "options": {"sort": [{"field": "Allocated", "desc": True}]}},
+    )
+
+
 Size = tuple[int, int]
 """Width of 24, and height."""
 
@@ -246,6 +280,7 @@ def rows() -> list[tuple[str, Size, list[Panel]]]:
                 ),
             ],
         ),
+        ("Costs", (12, 9), [costs_table(), waste()]),
         (
             "The agents",
             (8, 8),
@@ -368,16 +403,16 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def prometheus_rule() -> str:
-    groups = (HERE / "alerts.yaml").read_text(encoding="utf-8")
-    head = """\
-        # Made from manifests/monitoring/alerts.yaml by manifests/monitoring/generate.py: change that file.
+def prometheus_rule(source: str, name: str) -> str:
+    groups = (HERE / source).read_text(encoding="utf-8")
+    head = f"""\
+        # Made from manifests/monitoring/{source} by manifests/monitoring/generate.py: change that file.
         apiVersion: monitoring.coreos.com/v1
         kind: PrometheusRule
         metadata:
-          name: gpushare-agent
+          name: {name}
           namespace: gpushare-system
-          labels: {app.kubernetes.io/name: gpushare-agent}
+          labels: {{app.kubernetes.io/name: gpushare-agent}}
         spec:
         """
     return textwrap.dedent(head) + textwrap.indent(groups[groups.index("groups:") :], "  ")
@@ -386,7 +421,11 @@ def prometheus_rule() -> str:
 def outputs() -> dict[Path, str]:
     """Each file and its text."""
     text = json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
-    return {HERE / "dashboard.json": text, RULE: prometheus_rule()}
+    return {
+        HERE / "dashboard.json": text,
+        RULE: prometheus_rule("alerts.yaml", "gpushare-agent"),
+        COST_RULE: prometheus_rule("cost.yaml", "gpushare-agent-cost"),
+    }
 
 
 if __name__ == "__main__":

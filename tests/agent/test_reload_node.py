@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -63,6 +64,15 @@ def _registered(node: NodeUnderTest) -> list[str]:
     return [line["resource"] for line in node.log_lines("device_plugin_registered")]
 
 
+async def _allocated_s(url: str, name: str) -> float:
+    """GPU-seconds of a pod's container."""
+    async with ClientSession() as session, session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    series = "gpushare_container_gpu_seconds_total{"
+    (line,) = [one for one in lines if one.startswith(series) and f'pod="{name}"' in one and '"allocated"' in one]
+    return float(line.split()[-1])
+
+
 async def test_a_reload_keeps_counters_decisions_and_history() -> None:
     """Counters do not go back, numbers of decisions go on, and the curves have the points from before."""
     async with open_test_node() as node, open_child(node, "--sample-period-s=0.1") as child:
@@ -72,6 +82,7 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
         assert admitted == [f"{ADMITTED} 1.0"]
         while (history := await _get(f"{url}/api/v1/history?only=gpus"))["at"] is None:
             await asyncio.sleep(0.05)
+        began, allocated, ended = time.monotonic(), await _allocated_s(url, "before"), time.monotonic()
         child.send_signal(signal.SIGHUP)
         url = await _life(node, 2)
         await _recovered(node, 2)
@@ -81,6 +92,12 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
         await node.wait_running("before", "after")
         found = (await _get(f"{url}/api/v1/decisions"))["decisions"]
         assert [(one["number"], one["pod"]) for one in found] == [(2, "after"), (1, "before")]
+        # The reload's own time counts, and the other container's does not. A page is at most one period old.
+        least_s = time.monotonic() - ended - 0.1
+        now = await _allocated_s(url, "before")
+        most_s = time.monotonic() - began + 0.1
+        assert allocated + 0.3 * least_s - 0.001 <= now <= allocated + 0.3 * most_s + 0.001
+        assert await _allocated_s(url, "after") < now
 
 
 async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:

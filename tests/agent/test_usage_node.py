@@ -127,7 +127,7 @@ async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups:
 
 
 async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_with_it() -> None:
-    """Limit, given and used, 0 as long as no process shows; nothing outlives the pod."""
+    """Limit, given and used, 0 as long as no process shows; nothing but the counters' last values outlives the pod."""
     async with sampled_node() as (node, agent):
         await next_round(agent, None)
         rows = await scrape(agent)
@@ -137,7 +137,10 @@ async def test_a_container_has_its_series_from_its_allocation_on_and_loses_them_
         await node.remove_pod("a", grace_period_s=0)
         await node.wait_until(lambda: len(agent.parts.node.cache) == 1, "the share to be freed")
         rows = await scrape(agent)
-        assert not [name for name, found in rows.items() if of_pod(found, "a")]
+        counters = ["gpushare_container_gpu_seconds_total", "gpushare_container_memory_byte_seconds_total"]
+        assert [name for name, found in rows.items() if of_pod(found, "a")] == counters
+        first = {name: of_pod(rows[name], "a") for name in counters}
+        assert first == {name: of_pod((await scrape(agent))[name], "a") for name in counters}
         assert of_pod(rows["gpushare_container_allocated_cores_ratio"], "b") == [0.3]
 
 

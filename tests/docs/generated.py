@@ -33,8 +33,11 @@ from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
 from bench.results import from_json, shown
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.agent.observability.consumption import Consumption
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.dcgm import dcgm_series
 from gpushare_agent.agent.observability.metrics.node import node_series
 from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.commands import COMMAND_LINE
@@ -62,6 +65,7 @@ from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS
 from tests.observability.support_usage import (
     UUIDS,
     allocation,
+    counting_node,
     driver_sample,
     facts,
     id_of,
@@ -90,6 +94,11 @@ _JSON_TYPES = {
 _FURTHER_WORDS = {"driver": ("nvidia",)}
 """Former words, which a file may still have and no choice lists."""
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
+
+
+DCGM_LABELS = frozenset(
+    ("UUID", "gpu", "device", "modelName", "Hostname", "pci_bus_id", "namespace", "pod", "container")
+)
 
 
 def full_metrics() -> str:
@@ -121,7 +130,12 @@ def full_metrics() -> str:
         shown.inventory, gpus=(first, second), mig_partitioned=divided.mig_partitioned, mig_layouts=divided.mig_layouts
     )
     shown = replace(shown, inventory=with_instance)
-    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
+    cache = AllocationCache()
+    cache.put(allocated)
+    counted = Consumption(counting_node(cache, shown.inventory))
+    counted.changed(allocated.key)
+    counted.add(usage)
+    metrics.show_node(NodePage(lambda _: [*node_series(shown), *counted.series(), *dcgm_series(shown)], max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 
 
@@ -160,7 +174,7 @@ def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset(
 
 def _group(name: str) -> str:
     counts = ("gpushare_gpu_events", "gpushare_gpu_health_changes")
-    beginnings = (*counts, "gpushare_container_", "gpushare_gpu_", "gpushare_", "container_")
+    beginnings = (*counts, "gpushare_container_", "gpushare_gpu_", "gpushare_", "container_", "DCGM_")
     found = next(one for one in beginnings if name.startswith(one))
     return "gpushare_" if found in counts else found
 
@@ -512,15 +526,14 @@ def _guides() -> str:
 
 
 def _alerts() -> str:
-    """Each alert's severity and summary, and the page that it names."""
-    table = [["alert", "severity", "means", "more"]]
+    """Each alert's severity, and the page that it names. It says itself what it means."""
+    table = [["alert", "severity", "more"]]
     for group in yaml.safe_load((ROOT / "manifests/monitoring/alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             texts = rule["annotations"]
-            means = re.sub(r"{{.*?}}", "…", texts["summary"]).rstrip(".")
             page, _, anchor = texts["runbook"].partition("#")
             link = _linked(page, "how-to").replace(")", f"#{anchor})" if anchor else ")")
-            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], means, link])
+            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], link])
     return _joined(table)
 
 
@@ -711,6 +724,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpus": lambda: _metrics("gpushare_gpu_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
+    "dcgm": lambda: _metrics("DCGM_", DCGM_LABELS),
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "settings": settings_lists,
     "commands": _commands,

@@ -39,6 +39,7 @@ GPU_FIELDS = [
     "decoder_ratio",
     "memory_used_bytes",
     "memory_total_bytes",
+    "memory_free_bytes",
     "temperature_celsius",
     "power_watts",
     "power_limit_watts",
@@ -80,6 +81,7 @@ async def test_every_value_of_a_gpu_comes_in_its_unit(library_directory: Path) -
         "decoder_ratio": 0.05,
         "memory_used_bytes": 1000 * MIB,
         "memory_total_bytes": 24576 * MIB,
+        "memory_free_bytes": 23276 * MIB,  # without the 300 that the driver keeps for itself
         "temperature_celsius": 61.0,
         "power_watts": 142.5,
         "power_limit_watts": 150.0,
@@ -102,7 +104,8 @@ async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_d
         sample = await probe.sample()
     [gpu] = sample["gpus"]
     reported = {name: gpu[name] for name in GPU_FIELDS if gpu[name] is not None}
-    assert reported == {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB}
+    memory = {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB, "memory_free_bytes": 24576 * MIB}
+    assert reported == memory
     assert sample["errors"] == {}
 
 

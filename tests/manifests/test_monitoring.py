@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from tests.manifests.support_manifests import MANIFESTS, documents
 
 MONITORING = MANIFESTS / "monitoring"
@@ -20,7 +21,7 @@ ROOT = MANIFESTS.parent
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed"
 )
-GRAFANA_VARIABLES = {"$__rate_interval": "5m", "$node": ".*", "$namespace": ".*", "$pod": ".*"}
+GRAFANA_VARIABLES = {"$__rate_interval": "5m", "$__range": "1d", "$node": ".*", "$namespace": ".*", "$pod": ".*"}
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -28,9 +29,12 @@ def promtool(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def rules(*files: str) -> list[dict[str, Any]]:
+    return [rule for file in files for group in documents(f"monitoring/{file}")[0]["groups"] for rule in group["rules"]]
+
+
 def alerts() -> list[dict[str, Any]]:
-    (found,) = documents("monitoring/alerts.yaml")
-    return [rule for group in found["groups"] for rule in group["rules"]]
+    return rules("alerts.yaml")
 
 
 def dashboard() -> dict[str, Any]:
@@ -57,7 +61,8 @@ def documented() -> set[str]:
 @needs_promtool
 def test_promtool_accepts_the_alert_rules() -> None:
     """Syntax, expressions and templates."""
-    promtool("check", "rules", MONITORING / "alerts.yaml")
+    for file in ("alerts", "cost", "opencost"):
+        promtool("check", "rules", MONITORING / f"{file}.yaml")
 
 
 @needs_promtool
@@ -66,6 +71,75 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else() -> None:
     promtool("test", "rules", MONITORING / "alerts.test.yaml")
     played = (MONITORING / "alerts.test.yaml").read_text(encoding="utf-8")
     assert [rule["alert"] for rule in alerts() if rule["alert"] not in played] == []
+
+
+@needs_promtool
+def test_costs_are_what_the_counters_say() -> None:
+    """cost.test.yaml plays counters of two namespaces, and every recorded series has a value there."""
+    promtool("test", "rules", MONITORING / "cost.test.yaml")
+    played = (MONITORING / "cost.test.yaml").read_text(encoding="utf-8")
+    recorded = {rule["record"] for rule in rules("cost.yaml", "opencost.yaml")} - {"gpushare_gpu_hourly_price"}
+    assert [name for name in sorted(recorded) if name not in played] == []
+
+
+def autoscaling() -> dict[str, dict[str, Any]]:
+    names = ("deployment", "hpa", "prometheus-adapter", "scaledobject")
+    return {name: documents(f"samples/autoscaling/{name}.yaml")[0] for name in names}
+
+
+@needs_promtool
+def test_both_autoscalers_ask_for_the_use_of_the_share(tmp_path: Path) -> None:
+    """Two replicas with 30 cores on two GPUs: one uses half of its share, one all. Another namespace has the name too."""
+    files = autoscaling()
+    (rule,) = files["prometheus-adapter"]["rules"]["custom"]
+    (trigger,) = files["scaledobject"]["spec"]["triggers"]
+    # As the adapter fills its template in for the pods of a Deployment.
+    matchers = 'namespace="default",pod=~"inference-1|inference-2"'
+    of_pods = rule["metricsQuery"].replace("<<.LabelMatchers>>", matchers).replace("<<.GroupBy>>", "pod")
+    shares = {("default", "inference-1"): 0.15, ("default", "inference-2"): 0.3, ("other", "inference-1"): 0.01}
+    series = [
+        {"series": f'gpushare_container_{name}{{namespace="{namespace}", pod="{pod}", container="main", node="n1", '
+                   f'uuid="GPU-{number}", gpu="{number}"}}', "values": f"{value}x10"}
+        for number, ((namespace, pod), used) in enumerate(shares.items())
+        for name, value in (("sm_utilization_ratio", used), ("cores_limit_ratio", 0.3))
+    ]  # fmt: skip
+    expected = {
+        of_pods: {'{pod="inference-1"}': 0.5, '{pod="inference-2"}': 1.0},
+        trigger["metadata"]["query"]: {"{}": 0.75},
+    }
+    checks = [
+        {
+            "expr": expr,
+            "eval_time": "5m",
+            "exp_samples": [{"labels": one, "value": value} for one, value in found.items()],
+        }
+        for expr, found in expected.items()
+    ]
+    played = {
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": checks}],
+    }
+    (tmp_path / "played.yaml").write_text(yaml.safe_dump(played))
+    promtool("test", "rules", tmp_path / "played.yaml")
+    assert metric_names(of_pods + trigger["metadata"]["query"] + rule["seriesQuery"]) <= documented()
+
+
+def test_the_autoscalers_name_the_deployment_and_the_metric() -> None:
+    """An HPA of a metric that the adapter does not serve waits for ever."""
+    files = autoscaling()
+    name = files["deployment"]["metadata"]["name"]
+    (main,) = files["deployment"]["spec"]["template"]["spec"]["containers"]
+    assert main["resources"]["limits"] == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 16}
+    assert files["hpa"]["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
+    assert files["scaledobject"]["spec"]["scaleTargetRef"] == {"name": name}
+    (metric,) = files["hpa"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == files["prometheus-adapter"]["rules"]["custom"][0]["name"]["as"]
+    (trigger,) = files["scaledobject"]["spec"]["triggers"]
+    assert f'pod=~"{name}-.+"' in trigger["metadata"]["query"]
+    # Of a sum KEDA would take the mean over the pods, and every value of the metadata is a text.
+    assert trigger["metricType"] == "Value" and all(isinstance(one, str) for one in trigger["metadata"].values())
+    target = metric["pods"]["target"]["averageValue"]
+    assert float(trigger["metadata"]["threshold"]) * 1000 == float(target.removesuffix("m"))
 
 
 @needs_promtool
@@ -86,7 +160,11 @@ def test_alerts_and_dashboard_name_only_metrics_that_exist() -> None:
     named = {name for rule in alerts() for name in metric_names(rule["expr"])}
     shown = {name for text in (*expressions(), *variables) for name in metric_names(text)}
     assert len(named) >= 8 and len(shown) >= 20
-    assert sorted((named | shown) - documented()) == []
+    recorded = {"gpushare_gpu_hourly_price"}
+    assert sorted((named | shown) - documented() - recorded) == []
+    counted = {name for rule in rules("cost.yaml", "opencost.yaml") for name in metric_names(rule["expr"])}
+    own = {name for rule in rules("cost.yaml") for name in metric_names(rule["record"])}
+    assert sorted(counted - own - documented()) == []
 
 
 def test_every_alert_says_what_to_do_and_is_explained() -> None:
@@ -103,8 +181,13 @@ def test_every_alert_says_what_to_do_and_is_explained() -> None:
 
 def test_the_operators_rule_has_the_same_groups() -> None:
     """One source, two forms."""
-    (rule,) = documents("components/prometheus-operator/prometheusrule.yaml")
-    assert rule["spec"] == documents("monitoring/alerts.yaml")[0]
+    forms = {
+        "components/prometheus-operator/prometheusrule.yaml": "alerts.yaml",
+        "monitoring/cost-prometheusrule.yaml": "cost.yaml",
+    }
+    for form, source in forms.items():
+        (rule,) = documents(form)
+        assert rule["spec"] == documents(f"monitoring/{source}")[0]
 
 
 def test_what_is_generated_is_up_to_date() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from msgspec.structs import replace
 
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.gpus.simulated.driver import default_topology
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import WHOLE_GPU
@@ -230,3 +233,10 @@ def on_demand_node() -> NodeSnapshot:
         mig_made=(GpuUuid("MIG-6"), GpuUuid("MIG-5")),
         mig_blocked={MigPlacement(divided.uuid, 19, 2): "instance 2 is half destroyed"},
     )
+
+
+def counting_node(cache: AllocationCache, gpus: GpuInventory) -> Any:
+    """What Consumption reads of a node: a round each second, and a pause of up to a minute. A test may set the inventory."""
+    settings = SimpleNamespace(node_name="n1", sample_period_s=1.0, usage=SimpleNamespace(idle_period_s=60.0))
+    inventory = SimpleNamespace(current=gpus)
+    return SimpleNamespace(settings=settings, names=ResourceNames(), inventory=inventory, cache=cache)

@@ -15,6 +15,7 @@ from gpushare_agent.agent.gpus.nvml.usage import throttle_reasons
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.display import usage_document
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.agent.observability.metrics.dcgm import dcgm_series
 from gpushare_agent.agent.observability.metrics.node import THROTTLE_REASONS, ContainerSeries, node_series
 from gpushare_agent.agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text, line
 from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
@@ -37,6 +38,7 @@ from tests.observability.support_usage import (
     process,
     snapshot,
 )
+from tests.support_core import mig_instance
 from tests.support_json import written_node
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
@@ -334,7 +336,7 @@ def test_namesakes_are_one_row_with_the_sum() -> None:
         ("1", 1.0),
     ]
     few = {one.name: "".join(one.lines) for one in node_series(shown, ContainerSeries())}
-    assert [one.split()[-1] for one in few["gpushare_container_processes"].splitlines()] == ["2", "1"]
+    assert [one.split()[-1] for one in few["gpushare_container_sm_utilization_ratio"].splitlines()] == ["0.75", "0.125"]
     for found in rows.values():
         assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
     metrics = AgentMetrics()
@@ -447,7 +449,7 @@ def test_a_version_that_is_no_number_gets_the_plain_text() -> None:
     assert content_type.startswith("text/plain")
 
 
-def test_a_share_has_eight_series_unless_all_are_wanted() -> None:
+def test_a_share_has_seven_series_unless_all_are_wanted() -> None:
     """What the dashboard, alerts and autoscalers read; the rest costs the reader twice as much."""
     processes = [replace(process(pid, memory=MIB, sm=0.1), encoder_ratio=0.1, decoder_ratio=0.1) for pid in (10, 11)]
     shown = one_share(*processes)
@@ -462,15 +464,16 @@ def test_a_share_has_eight_series_unless_all_are_wanted() -> None:
         ]
 
     few, every = rows(ContainerSeries()), rows(ContainerSeries(is_all=True))
-    assert (len(few), len(set(few)), len(every)) == (8, 8, 17)
+    assert (len(few), len(set(few)), len(every)) == (7, 7, 17)
     manifests = [
         Path(__file__).parents[2] / "manifests/monitoring" / name for name in ("dashboard.json", "alerts.yaml")
     ]
     read = {name for one in manifests for name in re.findall(r"gpushare_container_\w+", one.read_text())}
+    read.remove("gpushare_container_gpu_seconds_total")  # made apart from these: consumption.py
     assert read - {*few, "gpushare_container_not_limited"} == set()
     assert set(every) - set(few) == {
         *("container_request_gpu_utilization", "container_request_gpu_memory"),
-        *("container_gpu_utilization", "container_gpu_memory_total"),
+        *("container_gpu_utilization", "container_gpu_memory_total", "gpushare_container_processes"),
         *(f"gpushare_container_{one}_utilization_ratio" for one in ("memory_bandwidth", "encoder", "decoder")),
     }
 
@@ -509,3 +512,69 @@ def test_lines_that_are_kept_show_every_change() -> None:
     }
     assert first["gpushare_container_memory_limit_bytes"][0] is second["gpushare_container_memory_limit_bytes"][0]
     assert all(second[name][0] is again[name][0] for name in second)
+
+
+async def test_a_page_is_prepared_in_slices_and_is_of_one_round() -> None:
+    """What was prepared for the round before counts no more, and what has ended is gone."""
+    first, second = one_share(process(10, sm=0.25)), one_share(process(10, sm=0.5))
+    ended = snapshot(*first.containers, facts(allocation(key_of(2), pod="ended")), usage=first.usage)
+    containers, shown = ContainerSeries(), [ended, second]
+    page = NodePage(lambda _: node_series(shown[0], containers), 60.0, prepared=lambda _: containers.prepared(shown[0]))
+    slices = containers.prepared(ended)
+    next(slices)
+    assert len(containers._known) == 1
+    metrics = AgentMetrics()
+    metrics.show_node(page)
+    await metrics.prepare()
+    assert len(containers._known) == 2
+    del shown[0]
+    found = page.text(is_openmetrics=False)
+    assert len(containers._known) == 1
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda _: node_series(second, ContainerSeries()), 60.0))
+    assert metrics.exposition("")[1].startswith(found)
+    assert b"0.5" in found and b'pod="ended"' not in found
+
+
+def dcgm_rows(shown: NodeSnapshot) -> dict[str, dict[str, tuple[dict[str, str], float]]]:
+    """By name and GPU, as Prometheus reads them."""
+    metrics = AgentMetrics()
+    metrics.show_node(NodePage(lambda _: list(dcgm_series(shown)), max_age_s=1.0))
+    families = parse_text(metrics.exposition("")[1].decode())
+    return {
+        family.name: {sample.labels["gpu"]: (dict(sample.labels), sample.value) for sample in family.samples}
+        for family in families
+        if family.name.startswith("DCGM_")
+    }
+
+
+def test_dcgms_names_have_its_labels_and_units() -> None:
+    """Percent, MiB, MHz and watts; a GPU that one container has alone names it."""
+    values = {"sm_ratio": 0.29, "memory_used_bytes": 1000 * MIB, "memory_free_bytes": 23276 * MIB, "power_watts": 71.5}
+    shown = one_share(process(10), **values, sm_clock_hertz=1.98e9, temperature_celsius=61.0)
+    rows = dcgm_rows(shown)
+    of_pod = {"namespace": "default", "pod": "p", "container": "main"}
+    labels = {
+        "gpu": "0", "UUID": "GPU-0", "device": "nvidia0", "modelName": "NVIDIA H100 80GB HBM3", "Hostname": "n1",
+        "pci_bus_id": "00000000:00:00.0",
+    }  # fmt: skip
+    assert rows["DCGM_FI_DEV_GPU_UTIL"] == {"0": ({**labels, **of_pod}, 29.0)}
+    found = {name.removeprefix("DCGM_FI_DEV_"): one["0"][1] for name, one in rows.items()}
+    assert found == {
+        "GPU_UTIL": 29, "FB_USED": 1000, "FB_FREE": 23276, "GPU_TEMP": 61, "POWER_USAGE": 71.5, "SM_CLOCK": 1980,
+    }  # fmt: skip
+
+
+def test_dcgms_rows_name_nobody_where_several_share_the_gpu_and_mig_instances_have_none() -> None:
+    """One row of each GPU: sums over them stay right."""
+    usage = used(
+        gpu_sample(0, sm_ratio=0.5),
+        gpu_sample(1, sm_ratio=0.5),
+        allocated=AllocatedContainers(gpus={}, by_id={}),
+        owners={},
+    )
+    shares = [facts(allocation(key_of(number), pod=f"p{number}")) for number in (1, 2)]
+    gpus = inventory()
+    divided = replace(gpus, gpus=(gpus.gpus[0], replace(gpus.gpus[1], mig=mig_instance(1, 0, 0).mig)))
+    rows = dcgm_rows(snapshot(*shares, usage=usage, gpus=divided))["DCGM_FI_DEV_GPU_UTIL"]
+    assert list(rows) == ["0"] and "pod" not in rows["0"][0]

@@ -20,9 +20,10 @@ from gpushare_agent.core.claims.mig_devices import room
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Link, LinkKind
 from gpushare_agent.core.model.mig import MigLayout, MigPlacement
-from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames, cores_of_part
+from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.shares import on_gpu
 from gpushare_agent.core.model.usage import ContainerUse, GpuUse, UsageRound
 from gpushare_agent.core.node_report import documents
 from gpushare_agent.core.node_report.reported import NO_REASON
@@ -54,21 +55,6 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
         all that they have where nothing was."""
         asked_mib = self.allocation.memory_blocks * names.memory_block_mib if self.allocation.is_whole else 0
         return asked_mib or self.allocated_memory_bytes / MIB
-
-    def cores_on(self, gpu: Gpu) -> int:
-        """The limit on one of its GPUs: of replicas on several GPUs each has its part."""
-        if self.allocation.is_whole:
-            return CORES_PER_GPU
-        part = self.allocation.parts.get(gpu.uuid)
-        # `cores` is the sum over all GPUs, which no single one of them has.
-        return self.cores if part is None else cores_of_part(part)
-
-    def memory_bytes_on(self, gpu: Gpu) -> int:
-        if self.allocation.is_whole:
-            return gpu.memory_mib * MIB
-        part = self.allocation.parts.get(gpu.uuid)
-        # Rounded down, as the limit that the isolation sets: all replicas together must fit the GPU.
-        return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
 
 
 class AgentFacts(Struct, frozen=True, kw_only=True):
@@ -314,11 +300,12 @@ def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.Conta
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
-                "cores": facts.cores_on(gpu),
-                "memory_bytes": facts.memory_bytes_on(gpu),
+                "cores": cores,
+                "memory_bytes": memory_bytes,
                 "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid)),
             }
             for gpu in snapshot.gpus_of(allocation)
+            for cores, memory_bytes in (on_gpu(allocation, facts.cores, facts.memory_bytes, gpu),)
         ],
     }
 

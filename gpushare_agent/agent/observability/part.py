@@ -19,13 +19,15 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.attribution import has_handed_over
+from gpushare_agent.agent.observability.consumption import Consumption
 from gpushare_agent.agent.observability.display import DisplayServer
 from gpushare_agent.agent.observability.display import routes as display_routes
 from gpushare_agent.agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.agent.observability.http.node_api import NodeApi
 from gpushare_agent.agent.observability.http.server import WebServer
+from gpushare_agent.agent.observability.metrics.dcgm import dcgm_series
 from gpushare_agent.agent.observability.metrics.node import ContainerSeries, node_series
-from gpushare_agent.agent.observability.metrics.text import NodePage
+from gpushare_agent.agent.observability.metrics.text import NodePage, Series
 from gpushare_agent.agent.observability.node_snapshot import (
     MAX_AGE_S,
     AgentFacts,
@@ -52,6 +54,7 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 
     usage: UsageSampling
     usage_history: UsageHistory
+    consumption: Consumption
     snapshots: SnapshotCache
     metrics_page: NodePage
     web: WebServer
@@ -98,17 +101,27 @@ def build(
         idle_period_s=settings.usage.idle_period_s,
         allocations=node.cache.view,
     )
+    consumption = Consumption(node)
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
     node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
     socket = settings.display.socket
     shown = ContainerSeries(), ContainerSeries(is_all=True)
+
+    def series(is_all: bool) -> list[Series]:
+        snapshot = snapshots.current()
+        dcgm = dcgm_series(snapshot) if settings.web.dcgm_names else ()
+        return [*node_series(snapshot, shown[is_all]), *consumption.series(), *dcgm]
+
     return ObservabilityPart(
         usage=usage,
         usage_history=history,
         snapshots=snapshots,
-        metrics_page=NodePage(lambda is_all: node_series(snapshots.current(), shown[is_all]), settings.sample_period_s),
+        consumption=consumption,
+        metrics_page=NodePage(
+            series, settings.sample_period_s, lambda is_all: shown[is_all].prepared(snapshots.current())
+        ),
         web=WebServer(
             settings.web.addr,
             settings.web.port,

@@ -314,6 +314,7 @@ def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
         decoder_ratio=_whole(p.decoder_ratio for p in processes),
         memory_used_bytes=used_bytes,
         memory_total_bytes=total_bytes,
+        memory_free_bytes=total_bytes - used_bytes,
         temperature_celsius=round(_between(_IDLE_CELSIUS, _BUSY_CELSIUS, load)),
         power_watts=round(_between(_IDLE_WATTS, _LIMIT_WATTS, load), 1),
         power_limit_watts=_LIMIT_WATTS,

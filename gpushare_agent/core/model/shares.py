@@ -82,6 +82,16 @@ def share_limits(
     )
 
 
+def on_gpu(allocation: Allocation, cores: int, memory_bytes: int, gpu: Gpu) -> tuple[int, int]:
+    """Cores and bytes of the limits on one of its GPUs: of replicas on several GPUs each has its part."""
+    if allocation.is_whole:
+        return CORES_PER_GPU, gpu.memory_mib * MIB
+    part = allocation.parts.get(gpu.uuid)
+    # The limits are the sum over all GPUs, which no single one has. Memory is rounded down, as the isolation does it: all
+    # replicas together must fit the GPU.
+    return (cores, memory_bytes) if part is None else (cores_of_part(part), int(part * gpu.memory_mib) * MIB)
+
+
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
     """The share of replicas of one GPU; the sum over several GPUs."""
     parts = replica_limits(allocation, gpus).values()

@@ -65,6 +65,8 @@ class GpuSample(GpuUse, frozen=True, kw_only=True):
 
     uuid: GpuUuid
     memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    """Less than what is not used: the driver keeps a part for itself."""
     processes: tuple[ProcessSample, ...] | None = None
 
 

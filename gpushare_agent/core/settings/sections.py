@@ -314,7 +314,10 @@ class WebSettings(Section):
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     all_series: bool = False
-    """Show at /metrics all series of a container, as /metric does: gpu-manager's, memory bandwidth, encoder, decoder."""
+    """Show at /metrics all series of a container, as /metric does: gpu-manager's, processes, memory bandwidth, encoder,
+    decoder."""
+    dcgm_names: bool = False
+    """Show the series of GPUs also by the names, labels and units of NVIDIA's dcgm-exporter, for dashboards made for it."""
     debug_token_file: OptionalPath = None
     """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
     there."""

@@ -245,7 +245,7 @@ def _scaled(name: str, factor: float, *calls: tuple[Any, ...]) -> _Reading:
 
 # The second version of the call counts what the driver keeps for itself apart from what is used.
 _MEMORY: _Reading = (
-    lambda it: {"memory_used_bytes": it.used, "memory_total_bytes": it.total},
+    lambda it: {"memory_used_bytes": it.used, "memory_free_bytes": it.free, "memory_total_bytes": it.total},
     (("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2), ("nvmlDeviceGetMemoryInfo",)),
 )
 _VALUES: tuple[_Reading, ...] = (

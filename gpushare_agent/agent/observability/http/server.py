@@ -189,7 +189,9 @@ class WebServer(Struct, eq=False):
         from aiohttp import web
 
         accept = ",".join(request.headers.getall("Accept", []))
-        content_type, body = self.metrics.exposition(accept, is_all=self.all_series or request.path == "/metric")
+        is_all = self.all_series or request.path == "/metric"
+        await self.metrics.prepare(is_all=is_all)
+        content_type, body = self.metrics.exposition(accept, is_all=is_all)
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(request):
             headers["Content-Encoding"] = "gzip"

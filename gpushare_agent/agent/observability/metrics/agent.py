@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from gpushare_agent import __version__
 from gpushare_agent.agent.observability.metrics.text import NodePage, families_text
+from gpushare_agent.core.kit.http_answers import in_slices
 from gpushare_agent.core.model.errors import RefusalReason
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -89,9 +90,8 @@ class AgentMetrics:
         text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
         self.taken_ids_offered = count("taken_ids_offered", text, resource=())
         text = "Corrected differences between the agent's ledger and the kubelet's; should stay 0."
-        self.reconcile_corrected = count(
-            "reconcile_corrections", text, kind=("adopted", "changed", "ended", "unlisted")
-        )
+        kinds = ("adopted", "changed", "ended", "unlisted")
+        self.reconcile_corrected = count("reconcile_corrections", text, kind=kinds)
         # The API server's pods.
         self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
         text = "Watches of the node's pods by why they ended: ended, or the kind of error."
@@ -103,22 +103,16 @@ class AgentMetrics:
         self.pod_event = count("pod_events", "Events on pods by outcome.", outcome=("dropped", "refused", "sent"))
         self.rejected_pod_deleted = count("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
         # The driver: events, errors, sampling.
-        text = (
-            "Events of the driver: kind xid or double-bit-ecc, xid 1 to 200 or other, ignored by health.ignored_xids."
-        )
+        text = "Driver's events: kind xid or double-bit-ecc, xid 1 to 200 or other, ignored by health.ignored_xids."
         self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=())
-        text = "GPUs that became unhealthy or healthy."
-        self._health_changes = count("gpu_health_changes", text, uuid=(), to=())
+        self._health_changes = count("gpu_health_changes", "GPUs that became unhealthy or healthy.", uuid=(), to=())
         text = "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read."
         self._driver_errors = count("driver_errors", text, error=())
-        text = "Duration of a round of sampling."
-        self._sampling = observe("sampling_duration_seconds", text, SAMPLING_BUCKETS_S)
+        self._sampling = observe("sampling_duration_seconds", "Duration of a round of sampling.", SAMPLING_BUCKETS_S)
         self.sampling_failed = count("sampling_failures", "Rounds of sampling that failed.")
         text = "Rounds of sampling that took longer than their period; the next were left out."
         self.sampling_overran = count("sampling_overruns", text)
-        text = (
-            "Duration of calls that make or destroy a MIG instance: create or destroy; done, failed, or left as it is."
-        )
+        text = "Duration of calls for a MIG instance: create or destroy; done, failed, or left as it is."
         self._mig_calls = observe("mig_call_duration_seconds", text, MIG_BUCKETS_S, "call", "outcome")
 
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counted:
@@ -203,7 +197,7 @@ class AgentMetrics:
     def show_mig_instances(self, count: Callable[[], Mapping[str, float]]) -> None:
         """`count`: the instances by their state. Call once, where instances are made on demand."""
         text = (
-            "MIG instances on GPUs of mig.on_demand: creating, held, idle, destroying, and foreign, which others made."
+            "MIG instances on GPUs of mig.on_demand: creating, held, idle, destroying, or foreign, which others made."
         )
         self._show(_StateCollector("gpushare_mig_instances", text, count, "state"))
 
@@ -246,6 +240,11 @@ class AgentMetrics:
     def _show(self, collector: Collector) -> None:
         self._states.append(collector)
         self.registry.register(collector)
+
+    async def prepare(self, *, is_all: bool = False) -> None:
+        """Before `exposition`, which holds the loop: what takes long of it, in slices between which other tasks run."""
+        if self._page is not None:
+            await in_slices(self._page.prepared(is_all))
 
     def exposition(self, accept: str, *, is_all: bool = False) -> tuple[str, bytes]:
         """Content type and text, as the Accept header asks: Prometheus' text or OpenMetrics. `is_all`: ContainerSeries."""

@@ -16,6 +16,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.shares import on_gpu
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample
 
 THROTTLE_REASONS = (
@@ -33,36 +34,35 @@ THROTTLE_REASONS = (
 """The driver's reasons: a GPU that reports any has each of them as 0 or 1. Any other is shown while it applies."""
 
 _GPU_SAMPLES = {
-    "memory_used_bytes": ("memory_used_bytes", "Memory of the GPU in use, by any process."),
-    "sm_utilization_ratio": ("sm_ratio", "Time in which the GPU computed."),
-    "memory_bandwidth_utilization_ratio": ("memory_ratio", "Time in which the GPU's memory was read or written."),
-    "encoder_utilization_ratio": ("encoder_ratio", "Use of the GPU's encoder."),
-    "decoder_utilization_ratio": ("decoder_ratio", "Use of the GPU's decoder."),
-    "temperature_celsius": ("temperature_celsius", "Temperature of the GPU."),
-    "power_watts": ("power_watts", "Power that the GPU draws."),
-    "power_limit_watts": ("power_limit_watts", "Power that the GPU may draw at most."),
-    "sm_clock_hertz": ("sm_clock_hertz", "Clock of the GPU's compute."),
-    "memory_clock_hertz": ("memory_clock_hertz", "Clock of the GPU's memory."),
+    "memory_used_bytes": ("memory_used_bytes", "Memory in use, by any process."),
+    "sm_utilization_ratio": ("sm_ratio", "Time in which it computed."),
+    "memory_bandwidth_utilization_ratio": ("memory_ratio", "Time in which its memory was read or written."),
+    "encoder_utilization_ratio": ("encoder_ratio", "Use of its encoder."),
+    "decoder_utilization_ratio": ("decoder_ratio", "Use of its decoder."),
+    "temperature_celsius": ("temperature_celsius", "Temperature."),
+    "power_watts": ("power_watts", "Power that it draws."),
+    "power_limit_watts": ("power_limit_watts", "Most power that it may draw."),
+    "sm_clock_hertz": ("sm_clock_hertz", "Clock of its compute."),
+    "memory_clock_hertz": ("memory_clock_hertz", "Clock of its memory."),
     "pcie_received_bytes_per_second": (
         "pcie_received_bytes_per_second",
-        "Traffic that the GPU receives over PCIe, a spot check of the driver.",
+        "Received over PCIe, a spot check of the driver.",
     ),
-    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Traffic that the GPU sends over PCIe, likewise."),
-    "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "What the GPU received over NVLink."),
-    "nvlink_sent_bytes_total": ("nvlink_sent_bytes_total", "What the GPU sent over NVLink."),
+    "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Sent over PCIe, likewise."),
+    "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "Received over NVLink."),
+    "nvlink_sent_bytes_total": ("nvlink_sent_bytes_total", "Sent over NVLink."),
 }
 """Name of the series -> field of GpuSample, help."""
 
 
 def node_series(snapshot: NodeSnapshot, containers: ContainerSeries | None = None) -> list[Series]:
-    """The series that have a row, always in the same order; without `containers` all that a container can have."""
+    """All series, always in the same order; without `containers` all that a container can have."""
     found = [*(containers or ContainerSeries(is_all=True)).series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
         text = "When usage was last sampled; no row after three rounds without a sample."
         rows = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
         found.append(_series("usage_sampled_timestamp_seconds", text, rows))
-    # Prometheus takes a family without rows, but each costs two lines a scrape.
-    return [series for series in found if series.lines]
+    return found
 
 
 def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
@@ -79,31 +79,31 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         return _series(f"gpu_{name}", text, [(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
-    yield _info("gpu_info", "Name, bus ID and driver version of the GPU; always 1.", infos)
+    yield _series("gpu_info", "Name, bus ID and driver version; always 1.", [(one, 1) for one in infos])
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
         for gpu in gpus
         if gpu.mig is not None
     ]
-    yield _info(
-        "gpu_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1.", instances
-    )
+    text = "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1."
+    yield _series("gpu_mig_info", text, [(one, 1) for one in instances])
     text = "MIG instances of this profile for which a GPU of mig.on_demand has room now, if it gets no others."
     room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
     rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
     yield _series("gpu_mig_room", text, rows)
-    text = "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares."
+    text = "Compute that can be allocated: 1; 0 of a MIG instance that takes no shares."
     yield of_gpu("cores_capacity_ratio", text, lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU)
-    text = "Compute of the GPU that is allocated to containers."
+    text = "Compute that is allocated to containers."
     yield of_gpu("cores_allocated_ratio", text, lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU)
-    yield of_gpu("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB)
-    text = "Memory of the GPU that is allocated to containers."
-    yield of_gpu("memory_allocated_bytes", text, lambda gpu: memory.get(gpu.uuid, 0))
+    yield of_gpu("memory_capacity_bytes", "Its memory.", lambda gpu: gpu.memory_mib * MIB)
+    yield of_gpu(
+        "memory_allocated_bytes", "Memory that is allocated to containers.", lambda gpu: memory.get(gpu.uuid, 0)
+    )
     # The alert GpushareGPUUnhealthy must not fire for a GPU that no pod can get.
-    text = "1 while the GPU is healthy; no row for one of excluded_gpus."
+    text = "1 while it is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy), every)
-    yield of_gpu("cordoned", "1 while the GPU is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
-    text = "1 once the GPU has joined its NVLink fabric, before which CUDA fails on it; no row for one on no fabric."
+    yield of_gpu("cordoned", "1 while it is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
+    text = "1 once it has joined its NVLink fabric, before which CUDA fails; no row for one on no fabric."
     yield of_gpu("fabric_joined", text, lambda gpu: None if gpu.has_joined is None else int(gpu.has_joined))
     usage = snapshot.usage
     if usage is None:
@@ -115,10 +115,10 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         yield _series(f"gpu_{name}", text, rows)
     yield from _labelled_samples([(own[sample.uuid], sample) for _, sample in samples])
     unattributed = [(one, usage.unattributed.get(s.uuid, ())) for one, s in samples if s.processes is not None]
-    text = "Processes on the GPU that are attributed to no container."
+    text = "Processes that are attributed to no container."
     rows = [(one, len(processes)) for one, processes in unattributed]
     yield _series("gpu_stranger_processes", text, rows)
-    text = "Memory of the GPU that these processes use."
+    text = "Memory that these processes use."
     rows = [(one, size) for one, processes in unattributed if (size := _memory(processes)) is not None]
     yield _series("gpu_stranger_memory_used_bytes", text, rows)
 
@@ -127,10 +127,6 @@ def _series(name: str, text: str, rows: Iterable[tuple[Labels, Number]]) -> Seri
     name = f"gpushare_{name}"
     kind: Kind = "counter" if name.endswith("_total") else "gauge"
     return Series(name, text, kind, [line(name, labels, value) for labels, value in rows])
-
-
-def _info(name: str, text: str, labels: Iterable[Labels]) -> Series:
-    return _series(name, text, ((one, 1) for one in labels))
 
 
 def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) -> tuple[Series, Series]:
@@ -148,7 +144,7 @@ def _labelled_samples(samples: Iterable[tuple[Mapping[str, str], GpuSample]]) ->
                 for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons})
             ]
     text = "Memory errors since the driver was loaded: corrected, uncorrected."
-    slowed = _series("gpu_throttled", "1 while the GPU is slowed down for this reason.", throttled)
+    slowed = _series("gpu_throttled", "1 while it is slowed down for this reason.", throttled)
     return _series("gpu_ecc_errors_total", text, ecc), slowed
 
 
@@ -161,10 +157,9 @@ def _memory(processes: Sequence[ProcessSample]) -> int | None:
 # --- containers ---
 
 _LIMITS = {
-    "gpushare_container_allocated_cores_ratio": "Compute of the GPU that is allocated to the container, 1 is the whole GPU.",
-    "gpushare_container_cores_limit_ratio": "Compute of the GPU that the container may use at most; more than allocated for"
-    " an elastic share.",
-    "gpushare_container_memory_limit_bytes": "Memory of the GPU that the container may use at most.",
+    "gpushare_container_allocated_cores_ratio": "Compute that is allocated to the container, 1 is the whole GPU.",
+    "gpushare_container_cores_limit_ratio": "Most compute that it may use; more than allocated for an elastic share.",
+    "gpushare_container_memory_limit_bytes": "Most memory that it may use.",
     "gpushare_container_isolation_info": "Who enforces the share's memory and compute, and what is not enforced; always 1.",
     "gpushare_container_not_limited": "Containers that run without a limit of their share; always 1, no row for others.",
     "container_request_gpu_utilization": "Requested share of GPUs, in GPUs.",
@@ -172,16 +167,15 @@ _LIMITS = {
 }
 """Name of the series -> help, in the order of `_limits`; likewise the next. The last two are gpu-manager's."""
 _USED = {
-    "gpushare_container_memory_used_bytes": "Memory of the GPU that the container uses.",
-    "gpushare_container_sm_utilization_ratio": "Compute of the GPU that the container uses.",
-    "gpushare_container_processes": "Processes of the container on the GPU.",
+    "gpushare_container_memory_used_bytes": "Memory that it uses.",
+    "gpushare_container_sm_utilization_ratio": "Compute that it uses.",
     # A series of its own: as a label of the ratio's, it would begin another series each time that a neighbour begins to
     # compute, and a mean over time would count both.
-    "gpushare_container_sm_utilization_info": "Who says how much of the GPU's compute the container uses: driver, or"
-    " library, by what it paid; always 1.",
-    "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which the container read or wrote the GPU's memory.",
-    "gpushare_container_encoder_utilization_ratio": "Use of the GPU's encoder by the container.",
-    "gpushare_container_decoder_utilization_ratio": "Use of the GPU's decoder by the container.",
+    "gpushare_container_sm_utilization_info": "Who says how much compute it uses: driver, or library, by what it paid.",
+    "gpushare_container_processes": "Its processes on the GPU.",
+    "gpushare_container_memory_bandwidth_utilization_ratio": "Time in which it read or wrote the GPU's memory.",
+    "gpushare_container_encoder_utilization_ratio": "Its use of the encoder.",
+    "gpushare_container_decoder_utilization_ratio": "Its use of the decoder.",
     "container_gpu_utilization": "Used compute in percent of a GPU, by GPU (gpu0) and in total.",
     "container_gpu_memory_total": "Used GPU memory in MiB, by GPU (gpu0) and in total.",
 }
@@ -210,29 +204,33 @@ class ContainerSeries(Struct, eq=False):
     is_all: bool = False
     _known: dict[ContainerKey, _Container] = field(default_factory=dict)
 
+    def prepared(self, snapshot: NodeSnapshot) -> Iterator[object]:
+        """Writes the lines that have changed, one container's at a time, so that `series` is quick."""
+        return (self._prepared(facts, snapshot) for facts in snapshot.containers)
+
     def series(self, snapshot: NodeSnapshot) -> list[Series]:
-        """Those that have a row, always in the same order."""
+        """Always in the same order, and all of this snapshot, whatever was prepared for another."""
+        known = [self._prepared(facts, snapshot) for facts in snapshot.containers_by_name()]
         # A new dictionary each time: what has ended is dropped without a search for it.
-        before, self._known = self._known, {}
-        for facts in snapshot.containers_by_name():
-            key = facts.allocation.key
-            one = before.get(key)
-            # By identity: facts are made again when anything in them changes.
-            if one is None or one.facts is not facts or one.inventory is not snapshot.inventory:
-                one = self._known_of(facts, snapshot)
-            uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
-            if uses != one.uses:
-                one.uses, one.used = uses, _written(_USED, self._used(one, uses))
-            self._known[key] = one
-        known = self._known.values()
+        self._known = {one.facts.allocation.key: one for one in known}
         # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
         has_namesakes = len({one.names for one in known}) < len(known)
         columns = (*zip(*(one.limits for one in known), strict=True), *zip(*(one.used for one in known), strict=True))
         return [
             Series(name, text, lines=_summed(name, column) if has_namesakes else column)
             for (name, text), column in zip((_LIMITS | _USED).items(), columns, strict=False)
-            if any(column)
         ]
+
+    def _prepared(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
+        key = facts.allocation.key
+        one = self._known.get(key)
+        # By identity: facts are made again when anything in them changes.
+        if one is None or one.facts is not facts or one.inventory is not snapshot.inventory:
+            one = self._known[key] = self._known_of(facts, snapshot)
+        uses = [snapshot.use_of(key, gpu.uuid) for gpu in one.gpus]
+        if uses != one.uses:
+            one.uses, one.used = uses, _written(_USED, self._used(one, uses))
+        return one
 
     def _known_of(self, facts: ContainerFacts, snapshot: NodeSnapshot) -> _Container:
         allocation, gpus = facts.allocation, snapshot.gpus_of(facts.allocation)
@@ -248,11 +246,11 @@ class ContainerSeries(Struct, eq=False):
     def _limits(self, one: _Container, own: Mapping[str, str], names: ResourceNames) -> Iterator[_Row]:
         facts = one.facts
         for gpu, labels in zip(one.gpus, one.labels, strict=True):
-            cores = facts.cores_on(gpu)
+            cores, memory_bytes = on_gpu(facts.allocation, facts.cores, facts.memory_bytes, gpu)
             yield 0, labels, cores / CORES_PER_GPU
             # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
             yield 1, labels, (facts.core_limit or cores) / CORES_PER_GPU
-            yield 2, labels, facts.memory_bytes_on(gpu)
+            yield 2, labels, memory_bytes
         # None without a known pod: its isolation, and so who enforces the share, is not known.
         if (kept := facts.kept) is not None:
             by = {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": ",".join(kept.not_kept)}
@@ -270,9 +268,9 @@ class ContainerSeries(Struct, eq=False):
                 continue
             yield 0, labels, use.memory_bytes
             yield 1, labels, use.sm_ratio
-            yield 2, labels, len(use.pids)
-            yield 3, f'{labels},source="{use.sm_source}"', None if use.sm_ratio is None else 1
+            yield 2, f'{labels},source="{use.sm_source}"', None if use.sm_ratio is None else 1
             if self.is_all:
+                yield 3, labels, len(use.pids)
                 yield 4, labels, use.memory_ratio
                 yield 5, labels, use.encoder_ratio
                 yield 6, labels, use.decoder_ratio

@@ -39,10 +39,11 @@ class Series(Struct, frozen=True):
 
 class NodePage(Struct, eq=False):
     """`text` calls `series` when its text is older than `max_age_s` or was `expire`d, with whether all series of a container
-    are wanted."""
+    are wanted. `prepared` does what takes long of it before, a part at a time."""
 
-    series: Callable[[bool], Sequence[Series]]
+    series: Callable[[bool], Iterable[Series]]
     max_age_s: float
+    prepared: Callable[[bool], Iterable[object]] = lambda _: ()
     clock: Callable[[], float] = time.monotonic
     _texts: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
 
@@ -54,7 +55,9 @@ class NodePage(Struct, eq=False):
         """The page in one of the formats, without OpenMetrics' last line."""
         made_at, text = self._texts.get((is_openmetrics, is_all), (float("-inf"), b""))
         if self.clock() - made_at >= self.max_age_s:
-            parts = [_text(series, is_openmetrics=is_openmetrics) for series in self.series(is_all)]
+            # Prometheus takes a family without rows, but each costs two lines a scrape.
+            shown = [series for series in self.series(is_all) if any(series.lines)]
+            parts = [_text(series, is_openmetrics=is_openmetrics) for series in shown]
             # A text for each format, because a counter's name differs; most nodes are only ever asked for one.
             text = "".join(parts).encode()
             self._texts[is_openmetrics, is_all] = self.clock(), text
