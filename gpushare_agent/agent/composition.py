@@ -72,8 +72,7 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
         self.readiness.take_over(previous.readiness)
         if self.dra is not None and previous.dra is not None:
             self.dra.mig.take_over(previous.dra.mig)
-        self.observability.usage_history.take_over(previous.observability.usage_history)
-        self.observability.consumption.take_over(previous.observability.consumption)
+        self.observability.take_over(previous.observability)
 
 
 def build(
@@ -160,7 +159,9 @@ class _Subscriptions:
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent
-        self._health = GpuHealthObserver(agent.node, agent.cluster.node_events)
+        changes = agent.observability.past.changes
+        self._health = GpuHealthObserver(agent.node, agent.cluster.node_events, changes.health_changed)
+        agent.node.inventory.on_event = changes.event_came
 
     def subscribe(self) -> None:
         agent, shown, metrics = self._agent, self._agent.observability, self._agent.node.metrics

@@ -90,12 +90,11 @@ async def _rest_of_life(shares: int, directory: Path, isolation: str) -> dict[st
     agent, cgroups, found = node.agent, _Cgroups(directory), {}
     for owner, name in (
         (agent.isolation.vdevices, "_thread"),
-        (agent.isolation.host.cgroups, "rounds"),
-        (agent.isolation.host.cgroups, "peers"),
-        (agent.kubelet.garbage.processes, "_thread"),
         *((part._preparation, "_thread") for part in agent.isolation.parts.values() if isinstance(part, GpusharePart)),
     ):
         setattr(owner, name, _Inline())
+    for cgroups_of in (agent.isolation.host.cgroups, agent.kubelet.garbage.cgroups):
+        cgroups_of.threads = dict.fromkeys(cgroups_of.threads, _Inline())
     for one in agent.node.pods.pods():
         ids = {"main": cgroups.put(one.uid)}
         agent.node.pods.upsert(replace(one, container_ids=ids, resource_version="2"))

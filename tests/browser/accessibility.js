@@ -146,10 +146,11 @@ window.landmarks = function () {
   return [...found.filter((one, place) => found.indexOf(one) !== place), ...(found.length < 5 ? [`only ${found.length} landmarks`] : [])];
 };
 
-/** All that the keyboard must reach, in the order of the page; of radio buttons only the chosen one is a stop. */
+/** All that the keyboard must reach, in the order of the page; of radio buttons only the chosen one is a stop, and of the rows'
+ * buttons, among which arrow keys go, one. */
 window.stops = function () {
   const all = [...document.querySelectorAll("a[href], button, input, summary, [tabindex='0']")];
-  return all.filter((one) => one.checkVisibility() && !(one.type === "radio" && !one.checked)).map(nameOf);
+  return all.filter((one) => one.checkVisibility() && one.tabIndex >= 0 && !(one.type === "radio" && !one.checked)).map(nameOf);
 };
 
 window.nameOf = nameOf;

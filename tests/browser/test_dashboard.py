@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.sample_node import SampleNode
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
@@ -17,12 +18,14 @@ from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from tests.agent.support_agent import InnerAgent, open_agent, write_faults
 from tests.browser.support_browser import WHY_NOT, Browser, get_json, open_browser
+from tests.observability.support_web import served_node
 from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 LOAD = 0.5
+DOWN, ENTER, RIGHT = "\ue015", "\ue007", "\ue014"
 GIB = 1024**3
 
 GPUS = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ({
@@ -180,6 +183,88 @@ async def test_the_page_follows_the_node() -> None:
             "document.querySelector('article.gpu[data-kind=bad] .stats').textContent"
             ".startsWith('No use is known while the GPU is lost')"
         )
+
+
+async def test_an_opened_row_has_the_containers_processes_and_its_curve() -> None:
+    """Which are asked for then alone; with the keyboard, which goes from row to row by its arrows."""
+    async with open_scene() as scene:
+        for name in ("first", "second"):
+            await scene.create(name, cores=30, blocks=8)
+            await scene.wait_row(name)
+        scene.player.play()
+        browser = scene.browser
+        await browser.wait(
+            "[...document.querySelectorAll('.containers tbody .col-compute')]"
+            ".every((one) => parseFloat(one.textContent) > 0)"
+        )
+        asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes(arguments[0])).length"
+        assert await browser.script(f"return {asked}", "processes=true") == 0
+        await browser.script("document.querySelector('.opener').focus()")
+        await browser.press(DOWN, ENTER)
+        text = await browser.wait("document.querySelector('.processes li')?.textContent")
+        containers = (await get_json(f"{scene.url}/api/v1/node?processes=true"))["containers"]
+        [process] = containers[1]["gpus"][0]["usage"]["processes"]
+        inner = process["pid_in_container"] or f"{process['pid']} of the host"
+        assert text.startswith(f"PID {inner}: {process['command'] or 'not known'}, 1 GiB, SM ")
+        assert await browser.script(f"return {asked}", "processes=true") == 1
+        assert await browser.script("return document.activeElement.ariaExpanded") == "true"
+        await browser.wait(
+            "document.querySelector('.opened .curve').ariaLabel?.includes('cores of its share use: now')"
+        )
+        before = await browser.script("return document.querySelector('.opened').previousElementSibling.textContent")
+        assert "second" in before
+        await browser.press(ENTER)
+        await browser.wait("!document.querySelector('.opened')")
+        assert await browser.script("return document.activeElement.textContent") == "second"
+
+
+async def test_the_curves_show_the_day_where_that_is_chosen() -> None:
+    """With the keyboard, and remembered by the browser."""
+    async with open_scene() as scene:
+        await scene.create("share", cores=30, blocks=8)
+        browser = scene.browser
+        label = "document.querySelector('#gpus .curve').ariaLabel"
+        await browser.wait(f"{label}?.startsWith('Last 15 minutes. SM use: now')")
+        past = scene.agent.parts.observability.past
+        past.day.fold(past.recent)
+        await browser.script("document.querySelector('input[name=span]').focus()")
+        await browser.press(RIGHT)
+        await browser.wait(f"{label}?.startsWith('Last 24 hours. SM use: now')")
+        assert await browser.script("return document.querySelector('.ticks-x').textContent") == "−24 h168now"
+        await browser.open(scene.url)
+        await browser.wait(f"{label}?.startsWith('Last 24 hours. SM use: now')")
+
+
+async def test_a_gpu_has_its_changes_and_a_new_agent_still_has_them(tmp_path: Path) -> None:
+    """The reasons in words, newest first; asked for when they are opened, and again when the state changes."""
+    async with open_scene(f"--state-directory={tmp_path}") as scene:
+        browser = scene.browser
+        listed = "[...document.querySelectorAll('[id=gpu-6]')][0].closest('.gpu').querySelector('.changes')"
+        await browser.script(f"{listed}.open = true")
+        await browser.wait(f"{listed}.querySelector('li')?.textContent === 'None is known'")
+        write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
+        await browser.wait(f"{listed}.textContent.includes('Unhealthy: GPU is lost')")
+        write_faults(scene.node.paths.faults)
+        known = await get_json(f"{scene.url}/api/v1/changes")
+    async with open_scene(f"--state-directory={tmp_path}") as scene:
+        [uuid] = known["changes"]
+        changes: list[dict[str, Any]] = []
+        while not changes:
+            changes = (await get_json(f"{scene.url}/api/v1/changes"))["changes"].get(uuid, [])
+        assert changes[-1] == known["changes"][uuid][-1]
+
+
+@pytest.mark.parametrize(("gpus", "width", "columns"), [(2, 1920, 2), (4, 1024, 2), (16, 1920, 4), (4, 375, 1)])
+async def test_so_many_columns_have_the_gpus(gpus: int, width: int, columns: int) -> None:
+    async with served_node(SampleNode(gpus=gpus, containers=gpus)) as served, open_browser(width=width) as browser:
+        await browser.open(served.url)
+        await browser.wait("document.body.dataset.ready !== undefined")
+        await browser.script("document.querySelector('#compact').checked && document.querySelector('#compact').click()")
+        lefts = await browser.script(
+            "return [...document.querySelectorAll('#gpus > article')].map((one) => one.getBoundingClientRect().left)"
+        )
+        assert (len(lefts), len(set(lefts))) == (gpus, columns)
+        assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
 
 
 async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:

@@ -69,7 +69,10 @@ async def drawn(browser: Browser) -> None:
 
 
 async def open_all_details(browser: Browser) -> None:
+    """And the first row of the containers."""
     await browser.script("for (const one of document.querySelectorAll('details')) one.open = true")
+    await browser.click(".opener")
+    await browser.wait("document.querySelectorAll('.processes li, .changes li').length > 1")
     await browser.wait("document.querySelectorAll('.decision-body tbody tr').length >= 8")
 
 

@@ -158,3 +158,25 @@ def test_a_divided_gpu_is_reported_while_it_has_no_instances() -> None:
         state.read(replace(shown, gpus=shown.gpus[:1], mig_partitioned=shown.gpus[1:]))
     assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
     assert [note[0] for note in reported.notes] == ["GPUUnhealthy", "GPURecovered"]
+
+
+def test_what_happens_to_a_gpu_is_recorded_cause_first() -> None:
+    """The Xid before what it makes of the GPU; one of a GPU that nobody knows, or of none, belongs nowhere."""
+    state, reported, recorded = GpuInventoryState(IMMEDIATE), Reported(), list[tuple[str, str]]()
+    observer = GpuHealthObserver(
+        node_of(inventory=state, metrics=reported),
+        reported,
+        lambda uuid, what, reason: recorded.append((uuid, what.value)),
+    )
+    state.subscribe(observer.inventory_changed)
+    state.on_event = lambda event, count: recorded.append((event.uuid or "", f"{count} of Xid {event.xid}"))
+    state.read(inventory())
+    state.note_events([xid(79, gpu) for gpu in (1, 1, 99, None)])
+    state.cordon(GpuUuid("GPU-0"), "fan")
+    state.uncordon(GpuUuid("GPU-0"))
+    assert recorded == [
+        ("GPU-1", "2 of Xid 79"),
+        ("GPU-1", "GPUUnhealthy"),
+        ("GPU-0", "GPUCordoned"),
+        ("GPU-0", "GPUUncordoned"),
+    ]

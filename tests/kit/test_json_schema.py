@@ -18,6 +18,8 @@ from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile
 from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME, _parsed, state_file
 from gpushare_agent.agent.kubelet.records import read_checkpoint
+from gpushare_agent.agent.observability.saved_past import FILE
+from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.claims.claim import claim_ref, read_claim, read_config
 from gpushare_agent.core.claims.gpu_config import read_gpu_config
 from gpushare_agent.core.formats.simulated_gpus import parse_faults, parse_usage
@@ -29,6 +31,7 @@ from gpushare_agent.extender.app import read_admission_config
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, parse_quota
 from gpushare_agent.extender.objects import read_quota
 from gpushare_agent.kubectl.agent_client import _json_object
+from tests.observability.support_web import no_past
 from tests.support_json import HOSTILE
 
 Read = Callable[[bytes, Path], object | Awaitable[object]]
@@ -70,6 +73,9 @@ READERS: dict[str, Read] = {
     "CDI spec in YAML": lambda content, _: _spec(content[:2000], is_json=False),
     "an agent's answer": lambda content, _: _json_object(content, "it"),
     "health.json": _in_file(lambda path: HealthStateFile(path).load()),
+    "history.json": _in_file(
+        lambda path: no_past(UsageHistory(60, 6), path.rename(path.with_name(FILE)).parent).load()
+    ),
     "resize.json": _in_file(lambda path: ResizeFile(path).load()),
     "probe.json": _in_file(lambda path: state_file(path.rename(path.with_name(STATE_NAME)).parent).load(_parsed, int)),
     "claims": _in_file(_load_claim),

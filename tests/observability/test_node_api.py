@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 from msgspec.structs import replace
 
-from bench.sample_node import SampleNode
+from bench.sample_node import SampleNode, uuid_of
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
+from gpushare_agent.core.model.errors import NodeEventReason, Unavailable
+from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
+from gpushare_agent.core.model.usage import ProcessFacts, ProcessSample
 from tests.cluster.support_kube import running
-from tests.observability.support_web import served_node
+from tests.observability.support_web import no_past, served_node
 from tests.support_json import written_node
 
 
@@ -41,6 +44,65 @@ async def test_the_node_is_the_one_document() -> None:
     assert (status, found) == (200, wanted)
     assert headers["Content-Type"] == "application/json; charset=utf-8"
     assert headers["Cache-Control"] == "no-store"
+
+
+async def test_processes_are_named_only_where_that_is_asked_for() -> None:
+    """Next to the PIDs, the 64 with the most memory, and those of no container; what is not known of one is null."""
+    node = CrowdedContainer(gpus=1, containers=1, unattributed={0: 2})
+    asked: list[tuple[frozenset[int], float]] = []
+
+    async def describe(pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        asked.append((frozenset(pids), before_s))
+        return {10_000: ProcessFacts(pid_in_container=7, command="python3"), 901: ProcessFacts(command="Xorg")}
+
+    async with served_node(node, describe=describe) as served:
+        url = f"{served.url}/api/v1/node"
+        plain = [(await _get(url + query))[1] for query in ("", "?processes=false")]
+        _, found, _ = await _get(f"{url}?processes=true")
+    usage = found["containers"][0]["gpus"][0]["usage"]
+    processes, pids = usage.pop("processes"), usage["pids"]
+    assert [one["pid"] for one in processes] == [10_000, *range(10_079, 10_016, -1)]
+    assert processes[0] == {
+        "pid": 10_000, "pid_in_container": 7, "command": "python3", "memory_bytes": 4096, "sm_ratio": 0.25,
+    }  # fmt: skip
+    assert (processes[1]["pid_in_container"], processes[1]["command"]) == (None, None)
+    strangers = found["gpus"][0]["unattributed"]
+    assert [(one["pid"], one.pop("command"), one.pop("pid_in_container")) for one in strangers] == [
+        (900, None, None),
+        (901, "Xorg", None),
+    ]
+    assert len(pids) == 80 and asked == [({*pids, 900, 901}, 50.0)]
+    for one in plain:
+        assert (one["containers"], one["gpus"]) == (found["containers"], found["gpus"])
+
+
+async def test_processes_that_cannot_be_read_cost_their_names_alone() -> None:
+    """/proc hangs."""
+
+    async def describe(pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        raise Unavailable("no answer")
+
+    async with served_node(CrowdedContainer(gpus=1, containers=1), describe=describe) as served:
+        _, found, _ = await _get(f"{served.url}/api/v1/node?processes=true")
+    processes = found["containers"][0]["gpus"][0]["usage"]["processes"]
+    assert len(processes) == 64 and {one["command"] for one in processes} == {None}
+
+
+class CrowdedContainer(SampleNode):
+    """80 processes in the one container of its GPU, the last ones with the most memory but for the first."""
+
+    def snapshot(self) -> NodeSnapshot:
+        taken = super().snapshot()
+        assert taken.usage is not None
+        own = [
+            ProcessSample(pid=10_000 + n, memory_bytes=n or 4096, sm_ratio=0.25 if n == 0 else None) for n in range(80)
+        ]
+        [(key, use)] = taken.usage.containers.items()
+        [(uuid, gpu)] = taken.usage.gpus.items()
+        use = replace(use, pids=tuple(one.pid for one in own))
+        gpu = replace(gpu, processes=(*taken.usage.unattributed.get(uuid, ()), *own))
+        usage = replace(taken.usage, containers={key: use}, gpus={uuid: gpu}, sampled_boot_s=50.0)
+        return replace(taken, usage=usage)
 
 
 class StillNode(SampleNode):
@@ -128,6 +190,42 @@ async def test_the_history_can_be_asked_for_one_half() -> None:
         for half, other in (("gpus", "containers"), ("containers", "gpus")):
             found = (await _get(f"{served.url}/api/v1/history?only={half}"))[1]
             assert found == {name: value for name, value in whole.items() if name != other}
+        name = next(iter(whole["containers"]))
+        one = (await _get(f"{served.url}/api/v1/history?only=containers&container={name}"))[1]
+        assert one["containers"] == {name: whole["containers"][name]}
+
+
+async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
+    """The day in the shape of the last minutes; of each GPU what happened to it, newest first."""
+    history = _curves()
+    past = no_past(history)
+    past.day.clock = lambda: 86_400.0
+    past.day.fold(history)
+    uuid = uuid_of(0)
+    past.changes.clock = lambda: 5.0
+    past.changes.health_changed(uuid, NodeEventReason.GPU_CORDONED, "fan")
+    past.changes.event_came(GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=31), 2)
+    async with served_node(SampleNode(gpus=1, containers=0), history=history, past=past) as served:
+        whole = (await _get(f"{served.url}/api/v1/history?span=day"))[1]
+        gpus = (await _get(f"{served.url}/api/v1/history?span=day&only=gpus"))[1]
+        recent = (await _get(f"{served.url}/api/v1/history"))[1]
+        changes = (await _get(f"{served.url}/api/v1/changes"))[1]
+    assert (whole["at"], whole["step_seconds"], recent["step_seconds"]) == (86_400.0, 300.0, 10.0)
+    assert {half: whole[half].keys() for half in ("gpus", "containers")} == {
+        half: recent[half].keys() for half in ("gpus", "containers")
+    }
+    assert gpus == {name: value for name, value in whole.items() if name != "containers"}
+    assert len(gpus["gpus"][uuid]["sm_ratio"]) == 288
+    assert gpus["gpus"][uuid]["sm_ratio"][-1] == recent["gpus"][uuid]["sm_ratio"][-1]
+    xid = "Xid 31 (GPU memory page fault)"
+    assert changes == {
+        "changes": {
+            uuid: [
+                {"at": 5.0, "uuid": uuid, "what": "xid", "reason": xid, "xid": 31, "count": 2},
+                {"at": 5.0, "uuid": uuid, "what": "cordoned", "reason": "fan", "xid": 0, "count": 1},
+            ]
+        }
+    }
 
 
 async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +234,9 @@ async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.Mo
     asked: list[int] = []
     pieces = UsageHistory.pieces
 
-    def counted(history: UsageHistory, **halves: bool) -> Iterator[bytes]:
+    def counted(history: UsageHistory, **wanted: Any) -> Iterator[bytes]:
         asked.append(history.version)
-        return pieces(history, **halves)
+        return pieces(history, **wanted)
 
     monkeypatch.setattr(UsageHistory, "pieces", counted)
     async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:
@@ -189,7 +287,8 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("node?pretty=1", 'the parameter "pretty" is not known here; known: none'),
+        ("node?pretty=1", 'the parameter "pretty" is not known here; known: processes'),
+        ("node?processes=1", "must be one of true, false"),
         ("decisions?pods=a", "known: after, limit, namespace, number, pod"),
         ("decisions?limit=0", 'limit="0": must be a whole number from 1 to 500'),
         ("decisions?limit=501", "from 1 to 500"),
@@ -199,9 +298,11 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
         ("decisions?after=" + "9" * 5000, "…"),
         ("decisions?pod=", "1 to 253 characters"),
         ("decisions?pod=" + "a" * 254, "1 to 253 characters"),
+        ("history?span=week", "one of day"),
+        ("changes?gpu=0", "known: none"),
         ("history?only=pods", "one of gpus, containers"),
         ("decisions?%3Cscript%3E=1", '"<script>"'),
-        ("node?from=3", "known: none"),
+        ("node?from=3", "known: processes"),
     ],
 )
 async def test_a_wrong_query_is_reported_what_is_wrong(query: str, words: str) -> None:

@@ -124,6 +124,7 @@ class World:
             idle_period_s=idle_period_s,
             clock=clock or (lambda: self.now),
             wall_clock=lambda: 5000.0,
+            boot_clock=lambda: 70.0 + self.samples,  # before the driver is asked
         )
 
 
@@ -147,7 +148,7 @@ async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
     await sampling.sample_once()
     assert sampling.current is not None
     assert sampling.current.containers[key_of(1), UUIDS[0]].pids == (10,)
-    assert sampling.current.sampled_at == 5000.0
+    assert (sampling.current.sampled_at, sampling.current.sampled_boot_s) == (5000.0, 70.0)
     assert reported == [sampling.current]
     assert world.counted == [("error", "timeout", 2), ("sampled",)]
     assert world.asked_ids == 0

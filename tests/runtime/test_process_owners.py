@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,44 @@ async def test_the_real_proc_is_read_in_a_thread() -> None:
     assert set(found) == {os.getpid(), 2**22 + 1}
     assert found[2**22 + 1] == NOBODY
     assert await ProcessOwners().identify([]) == {}
+
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def put_process(proc: Path, pid: int, *, name: bytes = b"python3", inner: str = "7", start: int = 1000) -> None:
+    (proc / str(pid)).mkdir(exist_ok=True)
+    (proc / str(pid) / "status").write_bytes(b"Name:\t%s\nUmask:\t0022\nNSpid:\t%d\t%s\n" % (name, pid, inner.encode()))
+    fields = " ".join(["S", *["0"] * 18, str(start), "0"])
+    (proc / str(pid) / "stat").write_text(f"{pid} (a) b) {fields}\n")
+
+
+def test_a_process_has_its_name_and_its_pid_in_the_container(proc: Path) -> None:
+    """The innermost PID, none in the host's own namespace; control characters of a tenant's name go, and so does what is
+    beyond the bound."""
+    put_process(proc, 10)
+    put_process(proc, 11, name=b"\x1b[31mred\xff\xe2\x80\xae", inner="")
+    put_process(proc, 12, name=b"n" * 9000, inner="4 1")
+    put_process(proc, 13, name=b"")
+    found = ProcessOwners(proc).read_names([10, 11, 12, 13, 14], 60.0)
+    assert {pid: (one.pid_in_container, one.command) for pid, one in found.items()} == {
+        10: (7, "python3"),
+        11: (None, "[31mred\ufffd"),
+        12: (1, "n" * 64),
+        13: (7, None),
+    }
+
+
+def test_a_pid_that_another_process_has_since_the_round_names_nobody(proc: Path) -> None:
+    """A start in the last tick before the round may be after it, too: the kernel rounds down."""
+    for pid, start in ((10, 999), (11, 1000), (12, 1001)):
+        put_process(proc, pid, start=start)
+    assert ProcessOwners(proc).read_names([10, 11, 12], 1000 * TICK_S).keys() == {10}
+
+
+async def test_this_process_is_described() -> None:
+    """From the real /proc."""
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    found = await ProcessOwners().describe([os.getpid(), 2**22 + 1], now_s)
+    assert found[os.getpid()].command == Path("/proc/self/comm").read_text().strip()
+    assert await ProcessOwners().describe([os.getpid()], 0.0) == {}

@@ -74,6 +74,8 @@ class GpuInventoryState:
         self.saved = NOTHING_SAVED
         """What is to be saved over a restart."""
         self._on_change: list[Callable[[GpuInventory], None]] = []
+        self.on_event: Callable[[GpuEvent, int], None] = lambda event, count: None
+        """Called with each kind of event of a GPU that is known, before the change that it makes."""
 
     @property
     def healths(self) -> Mapping[GpuUuid, GpuHealth]:
@@ -181,6 +183,9 @@ class GpuInventoryState:
                     policy=self.policy,
                     now=now,
                 )
+        for (event, meaning), count in noted.items():
+            if event.uuid is not None and meaning is not EventMeaning.FOREIGN:
+                self.on_event(event, count)
         self._publish()
         return noted
 
@@ -284,9 +289,15 @@ class GpuHealthObserver:
     """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported, and one
     that is held back not before the pods, which may tell more, were compared (`reconciled`)."""
 
-    def __init__(self, node: Node, events: NodeEvents) -> None:
+    def __init__(
+        self,
+        node: Node,
+        events: NodeEvents,
+        record: Callable[[GpuUuid, NodeEventReason, str], None] = lambda uuid, what, reason: None,
+    ) -> None:
         self._node = node
         self._events = events
+        self._record = record
         self._gpus: Mapping[GpuUuid, Gpu] = {}
         self._cordoned: Mapping[GpuUuid, str] = node.inventory.cordoned
         self._is_settled = False
@@ -343,5 +354,6 @@ class GpuHealthObserver:
         self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
 
     def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
+        self._record(gpu.uuid, reason, text)
         profile = f"{gpu.mig.profile}, " if gpu.mig is not None else ""
         self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({profile}{gpu.uuid}): {text}")

@@ -62,6 +62,7 @@ def join_usage(
     allocated: AllocatedContainers,
     *,
     sampled_at: float,
+    sampled_boot_s: float = 0.0,
     paid: PaidRatio = lambda key, uuid: None,
 ) -> UsageRound:
     """One round: what each container uses of each of its GPUs that answered, and the unattributed processes there.
@@ -89,6 +90,7 @@ def join_usage(
         gpus={gpu.uuid: gpu for gpu in sample.gpus},
         containers=dict(sorted(containers.items())),
         unattributed=dict(sorted(unattributed.items())),
+        sampled_boot_s=sampled_boot_s,
     )
 
 

@@ -24,11 +24,13 @@ from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.model.shares import on_gpu
-from gpushare_agent.core.model.usage import ContainerUse, GpuUse, UsageRound
+from gpushare_agent.core.model.usage import ContainerUse, GpuUse, ProcessFacts, ProcessSample, UsageRound
 from gpushare_agent.core.node_report import documents
 from gpushare_agent.core.node_report.reported import NO_REASON
 
 MAX_AGE_S = 1.0
+MAX_PROCESSES = 64
+"""Of one container on one GPU that are shown one by one."""
 
 
 class ContainerFacts(Struct, frozen=True, kw_only=True):
@@ -129,9 +131,23 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
             decoder_ratio=0.0,
         )
 
+    @property
+    def pids(self) -> set[int]:
+        """Of all processes of the last round."""
+        gpus = self.usage.gpus.values() if self.usage is not None else ()
+        return {process.pid for gpu in gpus for process in gpu.processes or ()}
 
-def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
-    """The whole document."""
+    def processes_of(self, use: ContainerUse) -> list[ProcessSample]:
+        """Those that have the most memory."""
+        sample, pids = self.usage.gpus.get(use.uuid) if self.usage is not None else None, set(use.pids)
+        found = [one for one in (sample.processes if sample is not None else None) or () if one.pid in pids]
+        return sorted(found, key=lambda one: (-(one.memory_bytes or 0), one.pid))[:MAX_PROCESSES]
+
+
+def node_document(
+    snapshot: NodeSnapshot, described: Mapping[int, ProcessFacts] | None = None
+) -> documents.NodeDocument:
+    """The whole document. With `described`, what is known of processes by PID, the containers' processes are in it."""
     names = snapshot.names
     return {
         "schema": documents.SCHEMA,
@@ -144,10 +160,10 @@ def node_document(snapshot: NodeSnapshot) -> documents.NodeDocument:
             "gpu_mem": names.gpu_mem,
             "memory_block_bytes": names.memory_block_mib * MIB,
         },
-        "gpus": [_gpu(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
+        "gpus": [_gpu(gpu, snapshot, described) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
         "mig_gpus": mig_gpus(snapshot),
         "topology": topology_document(snapshot.inventory),
-        "containers": [_container(facts, snapshot) for facts in snapshot.containers_by_name()],
+        "containers": [_container(facts, snapshot, described) for facts in snapshot.containers_by_name()],
     }
 
 
@@ -179,7 +195,10 @@ def _agent(snapshot: NodeSnapshot) -> documents.AgentDocument:
     }
 
 
-def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
+_Described = Mapping[int, ProcessFacts] | None
+
+
+def _gpu(gpu: Gpu, snapshot: NodeSnapshot, described: _Described) -> documents.GpuDocument:
     cores, capacity = snapshot.cores(gpu)
     usage, mig = snapshot.usage, gpu.mig
     sample = usage.gpus.get(gpu.uuid) if usage is not None else None
@@ -196,10 +215,7 @@ def _gpu(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuDocument:
         },
         # Without the sample's processes: they are the containers' and the unattributed.
         "usage": to_builtins(convert(sample, GpuUse, from_attributes=True)) if sample is not None else None,
-        "unattributed": [
-            {"pid": one.pid, "kind": one.kind.value, "memory_bytes": one.memory_bytes, "sm_ratio": one.sm_ratio}
-            for one in unattributed
-        ],
+        "unattributed": [{**_process(one, described), "kind": one.kind.value} for one in unattributed],
     }
     if gpu.host_memory is not None:
         document["host_memory"] = gpu.host_memory
@@ -274,7 +290,7 @@ def _state(gpu: Gpu, snapshot: NodeSnapshot) -> documents.GpuState:
     }
 
 
-def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.ContainerDocument:
+def _container(facts: ContainerFacts, snapshot: NodeSnapshot, described: _Described) -> documents.ContainerDocument:
     allocation, share = facts.allocation, facts.allocation.claim
     return {
         "namespace": allocation.namespace,
@@ -302,7 +318,7 @@ def _container(facts: ContainerFacts, snapshot: NodeSnapshot) -> documents.Conta
                 "uuid": gpu.uuid,
                 "cores": cores,
                 "memory_bytes": memory_bytes,
-                "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid)),
+                "usage": _usage(snapshot.use_of(allocation.key, gpu.uuid), snapshot, described),
             }
             for gpu in snapshot.gpus_of(allocation)
             for cores, memory_bytes in (on_gpu(allocation, facts.cores, facts.memory_bytes, gpu),)
@@ -321,10 +337,10 @@ def _kept(kept: Kept) -> dict[str, object]:
     return {"memory_by": kept.memory_by, "compute_by": kept.compute_by, "not_kept": kept.not_kept}
 
 
-def _usage(use: ContainerUse | None) -> documents.ContainerUsage | None:
+def _usage(use: ContainerUse | None, snapshot: NodeSnapshot, described: _Described) -> documents.ContainerUsage | None:
     if use is None:
         return None
-    return {
+    usage: documents.ContainerUsage = {
         "sm_ratio": use.sm_ratio,
         "sm_source": use.sm_source.value,
         "memory_bytes": use.memory_bytes,
@@ -332,6 +348,21 @@ def _usage(use: ContainerUse | None) -> documents.ContainerUsage | None:
         "decoder_ratio": use.decoder_ratio,
         "pids": use.pids,
     }
+    if described is not None:
+        usage["processes"] = [_process(one, described) for one in snapshot.processes_of(use)]
+    return usage
+
+
+def _process(one: ProcessSample, described: _Described) -> documents.ContainerProcess:
+    document: documents.ContainerProcess = {
+        "pid": one.pid,
+        "memory_bytes": one.memory_bytes,
+        "sm_ratio": one.sm_ratio,
+    }
+    if described is not None:
+        facts = described.get(one.pid, ProcessFacts())
+        document["pid_in_container"], document["command"] = facts.pid_in_container, facts.command
+    return document
 
 
 def topology_document(inventory: GpuInventory) -> dict[str, object]:

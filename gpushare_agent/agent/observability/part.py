@@ -35,6 +35,7 @@ from gpushare_agent.agent.observability.node_snapshot import (
     NodeSnapshot,
     SnapshotCache,
 )
+from gpushare_agent.agent.observability.saved_past import SavedPast
 from gpushare_agent.agent.observability.usage_history import HISTORY_POINTS, UsageHistory
 from gpushare_agent.agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
@@ -55,6 +56,7 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
     usage: UsageSampling
     usage_history: UsageHistory
     consumption: Consumption
+    past: SavedPast
     snapshots: SnapshotCache
     metrics_page: NodePage
     web: WebServer
@@ -64,8 +66,14 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
         return bodies({"web": self.web})
 
     def late_tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {"usage sampling": self.usage, "display": self.display}
+        services: dict[str, Runs | None] = {"usage sampling": self.usage, "past": self.past, "display": self.display}
         return bodies(services)
+
+    def take_over(self, previous: ObservabilityPart) -> None:
+        """The past of an agent that has read its settings again."""
+        self.usage_history.take_over(previous.usage_history)
+        self.past.take_over(previous.past)
+        self.consumption.take_over(previous.consumption)
 
     def expire(self) -> None:
         """The node has changed: all that shows it is made again when it is asked for next."""
@@ -102,10 +110,18 @@ def build(
         allocations=node.cache.view,
     )
     consumption = Consumption(node)
+    past = SavedPast(directory=settings.state_directory, recent=history, gpus=node.gpus)
     view = NodeView(node, isolation, usage, not_ready, mig)
     # A short period must show; a long one must not hold back readiness, which has no notification.
     snapshots = SnapshotCache(view.snapshot, max_age_s=min(settings.sample_period_s, MAX_AGE_S))
-    node_api = NodeApi(snapshot=snapshots.current, history=history, decisions=decisions, kept_decisions=KEPT_DECISIONS)
+    node_api = NodeApi(
+        snapshot=snapshots.current,
+        history=history,
+        past=past,
+        decisions=decisions,
+        kept_decisions=KEPT_DECISIONS,
+        describe=usage.owners.describe,
+    )
     socket = settings.display.socket
     shown = ContainerSeries(), ContainerSeries(is_all=True)
 
@@ -117,6 +133,7 @@ def build(
     return ObservabilityPart(
         usage=usage,
         usage_history=history,
+        past=past,
         snapshots=snapshots,
         consumption=consumption,
         metrics_page=NodePage(

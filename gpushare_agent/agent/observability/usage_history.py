@@ -1,10 +1,13 @@
-"""The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container. Memory only.
+"""The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container; and
+the last day, with a point for five minutes of these (`DayHistory`, which saved_past.py fills and keeps over a restart).
 
 A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
 While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
-What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
+What is gone is dropped once its last point has left the window, or where there is no room for what is there. A container's
+values are the sums over its GPUs. The day's points are placed by the wall clock, which alone goes on over a restart: where
+it is set back, what would be in the future is dropped.
 
-State owned: the ring buffers, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
+State owned: the ring buffers, and the slot that is being filled. Changed by `add`, which the sampling calls, and `fold`.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.usage import ContainerUse, UsageRound
 
 K = TypeVar("K", GpuUuid, ContainerKey)
+Point = tuple[float | None, float | None]
+"""A ratio and a size."""
 
 MAX_GPUS = 64
 MAX_CONTAINERS = 512
-"""The most curves at once, of MIG instances as of GPUs; all of them take 1.6 MiB."""
+"""The most curves at once, of MIG instances as of GPUs; those of both spans take 2.8 MiB then."""
 HISTORY_POINTS = 180
 """Points of one curve."""
+DAY_S, DAY_POINTS = 86_400.0, 288
 RATIO_DIGITS = 4
 
 
@@ -46,11 +52,11 @@ class UsageHistory(Struct, eq=False):
     version: int = 0
     """Grows with each round."""
     _has_gap: bool = False
-    _owners: dict[ContainerKey, _Owner] = field(default_factory=dict)
+    _owners: dict[ContainerKey, Owner] = field(default_factory=dict)
     _slot: int = 0
     _at: float | None = None
-    _gpus: dict[GpuUuid, _Pair] = field(default_factory=dict)
-    _containers: dict[ContainerKey, _Pair] = field(default_factory=dict)
+    _gpus: dict[GpuUuid, Pair] = field(default_factory=dict)
+    _containers: dict[ContainerKey, Pair] = field(default_factory=dict)
 
     @property
     def _step_s(self) -> float:
@@ -72,23 +78,42 @@ class UsageHistory(Struct, eq=False):
         )
         self._has_gap = False
         self._at = usage.sampled_at
-        self._drop_old()
-        if len(self._gpus.keys() | usage.gpus.keys()) > MAX_GPUS:  # MIG instances that are gone give way
-            self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if uuid in usage.gpus}
-        for uuid, gpu in usage.gpus.items():
-            # At most MAX_GPUS and MAX_CONTAINERS: pods that start and fail in a loop make a new curve each, which
-            # lives for the whole window.
-            if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
-                pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes, since=since)
-        allocations = self.allocations()
-        for key, uses in _by_container(usage.containers).items():
+        allocations, containers = self.allocations(), _by_container(usage.containers)
+        for key, uses in containers.items():
             # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
             if (allocation := allocations.get(key)) is not None:
                 gpus = tuple(sorted(use.uuid for use in uses))
-                self._owners[key] = _Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
-            if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
-                ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
-                pair.add(slot, ratio, size, since=since)
+                self._owners[key] = Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
+        self._put(
+            {uuid: (gpu.sm_ratio, gpu.memory_used_bytes) for uuid, gpu in usage.gpus.items()},
+            {
+                key: (_sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
+                for key, uses in containers.items()
+            },
+            since=since,
+        )
+
+    def _put(self, gpus: Mapping[GpuUuid, Point], containers: Mapping[ContainerKey, Point], *, since: int) -> None:
+        """One more value of each in the present slot. `since` is the slot of the round before."""
+        oldest = self._slot - self.points
+        self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
+        self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
+        self._put_each(self._gpus, gpus, MAX_GPUS, since)
+        self._put_each(self._containers, containers, MAX_CONTAINERS, since)
+        self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
+
+    def _put_each(self, pairs: dict[K, Pair], points: Mapping[K, Point], most: int, since: int) -> None:
+        # Pods that start and fail in a loop make a new curve each, which lives for the whole window, and so does each life
+        # of a MIG instance: those that ended first give way.
+        if (excess := len(pairs.keys() | points.keys()) - most) > 0:
+            for key in sorted(pairs.keys() - points.keys(), key=lambda key: pairs[key].last_slot)[:excess]:
+                del pairs[key]
+        for key, (ratio, size) in points.items():
+            pair = pairs.get(key)
+            if pair is None and len(pairs) < most:
+                pair = pairs[key] = Pair(self.points)
+            if pair is not None:  # else it has no curve until another one is dropped
+                pair.add(self._slot, ratio, size, since=since)
 
     def take_over(self, previous: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none if the steps have changed."""
@@ -98,23 +123,33 @@ class UsageHistory(Struct, eq=False):
         self._gpus, self._containers, self._owners = previous._gpus, previous._containers, previous._owners
         self._slot, self._at, self.version = previous._slot, previous._at, previous.version
 
-    def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
+    def means(self, length_s: float) -> tuple[dict[GpuUuid, Point], dict[ContainerKey, Point]]:
+        """The mean of each curve's last `length_s`, of those that have any."""
+        newest, most = math.floor(self.clock() / self._step_s), max(1, round(length_s / self._step_s))
+        return _means(self._gpus, newest, most), _means(self._containers, newest, most)
+
+    def pieces(self, *, gpus: bool = True, containers: bool = True, container: str = "") -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
         between two. It shows the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
-        newest round was, None before the first."""
-        head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
+        newest round was, None before the first. `container` names one, as the document does."""
+        at, newest = self._now()
+        head = _json({"at": at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
         if gpus:
             halves["gpus"] = [
-                (str(uuid), {}, "memory_used_bytes", pair.points(self._slot))
-                for uuid, pair in sorted(self._gpus.items())
+                (str(uuid), {}, "memory_used_bytes", pair.points(newest)) for uuid, pair in sorted(self._gpus.items())
             ]
         if containers:
             halves["containers"] = [
-                (f"{key.pod_uid}/{key.container}", self._owner(key), "memory_bytes", pair.points(self._slot))
+                (name, self._owner(key), "memory_bytes", pair.points(newest))
                 for key, pair in sorted(self._containers.items())
+                if (name := f"{key.pod_uid}/{key.container}") == (container or name)
             ]
         return _pieces(head, halves)
+
+    def _now(self) -> tuple[float | None, int]:
+        """When the newest point was, and its slot."""
+        return self._at, self._slot
 
     def _owner(self, key: ContainerKey) -> dict[str, object]:
         known = self._owners.get(key)
@@ -125,21 +160,66 @@ class UsageHistory(Struct, eq=False):
             "gpus": list(known.gpus) if known is not None else [],
         }
 
-    def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:
-        """None at the limit: then the container or GPU has no curve until another one is dropped."""
-        pair = pairs.get(key)
-        if pair is None and len(pairs) < most:
-            pair = pairs[key] = _Pair(self.points)
-        return pair
 
-    def _drop_old(self) -> None:
-        oldest = self._slot - self.points
-        self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
-        self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
-        self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
+class DayHistory(UsageHistory):
+    """The last day. `history_s` and `points` are DAY_S and DAY_POINTS but in tests, `clock` the wall clock."""
+
+    def fold(self, recent: UsageHistory) -> None:
+        """Adds the point of the step that has just ended: the means of the recent curves."""
+        slot = math.floor(self.clock() / self._step_s) - 1
+        if slot == self._slot:  # the clock was set back a little: the step has its point
+            return
+        if slot < self._slot:
+            for pair in (*self._gpus.values(), *self._containers.values()):
+                pair.set_back(slot - 1)
+        self._slot, self.version = slot, self.version + 1
+        gpus, containers = recent.means(self._step_s)
+        # A new dictionary: a thread may be writing the former one.
+        self._owners = self._owners | {key: recent._owners[key] for key in containers if key in recent._owners}
+        self._put(gpus, containers, since=slot)
+
+    def due_s(self) -> float:
+        """The time to the end of the present step, and a little: a timer that ends early must not find the step before."""
+        return self._step_s - (self.clock() - _LATE_S) % self._step_s
+
+    def _now(self) -> tuple[float | None, int]:
+        # Also before the first step since a start has ended: what was saved long ago is not of now.
+        newest = max(self._slot, math.floor(self.clock() / self._step_s) - 1)
+        return (newest + 1) * self._step_s if self._slot else None, newest
+
+    def saved(self) -> SavedDay:
+        """A copy of the curves, oldest point first."""
+        return SavedDay(
+            slot=self._slot,
+            gpus={uuid: (pair.last_slot, *pair.points(self._slot)) for uuid, pair in self._gpus.items()},
+            containers={key: (pair.last_slot, *pair.points(self._slot)) for key, pair in self._containers.items()},
+            owners=self._owners,
+        )
+
+    def restore(self, saved: SavedDay) -> None:
+        """Begins with what was saved, unless there is something already."""
+        if self._slot:
+            return
+        self._slot, self._owners, self.version = saved.slot, dict(saved.owners), self.version + 1
+        self._gpus = {uuid: Pair(self.points, saved.slot, curve) for uuid, curve in saved.gpus.items()}
+        self._containers = {key: Pair(self.points, saved.slot, curve) for key, curve in saved.containers.items()}
 
 
-class _Owner(Struct, frozen=True, kw_only=True):
+_LATE_S = 1.0
+SavedCurve = tuple[int, "array[float]", "array[float]"]
+"""Its last slot; the ratios and the sizes."""
+
+
+class SavedDay(Struct, frozen=True, kw_only=True):
+    """`slot` is that of the newest point."""
+
+    slot: int
+    gpus: Mapping[GpuUuid, SavedCurve]
+    containers: Mapping[ContainerKey, SavedCurve]
+    owners: Mapping[ContainerKey, Owner]
+
+
+class Owner(Struct, frozen=True, kw_only=True):
     """The container of a curve. `gpus` are those of the last round."""
 
     namespace: str
@@ -147,15 +227,16 @@ class _Owner(Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuUuid, ...]
 
 
-class _Pair:
+class Pair:
     """A ratio and a size that are written together."""
 
     __slots__ = ("_ratio", "_size", "last_slot")
 
-    def __init__(self, points: int) -> None:
-        self._ratio = _RingBuffer(points, RATIO_DIGITS)
-        self._size = _RingBuffer(points, 0)
-        self.last_slot = 0
+    def __init__(self, points: int, slot: int = -1, saved: SavedCurve | None = None) -> None:
+        """Empty, or as it was saved when `slot` was the newest."""
+        self.last_slot, ratios, sizes = saved if saved is not None else (0, None, None)
+        self._ratio = _RingBuffer(points, RATIO_DIGITS, slot, ratios)
+        self._size = _RingBuffer(points, 0, slot, sizes)
 
     def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
         """`since` is the slot of the round before."""
@@ -164,6 +245,11 @@ class _Pair:
         for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
             self._ratio.add(missed, ratio)
             self._size.add(missed, size)
+
+    def set_back(self, slot: int) -> None:
+        self.last_slot = min(self.last_slot, slot)
+        self._ratio.set_back(slot)
+        self._size.set_back(slot)
 
     def points(self, newest: int) -> tuple[array[float], array[float]]:
         return self._ratio.points(newest), self._size.points(newest)
@@ -174,14 +260,17 @@ _Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]
 
 
 class _RingBuffer:
-    """The mean of each of the last slots, rounded; NaN if nothing was added. Slots never go back."""
+    """The mean of each of the last slots, rounded; NaN if nothing was added. Slots go back by `set_back` alone."""
 
     __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
 
-    def __init__(self, points: int, digits: int) -> None:
-        self._values = array("d", [math.nan]) * points
+    def __init__(self, points: int, digits: int, slot: int, saved: array[float] | None) -> None:
+        self._values = array("f", [math.nan]) * points
         self._digits = digits
-        self._slot = -1
+        self._slot = slot
+        if saved is not None:
+            first = (slot + 1) % points
+            self._values = saved[points - first :] + saved[: points - first]
         self._sum = 0.0
         self._count = 0
 
@@ -200,7 +289,14 @@ class _RingBuffer:
         first = (newest + 1) % most
         # A copy, so that rounds which come while the answer is being encoded change nothing in it.
         turned = self._values[first:] + self._values[:first]
-        return turned[: most - missing] + array("d", [math.nan]) * missing
+        return turned[: most - missing] + array("f", [math.nan]) * missing
+
+    def set_back(self, slot: int) -> None:
+        """Drops what is of later slots."""
+        most = len(self._values)
+        for passed in range(slot + 1, min(self._slot, slot + most) + 1):
+            self._values[passed % most] = math.nan
+        self._slot = min(self._slot, slot)
 
     def _move(self, slot: int) -> None:
         if slot == self._slot:
@@ -223,12 +319,30 @@ def _pieces(head: bytes, halves: Mapping[str, Sequence[_Curve]]) -> Iterator[byt
     yield b"}"
 
 
-def _values(points: array[float], kind: Callable[[float], float] = float) -> list[float | None]:
+def _ratio(value: float) -> float:
+    return round(value, RATIO_DIGITS)
+
+
+def _values(points: array[float], kind: Callable[[float], float] = _ratio) -> list[float | None]:
     return [None if value != value else kind(value) for value in points]  # noqa: PLR0124 - NaN
 
 
 def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _means(pairs: Mapping[K, Pair], newest: int, most: int) -> dict[K, Point]:
+    means = {
+        key: (_mean(ratios[-most:]), _mean(sizes[-most:]))
+        for key, pair in pairs.items()
+        for ratios, sizes in [pair.points(newest)]
+    }
+    return {key: mean for key, mean in means.items() if mean != (None, None)}
+
+
+def _mean(points: array[float]) -> float | None:
+    known = [value for value in points if value == value]  # noqa: PLR0124 - NaN
+    return sum(known) / len(known) if known else None
 
 
 def _by_container(uses: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]) -> dict[ContainerKey, list[ContainerUse]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -70,6 +71,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     paid: PaidRatio = lambda key, uuid: None
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
+    boot_clock: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
     _observers: list[Observer] = field(default_factory=list)
     _reported: Mapping[str, ContainerKey] = field(default_factory=dict)
     _ids_asked_at: float = float("-inf")
@@ -168,7 +170,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         try:
             async with asyncio.timeout(timeout_s):
                 # Before the driver is asked: what it reports is at least as new as the time shown with it.
-                sampled_at = self.wall_clock()
+                sampled_at, sampled_boot_s = self.wall_clock(), self.boot_clock()
                 sample = await self.driver.sample()
                 # A GPU that fails only costs its own values: its errors are counted, and the round is shown.
                 for error, count in sorted(sample.errors.items()):
@@ -187,7 +189,9 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each"
                 f" {self.period_s:g} s. Check nvidia-smi and the kernel log on this node"
             ) from e
-        return join_usage(sample, owners, allocated, sampled_at=sampled_at, paid=self.paid)
+        return join_usage(
+            sample, owners, allocated, sampled_at=sampled_at, sampled_boot_s=sampled_boot_s, paid=self.paid
+        )
 
     def _allocated(self) -> AllocatedContainers:
         in_statuses = {

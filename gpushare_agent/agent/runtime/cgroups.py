@@ -43,6 +43,7 @@ from gpushare_agent.agent.runtime.cgroup_paths import (
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.usage import ProcessFacts
 
 MAX_DEPTH = 12
 ANY_NAME_DEPTH = 6
@@ -147,6 +148,7 @@ MAX_DIRECTORIES_BELOW = 4_096
 """Below one container. A tenant that makes more cgroups in its own can hide processes from its own list only."""
 MAX_PROCS_BYTES = 1024 * 1024
 MAX_STATUS_BYTES = 16 * 1024
+MAX_NAME_CHARS = 64
 
 _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
 """Runtimes put every container into these; they are searched before others."""
@@ -386,13 +388,11 @@ class Cgroups:
 
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
         """The start of each process, in ticks since the boot: another process of that PID has another time. Those that
-        have ended are left out. Source: field 22 of /proc/<pid>/stat."""
+        have ended are left out."""
         found = {}
         for pid in pids:
             with suppress(OSError, ValueError, IndexError):
-                content = _read_bounded(f"{self._proc}/{pid}/stat", MAX_STATUS_BYTES)
-                # The process's name is in brackets, and may have any in it.
-                found[pid] = int(content[content.rindex(b")") + 1 :].split()[19])
+                found[pid] = _read_start(self._proc, pid)
         return found
 
     def end(self, pid: int, started: int, pods: Collection[PodUid]) -> bool:
@@ -601,6 +601,22 @@ def parse_namespace_pids(status: bytes) -> tuple[int, ...]:
     return ()
 
 
+def _parse_name(status: bytes) -> str | None:
+    """`Name:` is the program's name of 15 bytes at most, or what the process calls itself: never arguments."""
+    first = status.partition(b"\n")[0]
+    if not first.startswith(b"Name:"):
+        return None
+    text = first.removeprefix(b"Name:").decode("utf-8", "replace").strip()
+    return "".join(filter(str.isprintable, text))[:MAX_NAME_CHARS] or None
+
+
+def _read_start(proc: Path, pid: int) -> int:
+    """Field 22 of /proc/<pid>/stat, in ticks since the boot. Raises OSError, ValueError, IndexError."""
+    content = _read_bounded(f"{proc}/{pid}/stat", MAX_STATUS_BYTES)
+    # The process's name is in brackets, and may have any in it.
+    return int(content[content.rindex(b")") + 1 :].split()[19])
+
+
 def _read_bounded(path: str, limit: int) -> bytes:
     """The file's bytes up to the limit. The kernel gives such files out in pages, so one read is not all, but for a text
     that is shorter than half a page."""
@@ -637,6 +653,27 @@ class ProcessOwners:
         self._meanings: dict[bytes, PeerIdentity] = {}
         self._owners: dict[int, PeerIdentity] = {}
         self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is read again.")
+        # A reader of names does not delay a round.
+        self._names = DaemonThread("process-names", advice=f"Check {proc}; ask again.")
+
+    async def describe(self, pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        """What the kernel says of those that began before this moment of CLOCK_BOOTTIME: each of them has had its PID since
+        then. Raises Unavailable, as `identify`."""
+        what = f"reading the names of {len(pids)} processes"
+        return await self._names.call(partial(self.read_names, tuple(pids), before_s), what, READ_TIMEOUT_S)
+
+    def read_names(self, pids: Collection[int], before_s: float) -> Mapping[int, ProcessFacts]:
+        """Does what `describe` does, blocking."""
+        found, tick_s = {}, 1 / os.sysconf("SC_CLK_TCK")
+        for pid in sorted(pids)[:MAX_PROCESSES]:
+            with suppress(OSError, ValueError, IndexError):
+                status = _read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES)
+                # After the status: a process that took the PID in between is seen to be new. The start is rounded down.
+                if (_read_start(self._proc, pid) + 1) * tick_s > before_s:
+                    continue
+                inner = parse_namespace_pids(status)
+                found[pid] = ProcessFacts(pid_in_container=inner[-1] if inner else None, command=_parse_name(status))
+        return found
 
     async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
         """The owners of all of `pids`, in one call of a thread. Raises Unavailable where /proc does not answer in time."""

@@ -34,10 +34,22 @@ _REMEDY = "if its content is right: chown root, chmod go-w, give it its name aga
 
 class StateFile:
     """`what` names its content in errors. `on_corrupt` is called, in a thread, with `why`, the name that it has now,
-    `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy."""
+    `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy. What is written often and missed by
+    nobody `has_copy` false."""
 
-    def __init__(self, path: Path, what: str, *, on_corrupt: Callable[..., None], lost: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        what: str,
+        *,
+        on_corrupt: Callable[..., None],
+        lost: str,
+        most_bytes: int = MAX_BYTES,
+        has_copy: bool = True,
+    ) -> None:
         self._path = path
+        self._most_bytes = most_bytes
+        self._has_copy = has_copy
         self._copy = path.with_name(path.name + ".last")
         self._lost = lost
         self._what = what
@@ -60,7 +72,7 @@ class StateFile:
     def _load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
         try:
             # In the thread, with the reading: a file of a mebibyte must not hold the loop.
-            if (found := _read(self._path, parse)) is None:
+            if (found := _read(self._path, parse, self._most_bytes)) is None:
                 return empty()
             self._keep_copy(found[0])
             return found[1]
@@ -73,8 +85,8 @@ class StateFile:
     def _keep_copy(self, content: bytes) -> None:
         known = None
         with suppress(OSError, Corrupt):
-            known = _content(self._copy)
-        if known != content:
+            known = _content(self._copy, self._most_bytes)
+        if self._has_copy and known != content:
             with suppress(OSError):  # a full disk: what was read counts all the same
                 self._replace(self._copy, content)
 
@@ -82,7 +94,7 @@ class StateFile:
         aside = self._path.with_name(self._path.name + ".corrupt")
         copy = None
         with suppress(OSError, Corrupt):
-            copy = _read(self._copy, parse)
+            copy = _read(self._copy, parse, self._most_bytes)
         try:
             if copy is None:
                 self._path.replace(aside)
@@ -123,9 +135,9 @@ class StateFile:
             raise
 
 
-def _read(path: Path, parse: Callable[[Any], T]) -> tuple[bytes, T] | None:
+def _read(path: Path, parse: Callable[[Any], T], most_bytes: int) -> tuple[bytes, T] | None:
     """The content, and what it says. Raises OSError, Corrupt."""
-    if (content := _content(path)) is None:
+    if (content := _content(path, most_bytes)) is None:
         return None
     raw = loaded(content)
     # None in files of earlier agents, and where a person took it out.
@@ -142,11 +154,11 @@ def _digest(document: dict[str, Any]) -> str:
         raise Corrupt("it is nested too deeply") from e
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: Path, most_bytes: int) -> bytes | None:
     """The content; None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's
     own."""
     try:
-        content = read_regular(path, MAX_BYTES + 1, is_own=True)
+        content = read_regular(path, most_bytes + 1, is_own=True)
     except FileNotFoundError:
         return None
     except OSError as e:
@@ -155,8 +167,8 @@ def _content(path: Path) -> bytes | None:
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
-    if len(content) > MAX_BYTES:
-        raise Corrupt(f"it has more than {MAX_BYTES} bytes")
+    if len(content) > most_bytes:
+        raise Corrupt(f"it has more than {most_bytes} bytes")
     return content
 
 

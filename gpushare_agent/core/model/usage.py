@@ -36,6 +36,15 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
     decoder_ratio: float | None = None
 
 
+class ProcessFacts(Struct, frozen=True, kw_only=True):
+    """What the kernel says of a process. Nothing of one that has ended, or whose PID another process has now."""
+
+    pid_in_container: int | None = None
+    """In its own PID namespace; None where that is the host's."""
+    command: str | None = None
+    """Its program's name without arguments, at most 64 printable characters: a tenant chooses it."""
+
+
 class GpuUse(Struct, frozen=True, kw_only=True):
     """The use of one GPU, as it is shown."""
 
@@ -128,7 +137,8 @@ class ContainerUse(Struct, frozen=True, kw_only=True):
 
 
 class UsageRound(Struct, frozen=True, kw_only=True):
-    """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch.
+    """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch, `sampled_boot_s` the same
+    moment of CLOCK_BOOTTIME: a process that began later is none of it.
 
     `unattributed` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,
     a pod with devices of another plugin.
@@ -138,3 +148,4 @@ class UsageRound(Struct, frozen=True, kw_only=True):
     gpus: Mapping[GpuUuid, GpuSample]
     containers: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]
     unattributed: Mapping[GpuUuid, tuple[ProcessSample, ...]] = field(default_factory=dict)
+    sampled_boot_s: float = 0.0

@@ -75,11 +75,18 @@ class GpuUsage(TypedDict, total=False):
     power_limit_watts: Number | None
 
 
-class UnattributedProcess(TypedDict):
+class ContainerProcess(TypedDict):
+    """`pid_in_container` and `command` are there with `?processes=true`, None where they are not known."""
+
     pid: Integer
-    kind: str
     memory_bytes: Number | None
     sm_ratio: Number | None
+    pid_in_container: NotRequired[Integer | None]
+    command: NotRequired[str | None]
+
+
+class UnattributedProcess(ContainerProcess):
+    kind: str
 
 
 class GpuDocument(ReportedGpu):
@@ -118,6 +125,7 @@ class ContainerUsage(TypedDict, total=False):
     encoder_ratio: Any
     decoder_ratio: Any
     pids: Sequence[Integer]
+    processes: Sequence[ContainerProcess]
 
 
 class ContainerGpu(TypedDict):

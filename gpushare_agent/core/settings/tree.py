@@ -97,7 +97,8 @@ class Settings(BaseSettings):
     context: str = ""
     """Context of the kubeconfig, for the commands that show nodes. Empty: its current one."""
     state_directory: OptionalPlace = Path("/var/lib/gpushare-agent")
-    """Keeps cordons, pending resets, resized shares and claims over a restart. Empty: nothing is kept, and no claims."""
+    """Keeps cordons, pending resets, resized shares, claims and a day of use over a restart. Empty: nothing is kept, and no
+    claims."""
     sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600)
     """Period of sampling the use of GPUs."""
     node_configuration: NodeConfigurationSettings = _DEFAULTS

@@ -1,4 +1,4 @@
-"""`/api/v1/node`, `/api/v1/history` and `/api/v1/decisions`: what is known of the node, as JSON for programs.
+"""`/api/v1/node`, `/history`, `/changes` and `/decisions`: what is known of the node, as JSON for programs.
 
 The format is docs/reference/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query
 is read strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a
@@ -8,13 +8,14 @@ long one is encoded in slices, and once for all requests. A client that has the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.agent.admission.outcomes import DecisionLog
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.agent.observability.saved_past import SavedPast
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit.http_answers import (
     BadQueryError,
@@ -27,6 +28,8 @@ from gpushare_agent.core.kit.http_answers import (
     read_query,
 )
 from gpushare_agent.core.model.decision_records import DecisionRecord
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.usage import ProcessFacts
 from gpushare_agent.core.node_report.documents import NodeDocument
 
 if TYPE_CHECKING:
@@ -39,8 +42,13 @@ DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A longer history is encoded again for each request."""
-_NODE: Mapping[str, Number | Word] = {}
-_HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("gpus", "containers"))}
+_NODE: Mapping[str, Number | Word] = {"processes": Word(most_characters=5, choices=("true", "false"))}
+_HISTORY: Mapping[str, Number | Word] = {
+    "only": Word(most_characters=10, choices=("gpus", "containers")),
+    "container": Word(most_characters=320),
+    "span": Word(most_characters=3, choices=("day",)),
+}
+_CHANGES: Mapping[str, Number | Word] = {}
 _DECISIONS: Mapping[str, Number | Word] = {
     "namespace": Word(most_characters=63),
     "pod": Word(most_characters=253),
@@ -56,9 +64,12 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
     snapshot: Callable[[], NodeSnapshot]
     history: UsageHistory
+    past: SavedPast
     decisions: DecisionLog
     kept_decisions: int
-    _node: tuple[NodeSnapshot, JsonBody] | None = None
+    describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
+    """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
+    _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
     _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
@@ -66,28 +77,51 @@ class NodeApi(Struct, kw_only=True, eq=False):
         return [
             ("/api/v1/node", _reading(_NODE, self._node_body)),
             ("/api/v1/history", _reading(_HISTORY, self._history_body)),
+            ("/api/v1/changes", _reading(_CHANGES, self._changes_body)),
             ("/api/v1/decisions", _reading(_DECISIONS, self._decisions_body)),
         ]
 
-    async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
-        snapshot = self.snapshot()
+    async def _node_body(self, query: Mapping[str, Any]) -> JsonBody:
+        snapshot, has_processes = self.snapshot(), query["processes"] == "true"
         # SnapshotCache hands out the same one until a round or a change, so one document serves all readers of it.
-        if self._node is None or self._node[0] is not snapshot:
-            self._node = snapshot, _node_answer(node_document(snapshot))
-        return self._node[1]
+        known = self._node.get(has_processes)
+        if known is None or known[0] is not snapshot:
+            described = await self._described(snapshot) if has_processes else None
+            known = snapshot, _node_answer(node_document(snapshot, described))
+            # The other kind's, which nobody may ask for again, is not kept beyond its moment.
+            self._node = {is_of: one for is_of, one in self._node.items() if one[0] is snapshot} | {
+                has_processes: known
+            }
+        return known[1]
+
+    async def _described(self, snapshot: NodeSnapshot) -> Mapping[int, ProcessFacts]:
+        if self.describe is None or snapshot.usage is None:
+            return {}
+        try:
+            return await self.describe(snapshot.pids, snapshot.usage.sampled_boot_s)
+        except Unavailable:  # names are a help: the document is shown without them
+            return {}
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
-        only, version = query["only"], self.history.version
-        known = self._curves.get(only)
+        only, span, container = query["only"], query["span"], query["container"]
+        history = self.past.day if span else self.history
+        # What is asked for rarely is not kept: the day, which moves on without a new point, and one container.
+        known, version = None if span or container else self._curves.get(only), history.version
         if known is not None and known[0] == version:
             return known[1]
-        pieces = self.history.pieces(gpus=only != "containers", containers=only != "gpus")
+        pieces = history.pieces(gpus=only != "containers", containers=only != "gpus", container=container)
         body = JsonBody(await join_in_slices(pieces))
-        # Before the length is known: a history that has grown past the limit must not leave its former body behind.
-        self._curves.pop(only, None)
-        if len(body.text) <= MOST_KEPT_BYTES:
-            self._curves[only] = version, body
+        if not (span or container):
+            # Before the length is known: a history that has grown past the limit must not leave its former body behind.
+            self._curves.pop(only, None)
+            if len(body.text) <= MOST_KEPT_BYTES:
+                self._curves[only] = version, body
         return body
+
+    async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
+        pieces = (encode({uuid: found})[1:-1] for uuid, found in self.past.changes.newest().items())
+        joined = (b"," + piece if index else piece for index, piece in enumerate(pieces))
+        return JsonBody(b'{"changes":{' + await join_in_slices(joined) + b"}}")
 
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}

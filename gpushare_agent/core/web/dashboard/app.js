@@ -6,11 +6,11 @@ import { Decisions } from "./decisions.js";
 import { arrange, byId, h, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
-import { History } from "./history.js";
+import { History, spanText } from "./history.js";
 import { Hues } from "./hues.js";
 import { isOfCluster, Store } from "./store.js";
 import { Summary } from "./summary.js";
-import { startTheme } from "./theme.js";
+import { startChoice, startTheme } from "./theme.js";
 import { TopologyView } from "./topology.js";
 
 const COMPACT_ABOVE = 8; // GPUs in use, whose curves and lists would push the containers out of sight
@@ -20,10 +20,10 @@ const views = new Map(); // GPU's uuid -> GpuView
 const hues = new Hues();
 const store = new Store(draw, drawLink);
 const summary = new Summary(store);
-const table = new ContainerTable(store);
+const history = new History(store);
+const table = new ContainerTable(store, history);
 const decisions = new Decisions(store);
 const topology = new TopologyView(store);
-const history = new History(store);
 const unhealthy = new Set(); // uuids of the GPUs whose containers' rows say that it failed
 let inOrder = new Map(); // key -> container, by namespace, pod and container
 
@@ -41,7 +41,7 @@ function draw(changed) {
   drawEmpty();
   if (everything || changed.decisions.length) decisions.draw();
   if (everything || changed.gpus.size) topology.draw();
-  if (everything) readPast();
+  if (everything || (changed.sampled && history.isDue())) readPast();
   else if (changed.sampled && history.sample()) drawPast();
   announce(changed.decisions);
   set(document.body, "data-ready", true);
@@ -82,7 +82,7 @@ function drawGpus(uuids) {
   byId("compact-choice").hidden = used.length <= COMPACT_ABOVE;
   drawCompact();
   arrange(byId("gpus-free"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && isFree(gpu))));
-  for (const gpu of gpus) if (!uuids || uuids.has(gpu.uuid)) views.get(gpu.uuid)?.draw(gpu, on.get(gpu.uuid) ?? [], hues);
+  for (const gpu of gpus) if (!uuids || uuids.has(gpu.uuid)) views.get(gpu.uuid)?.draw(gpu, on.get(gpu.uuid) ?? [], hues, store.node.agent.sampled_at);
 }
 
 function drawCompact() {
@@ -107,7 +107,8 @@ async function readPast() {
 }
 
 function drawPast() {
-  for (const [uuid, view] of views) view.drawPast(history.gpus.get(uuid) ?? { sm: [], memory: [] }, history.points, history.minutes());
+  if (history.span === "recent") write(byId("recent-span"), spanText(history.seconds()));
+  for (const [uuid, view] of views) view.drawPast(history.gpus.get(uuid) ?? { sm: [], memory: [] }, history.points, history.seconds());
 }
 
 /** GPUs on which MIG instances are made on demand: also those that have none are to be seen. */
@@ -148,7 +149,14 @@ function drawLink(link) {
   if (link.state === "live") write(byId("spoken"), "");
 }
 
+function chooseSpan(span) {
+  history.choose(span);
+  if (store.node) readPast();
+  table.refreshOpened();
+}
+
 startTheme();
+startChoice("span", chooseSpan);
 byId("compact").addEventListener("change", drawCompact);
 byId("all-nodes").hidden = !isOfCluster;
 byId("own-paths").hidden = isOfCluster; // which are no part of what is read through the API server

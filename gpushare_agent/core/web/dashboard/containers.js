@@ -3,6 +3,7 @@
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isUnhealthy } from "./health.js";
+import { Opened } from "./opened.js";
 
 const RESORT_MS = 5000;
 
@@ -38,8 +39,9 @@ const COLUMNS = [
 ];
 
 export class ContainerTable {
-  constructor(store) {
+  constructor(store, history) {
     this.store = store;
+    this.history = history;
     this.rows = new Map(); // key -> row
     this.limits = new Map(); // who limits what, as a key -> its element
     this.sortedBy = COLUMNS[1];
@@ -47,9 +49,9 @@ export class ContainerTable {
     this.filter = "";
     this.sortedAt = 0;
     this.headings = COLUMNS.map((column) => this.#heading(column));
-    this.body = h("tbody");
+    this.body = h("tbody", { onkeydown: (event) => this.#move(event) });
     this.element = h("table", { class: "containers" },
-      h("caption", { class: "unseen" }, "Containers with GPUs allocated, their limits and their use. The buttons in the heading sort."),
+      h("caption", { class: "unseen" }, "Containers with GPUs allocated, their limits and their use. The buttons in the heading sort. A pod's button shows its processes; arrow keys go from pod to pod."),
       h("thead", {}, h("tr", {}, this.headings)), this.body);
     byId("containers-table").append(this.element);
     byId("filter").addEventListener("input", (event) => {
@@ -116,8 +118,35 @@ export class ContainerTable {
   }
 
   #row(key) {
-    if (!this.rows.has(key)) this.rows.set(key, new Row());
+    if (!this.rows.has(key)) this.rows.set(key, new Row(() => this.#toggle(key)));
     return this.rows.get(key);
+  }
+
+  #toggle(key) {
+    const row = this.rows.get(key);
+    row.opened = row.opened ? null : new Opened(key, COLUMNS.length, this.history);
+    set(row.button, "aria-expanded", String(Boolean(row.opened)));
+    row.opened?.draw(this.store.containers.get(key));
+    this.#stopAt(row.button);
+    this.arrange();
+  }
+
+  /** Of hundreds of rows one is a stop of the tabulator. */
+  #move(event) {
+    const buttons = [...this.body.querySelectorAll(".opener")];
+    const place = buttons.indexOf(event.target) + { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!event.target.matches(".opener") || !buttons[place]) return;
+    event.preventDefault();
+    this.#stopAt(buttons[place]);
+    buttons[place].focus();
+  }
+
+  #stopAt(button) {
+    for (const one of this.body.querySelectorAll(".opener")) set(one, "tabindex", one === button ? 0 : -1);
+  }
+
+  refreshOpened() {
+    for (const row of this.rows.values()) row.opened?.refresh();
   }
 
   /** By a number that changes each second, but not while the table is in use. */
@@ -132,7 +161,9 @@ export class ContainerTable {
     const shown = [...this.store.containers].filter(([key]) => this.rows.get(key)?.matches(this.filter));
     const values = new Map(shown.map(([key, container]) => [key, this.sortedBy.value(container)]));
     shown.sort(([a, one], [b, two]) => this.direction * compare(values.get(a), values.get(b)) || compareNames(one, two));
-    arrange(this.body, shown.map(([key]) => this.rows.get(key).element));
+    const elements = shown.map(([key]) => this.rows.get(key)).flatMap((row) => [row.element, row.opened?.element]);
+    arrange(this.body, elements.filter(Boolean));
+    if (!this.body.querySelector(".opener[tabindex='0']")) this.#stopAt(this.body.querySelector(".opener"));
     const all = this.store.containers.size;
     const count = format.count(all, "container", "containers");
     write(byId("containers-count"), this.filter ? `${shown.length} of ${count}` : all ? count : "");
@@ -154,7 +185,8 @@ const nameOf = (one) => `${one.namespace}/${one.pod}/${one.container}`;
 const compareNames = (one, two) => compare(nameOf(one), nameOf(two));
 
 class Row {
-  constructor() {
+  constructor(onToggle) {
+    this.opened = null;
     this.cells = COLUMNS.map((column) => h(column.id === "pod" ? "th" : "td", {
       class: `col-${column.id}`, "data-label": column.name, "data-number": column.isNumber, scope: column.id === "pod" ? "row" : null,
     }));
@@ -162,6 +194,7 @@ class Row {
     this.element = h("tr", {}, this.cells);
     this.#cell("compute").append(...this.meters.compute.parts);
     this.#cell("used").append(...this.meters.used.parts);
+    this.button = this.#cell("pod").appendChild(h("button", { type: "button", class: "opener", "aria-expanded": "false", tabindex: -1, onclick: onToggle }));
     this.isolation = { name: h("span"), by: h("span", { class: "quiet kept" }) };
     this.#cell("isolation").append(this.isolation.name, this.isolation.by);
     this.state = this.#cell("state").appendChild(h("span", { class: "state" }));
@@ -177,7 +210,7 @@ class Row {
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
-    write(this.#cell("pod"), container.pod);
+    write(this.button, container.pod);
     write(this.#cell("container"), container.kind === "main" ? container.container : `${container.container} (${container.kind})`);
     set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where a column does not fit
     write(this.#cell("gpu"), format.gpuNames(container.gpus.map(labelOf)) || "not on a GPU here");
@@ -200,6 +233,7 @@ class Row {
   }
 
   drawUse(container) {
+    this.opened?.draw(container);
     const cores = usedCores(container);
     const has = (source) => container.gpus.some((share) => share.usage?.sm_source === source);
     const unknown = has("mps") ? "not known: MPS" : "–";

@@ -52,6 +52,13 @@ export function hertz(value) {
   return value >= 1e9 ? `${short(value / 1e9)} GHz` : `${Math.round(value / 1e6)} MHz`;
 }
 
+/** `PCIe in 18.7, out 9.34 GB/s`, decimal, as vendors count it. */
+export function traffic(name, received = null, sent = null) {
+  if (received === null || sent === null) return UNKNOWN;
+  const [unit, unitName] = Math.max(received, sent) >= 1e9 ? [1e9, "GB/s"] : [1e6, "MB/s"];
+  return `${name} in ${short(received / unit)}, out ${short(sent / unit)} ${unitName}`;
+}
+
 export function duration(seconds) {
   const rounded = Math.max(0, Math.round(seconds));
   if (rounded < 60) return `${rounded} s`;

@@ -4,8 +4,10 @@ import { arrange, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy, kindOf, outOfService } from "./health.js";
 import { makeCurve } from "./history.js";
+import { read } from "./reading.js";
 
 const OPEN_UP_TO = 4; // shares whose list is open from the start
+const CHANGES = { unhealthy: "Unhealthy", recovered: "Healthy", cordoned: "Cordoned", uncordoned: "Uncordoned" };
 const NOTHING = "nothing while the GPU is out of service";
 
 /** What one container has of one GPU. Ratios of the share are null where the driver reports nothing. */
@@ -98,17 +100,20 @@ export class GpuView {
     this.unattributedList = h("ul", { class: "unattributed" });
     this.unattributedTitle = h("summary");
     this.unattributed = h("details", { class: "shares", hidden: true }, this.unattributedTitle, this.unattributedList);
+    this.changesList = h("ol");
+    this.changes = h("details", { class: "changes", ontoggle: () => this.#readChanges() }, h("summary", {}, "Changes of state, Xids"), this.changesList);
     this.rows = new Map();
     this.free = h("p", { class: "gpu-free" });
     this.element = h("article", { class: "gpu" },
       h("header", { class: "gpu-head" }, h("div", { class: "gpu-title" }, this.title, this.name),
         h("div", { class: "badges" }, this.badge, this.cordon)),
       this.reason, this.cordonReason, this.free, this.compute.element, this.memory.element, this.curve.element,
-      this.stats, this.shares, this.unattributed);
+      this.stats, this.shares, this.unattributed, this.changes);
   }
 
   /** The whole GPU again; unchanged parts are not touched. */
-  draw(gpu, containers, hues) {
+  draw(gpu, containers, hues, sampledAt) {
+    this.uuid = gpu.uuid;
     write(this.title, `GPU ${format.gpuLabel(gpu)}`);
     set(this.title, "id", `gpu-${gpu.index}`);
     set(this.element, "aria-labelledby", `gpu-${gpu.index}`);
@@ -121,13 +126,26 @@ export class GpuView {
     write(this.free, freeText(gpu));
     this.#drawCompute(gpu, shares, hues);
     this.#drawMemory(gpu, shares, hues);
-    this.#drawStats(gpu);
+    this.#drawStats(gpu, sampledAt);
     this.#drawLegend(shares, hues);
     this.#drawUnattributed(gpu);
   }
 
-  drawPast(rows, points, minutes) {
-    this.curve.draw(rows, points, minutes);
+  drawPast(rows, points, seconds) {
+    this.curve.draw(rows, points, seconds);
+  }
+
+  /** Asked for when they are opened, and when the state changes meanwhile. */
+  async #readChanges() {
+    if (!this.changes.open) return;
+    let texts;
+    try {
+      const { changes } = await (await read("api/v1/changes")).json();
+      texts = (changes[this.uuid] ?? []).map(changeText);
+    } catch (error) {
+      texts = [`Not known: ${error.message}`];
+    }
+    this.changesList.replaceChildren(...(texts.length ? texts : ["None is known"]).map((text) => h("li", {}, text)));
   }
 
   #drawHealth(gpu) {
@@ -140,6 +158,7 @@ export class GpuView {
     write(this.reason, gpu.health_reason);
     this.cordonReason.hidden = !out;
     write(this.cordonReason, out ? `Cordoned: ${gpu.cordoned}` : "");
+    if ((this.element.dataset.kind ?? kindOf(gpu)) !== kindOf(gpu)) this.#readChanges();
     set(this.element, "data-kind", kindOf(gpu));
   }
 
@@ -180,7 +199,19 @@ export class GpuView {
     return { key: share.key, number: place + 1, hue: hues.of(share.key), name: share.label };
   }
 
-  #drawStats(gpu) {
+  /** Of NVLink the driver counts bytes: the rate is that of the time since the sample before. */
+  #links({ nvlink_received_bytes_total: received = null, nvlink_sent_bytes_total: sent = null }, at) {
+    const before = this.counted;
+    if (before?.at === at) return this.linkText;
+    this.counted = { at, received, sent };
+    const isKnown = before && received !== null && received >= before.received && sent >= before.sent && at > before.at;
+    const rateOf = (now, then) => (now - then) / (at - before.at);
+    const rates = isKnown && before.received !== null ? [rateOf(received, before.received), rateOf(sent, before.sent)] : [];
+    this.linkText = received === null ? "–" : rates.length ? format.traffic("NVLink", ...rates) : "NVLink …";
+    return this.linkText;
+  }
+
+  #drawStats(gpu, sampledAt) {
     const { usage } = gpu;
     const texts = !usage
       ? [["use", isUnhealthy(gpu) ? "No use is known while the GPU is lost" : "The driver has reported no use of this GPU yet"]]
@@ -188,6 +219,8 @@ export class GpuView {
           ["temperature", format.celsius(usage.temperature_celsius)],
           ["power", format.watts(usage.power_watts, usage.power_limit_watts)],
           ["SM clock", format.hertz(usage.sm_clock_hertz)],
+          ["PCIe traffic", format.traffic("PCIe", usage.pcie_received_bytes_per_second, usage.pcie_sent_bytes_per_second)],
+          ["NVLink traffic", this.#links(usage, sampledAt)],
         ];
     if (gpu.numa !== null) texts.push(["NUMA node", `NUMA ${gpu.numa}`]);
     if (usage?.ecc_uncorrected_total) texts.push(["errors", format.count(usage.ecc_uncorrected_total, "uncorrected ECC error", "uncorrected ECC errors")]);
@@ -240,6 +273,11 @@ export class GpuView {
     while (this.unattributedList.children.length > texts.length) this.unattributedList.lastElementChild.remove();
     texts.forEach((text, place) => write(this.unattributedList.children[place] ?? this.unattributedList.appendChild(h("li")), text));
   }
+}
+
+function changeText({ at, what, reason, count }) {
+  const text = CHANGES[what] ? `${CHANGES[what]}: ${reason}` : reason;
+  return `${format.moment(at)} · ${text}${count > 1 ? `, ${count} times` : ""}`;
 }
 
 /** Of a GPU that no container has. */

@@ -1,4 +1,5 @@
-// The last minutes of each GPU: read once from the agent, then carried on from the node's document, and the curve made of it.
+// The past of each GPU, and the curve made of it: the last minutes are read once from the agent and carried on from the node's
+// document, the last day is read after each of its steps.
 
 import { h, s, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
@@ -9,27 +10,41 @@ const STEPS = 3; // of the time axis
 const GRID = [`M0 ${HEIGHT / 2}H${WIDTH}`, ...[1, 2].map((step) => `M${(step * WIDTH) / STEPS} 0V${HEIGHT}`)].join("");
 const DEFAULT_STEP_S = 5;
 const POINTS_UNLESS_TOLD = 180;
+const DAY_STEP_S = 300;
+const LATE_S = 5; // the agent makes the point of a step of the day a moment after its end
+
+/** The agent's curves of a span, `recent` or `day`; nothing where it does not answer: the connection's state is told elsewhere. */
+export async function readCurves(span, query) {
+  try {
+    const answer = await fetch(`api/v1/history?${query}${span === "day" ? "&span=day" : ""}`, { cache: "no-store" });
+    return answer.ok ? await answer.json() : {};
+  } catch {
+    return {};
+  }
+}
 
 export class History {
   constructor(store) {
     this.store = store;
-    this.step = DEFAULT_STEP_S;
-    this.points = POINTS_UNLESS_TOLD;
     this.gpus = new Map(); // uuid -> {sm: [], memory: []}, ratios or null, oldest first
     this.stepEnds = 0;
     this.parts = new Map(); // uuid -> sums of the step that is not over
+    this.choose("recent");
+  }
+
+  choose(span) {
+    this.span = span;
+    this.step = span === "day" ? DAY_STEP_S : DEFAULT_STEP_S;
+    this.points = POINTS_UNLESS_TOLD;
+    this.gpus.clear();
   }
 
   /** After each new connection: what was missed is in the agent's rings. */
   async load() {
-    let answered = {};
-    try {
-      const answer = await fetch("api/v1/history?only=gpus");
-      if (answer.ok) answered = await answer.json();
-    } catch {
-      // The curve then begins now; the connection's state is answered elsewhere.
-    }
-    this.step = answered.step_seconds || DEFAULT_STEP_S;
+    const { span } = this;
+    const answered = await readCurves(span, "only=gpus");
+    if (span !== this.span) return;
+    this.step = answered.step_seconds || this.step;
     for (const [uuid, rows] of Object.entries(answered.gpus ?? {})) {
       const capacity = this.store.gpus.get(uuid)?.memory.capacity_bytes || 1;
       const memory = (rows.memory_used_bytes ?? []).map((used) => (used === null ? null : used / capacity));
@@ -40,8 +55,16 @@ export class History {
     this.parts.clear();
   }
 
+  /** Whether a step of the day is over, which only the agent knows; once for each. */
+  isDue() {
+    if (this.span !== "day" || this.store.now() < this.stepEnds + LATE_S) return false;
+    this.stepEnds += this.step;
+    return true;
+  }
+
   /** One more sample of each GPU. True where a step is over, so that each curve has a new point. */
   sample() {
+    if (this.span === "day") return false;
     for (const gpu of this.store.gpus.values()) {
       const part = this.parts.get(gpu.uuid) ?? { count: 0, sm: 0, memory: 0 };
       if (!gpu.usage || gpu.usage.sm_ratio === null) continue;
@@ -73,13 +96,16 @@ export class History {
     this.gpus.set(uuid, rows);
   }
 
-  minutes() {
-    return Math.round((this.points * this.step) / 60);
+  seconds() {
+    return this.points * this.step;
   }
 }
 
-/** The curve of one GPU: a figure, and `draw` for each new point. Under the pointer the caption has that moment's values. */
-export function makeCurve() {
+/** `15 minutes`, `24 hours`. */
+export const spanText = (seconds) => (seconds > 7200 ? format.count(+(seconds / 3600).toFixed(1), "hour", "hours") : format.count(Math.round(seconds / 60), "minute", "minutes"));
+
+/** A curve of two ratios: a figure, and `draw` for each new point. Under the pointer the caption has that moment's values. */
+export function makeCurve(name = "SM", memoryName = "memory") {
   const area = s("path", { class: "curve-area" });
   const sm = s("path", { class: "curve-sm" });
   const memory = s("path", { class: "curve-memory" });
@@ -96,17 +122,17 @@ export function makeCurve() {
   const times = h("div", { class: "ticks-x", "aria-hidden": true }, Array.from({ length: STEPS + 1 }, () => h("span")));
   const values = h("span", { class: "curve-values" });
   const element = h("figure", { class: "past" }, plot, times,
-    h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), values));
-  let shown = { rows: { sm: [], memory: [] }, points: 0, minutes: 0 };
+    h("figcaption", {}, h("span", { class: "key-sm" }, name), h("span", { class: "key-memory" }, memoryName), values));
+  let shown = { rows: { sm: [], memory: [] }, points: 0, seconds: 0 };
   let at = null; // where the pointer is, 0 to 1
   function point() {
-    const { rows, points, minutes } = shown;
+    const { rows, points, seconds } = shown;
     mark.hidden = at === null || !points;
     if (mark.hidden) return write(values, "");
     const back = Math.round((1 - at) * (points - 1)); // points before the newest
     const value = (row) => format.percent(row[row.length - 1 - back]);
     vary(mark, "--at", (1 - back / (points - 1)).toFixed(4));
-    return write(values, `${back ? `${format.duration((back * minutes * 60) / points)} ago` : "now"}: ${value(rows.sm)}, memory ${value(rows.memory)}`);
+    return write(values, `${back ? `${format.duration((back * seconds) / points)} ago` : "now"}: ${value(rows.sm)}, memory ${value(rows.memory)}`);
   }
   const moved = (event) => {
     const box = drawn.getBoundingClientRect();
@@ -119,16 +145,17 @@ export function makeCurve() {
     at = null;
     point();
   });
-  function draw(rows, points, minutes) {
-    shown = { rows, points, minutes };
-    [...times.children].forEach((one, place) => write(one, place === STEPS ? "now" : `${place ? "" : "−"}${+(minutes * (1 - place / STEPS)).toFixed(1)}${place ? "" : " min"}`));
+  function draw(rows, points, seconds) {
+    shown = { rows, points, seconds };
+    const [unit, length] = seconds > 7200 ? ["h", seconds / 3600] : ["min", Math.round(seconds / 60)];
+    [...times.children].forEach((one, place) => write(one, place === STEPS ? "now" : `${place ? "" : "−"}${+(length * (1 - place / STEPS)).toFixed(1)}${place ? "" : ` ${unit}`}`));
     point();
     const lineOf = (values) => path(values, points);
     const line = lineOf(rows.sm);
     set(sm, "d", line.d);
     set(area, "d", line.area);
     set(memory, "d", lineOf(rows.memory).d);
-    set(drawn, "aria-label", `Last ${minutes} minutes. SM use: ${spoken(rows.sm)}. Memory: ${spoken(rows.memory)}.`);
+    set(drawn, "aria-label", `Last ${spanText(seconds)}. ${name} use: ${spoken(rows.sm)}. Memory: ${spoken(rows.memory)}.`);
   }
   return { element, draw };
 }

@@ -1,36 +1,37 @@
-// The switch between light and dark. The choice is this browser's; without one, the system's setting applies.
+// Switches that this browser remembers, the one between light and dark first. Without a choice the system's setting applies.
 
-const KEPT_AS = "gpushare-theme";
-
-export function startTheme() {
-  const chosen = kept();
-  apply(chosen);
-  for (const input of document.querySelectorAll("input[name=theme]")) {
-    input.checked = input.value === chosen;
+/** The radio buttons `name`. `apply` is called with the chosen value, now and after each change. */
+export function startChoice(name, apply) {
+  const inputs = [...document.querySelectorAll(`input[name=${name}]`)];
+  const known = kept(`gpushare-${name}`);
+  for (const input of inputs) {
+    if (input.value === known) input.checked = true;
     input.addEventListener("change", () => {
       apply(input.value);
-      keep(input.value);
+      keep(`gpushare-${name}`, input.value);
     });
   }
+  apply(inputs.find((input) => input.checked).value);
 }
 
-function apply(name) {
-  if (name === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
+export function startTheme() {
+  startChoice("theme", (name) => {
+    if (name === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = name;
+  });
 }
 
-function kept() {
+function kept(key) {
   try {
-    const name = localStorage.getItem(KEPT_AS);
-    return name === "light" || name === "dark" ? name : "system";
+    return localStorage.getItem(key);
   } catch {
-    return "system"; // storage that is switched off: the choice lasts as long as the page
+    return null; // storage that is switched off: the choice lasts as long as the page
   }
 }
 
-function keep(name) {
+function keep(key, value) {
   try {
-    localStorage.setItem(KEPT_AS, name);
+    localStorage.setItem(key, value);
   } catch {
     // as above
   }
