@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, read_control
 from gpushare_agent.agent.delivery.volume_directory import DriverDirectory
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName, VolumePlan, plan_volume
 
@@ -21,7 +21,7 @@ LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")
 
 def install(root: Path, base: Path, control: Path, client: Path) -> None:
     volume = DriverVolume(name=VolumeName.SHARED, base=base, binaries=("nvidia-smi",), libraries=LISTED)
-    plan = plan_volume(volume, DriverLibraries(root).find(volume), host_machine(), read_control(control, client))
+    plan = plan_volume(volume, DriverLibraries(root).find(volume), os.uname().machine, read_control(control, client))
     assert isinstance(plan, VolumePlan), plan
     directory = DriverDirectory(base)
     kill_at(int(sys.argv.pop()))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.agent.commands.driver_volume import read_mounted_directories
-from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.agent.delivery.host_libraries import DriverLibraries, read_control
 from gpushare_agent.agent.delivery.volume_directory import DriverDirectory, Installed
 from gpushare_agent.agent.delivery.volume_plan import VolumeName, VolumePlan, plan_volume
 from gpushare_agent.core.model.errors import StartupError, Unavailable
@@ -44,7 +44,7 @@ def other_device(short_dir: Path) -> Iterator[Path]:
 def plan_of(host: FakeHost, name: str = "nvidia") -> VolumePlan:
     volume = host.volume(name)
     found = DriverLibraries(host.root).find(volume)
-    plan = plan_volume(volume, found, host_machine(), read_control(host.control, host.client))
+    plan = plan_volume(volume, found, os.uname().machine, read_control(host.control, host.client))
     assert isinstance(plan, VolumePlan), plan
     return plan
 

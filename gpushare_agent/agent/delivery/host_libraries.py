@@ -240,11 +240,6 @@ def _read_library(path: Path, found_as: str, *, is_baseline: bool = True) -> Fou
     )
 
 
-def host_machine() -> str:
-    """The kernel's name for this machine, such as x86_64."""
-    return os.uname().machine
-
-
 def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     """What belongs into a volume on this host.
 
@@ -254,4 +249,4 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     ours = settings.driver_volume
     # Whole GPUs get the driver as it is.
     control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
-    return plan_volume(volume, DriverLibraries(ours.root).find(volume), host_machine(), control)
+    return plan_volume(volume, DriverLibraries(ours.root).find(volume), os.uname().machine, control)
