@@ -24,7 +24,13 @@ from gpushare_agent.core.kube.client import KubeApi, pods
 from gpushare_agent.core.kube.objects import object_meta
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
-from gpushare_agent.core.node_report.documents import DecisionDocument, DecisionsDocument, NodeDocument, check_document
+from gpushare_agent.core.node_report.documents import (
+    DecisionDocument,
+    DecisionsDocument,
+    HistoryDocument,
+    NodeDocument,
+    check_document,
+)
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 
@@ -47,9 +53,22 @@ class AgentClient(Struct, frozen=True):
     get: Callable[[str, Query], Awaitable[dict[str, Any]]]
 
 
-async def read_node(agent: AgentClient) -> NodeDocument:
-    """Raises AgentError, Corrupt where the answer is of a format that this program does not know."""
-    return check_document(NodeDocument, await agent.get("/api/v1/node", {}), agent.name)
+async def read_node(agent: AgentClient, *, has_processes: bool = False) -> NodeDocument:
+    """With `has_processes` with each process, as far as the agent knows them. Raises AgentError, Corrupt where the answer is
+    of a format that this program does not know."""
+    query = {"processes": "true"} if has_processes else {}
+    try:
+        return check_document(NodeDocument, await agent.get("/api/v1/node", query), agent.name)
+    except Rejected:
+        # An agent older than the parameter; any other refusal comes again.
+        if not query:
+            raise
+        return await read_node(agent)
+
+
+async def read_gpu_history(agent: AgentClient) -> HistoryDocument:
+    """Raises AgentError, and Corrupt like `read_node`."""
+    return check_document(HistoryDocument, await agent.get("/api/v1/history", {"only": "gpus"}), agent.name)
 
 
 async def read_decisions(

@@ -218,16 +218,9 @@ def inspected_container(
     namespace: str, pod: str, name: str, gpus: Collection[int], size: tuple[int, int], remark: str = ""
 ) -> InspectedContainer:
     """`size` is its cores and bytes."""
-    cores, memory_bytes = size
-    return {
-        "namespace": namespace,
-        "pod": pod,
-        "container": name,
-        "gpus": list(gpus),
-        "cores": cores,
-        "memory_bytes": memory_bytes,
-        "remark": remark,
-    }
+    return InspectedContainer(
+        namespace=namespace, pod=pod, container=name, gpus=[*gpus], cores=size[0], memory_bytes=size[1], remark=remark
+    )
 
 
 def _charged(charges: Mapping[int, Charge], report: NodeReport) -> tuple[int, int]:

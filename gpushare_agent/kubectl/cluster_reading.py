@@ -7,14 +7,14 @@ GPUs are those that agents report, as the extender reads them (extender/objects.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from msgspec import Raw, Struct
 from msgspec.json import Decoder
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from gpushare_agent.core.kit.json_schema import decoded_or
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
@@ -23,9 +23,10 @@ from gpushare_agent.core.kube.pods import PodJson, read_pod_json
 from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
 from gpushare_agent.core.kube.session import KubeLists, Watched
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.gpus import GpuReport
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
+from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, ReportedGpus, parse_gpus
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.ledger import NodeLedger
@@ -48,15 +49,18 @@ class ReadCluster(Struct, frozen=True, kw_only=True):
 
 
 class NodeFacts(Struct, frozen=True):
-    """What the extender's state does not keep of a node: what it offers, and the GPUs that an uncordon would bring back."""
+    """What the extender's state does not keep of a node: what it offers, the GPUs that an uncordon would bring back, and
+    those on which MIG instances are made on demand."""
 
     offer: NodeOffer
     uncordonable: frozenset[int]
+    is_ready: bool
+    mig_gpus: tuple[GpuReport, ...]
 
 
 async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     """Raises AgentError: nodes or pods cannot be listed."""
-    reader = _Reader(settings)
+    reader = NodesReader(settings)
     nodes, _ = await api.list_all(ALL_NODES, reader.node)
     state = new_state(settings, reader.names)
     state.quota.quota, problem = await read_quota_of(api, settings)
@@ -87,17 +91,20 @@ def view_of(
 ) -> ClusterView:
     """All nodes that the state knows; `used` is what a node's pods ask for of other resources than GPUs."""
     ledgers = [ledger for name in state.node_names() if (ledger := state.node_ledger(name)) is not None]
-    nodes = tuple(NodeView(ledger=one, used=used(one), **asdict(facts[one.node.name])) for one in ledgers)
+    nodes = tuple(
+        NodeView(ledger=one, used=used(one), offer=known.offer, uncordonable=known.uncordonable)
+        for one in ledgers
+        for known in (facts[one.node.name],)
+    )
     return ClusterView(policy=state.policy, nodes=nodes, pods=pods, quotas=state.quota)
 
 
-class _Reader:
+class NodesReader:
     """Reads nodes. `names` have the size of memory blocks that the first agent reports: it is the same everywhere."""
 
     def __init__(self, settings: Settings) -> None:
-        self.names: ResourceNames = replace(
-            cluster_names(settings), gpu=()
-        )  # a node's object does not show NVIDIA's units
+        # A node's object does not show NVIDIA's units.
+        self.names: ResourceNames = replace(cluster_names(settings), gpu=())
         self._labels = settings.extender
         self._has_report = False
         self.resources: set[str] = set()
@@ -115,16 +122,19 @@ class _Reader:
         return (node, node_facts(raw, node)) if node is not None else None
 
 
-def node_facts(raw: Raw, node: ClusterNode) -> NodeFacts:
-    text = read_node_json(raw).meta.annotations.get(GPUS_ANNOTATION)
-    return NodeFacts(node_offer(raw), _uncordonable(node, text))
+def node_facts(raw: Raw, node: ClusterNode | None) -> NodeFacts:
+    """`node` is None where it offers nothing of ours."""
+    read = read_node_json(raw)
+    try:
+        reported = parse_gpus(read.meta.annotations[GPUS_ANNOTATION])
+    except (KeyError, Corrupt):
+        reported = ReportedGpus(gpus=())
+    uncordonable = _uncordonable(node, reported.gpus) if node is not None else frozenset()
+    return NodeFacts(node_offer(raw), uncordonable, read.is_ready, reported.mig_gpus)
 
 
-def _uncordonable(node: ClusterNode, text: str | None) -> frozenset[int]:
+def _uncordonable(node: ClusterNode, reported: Sequence[GpuReport]) -> frozenset[int]:
     """The cordoned GPUs with which nothing else is wrong."""
-    if text is None or not any(gpu.cordoned for gpu in node.gpus):
-        return frozenset()
-    reported = parse_gpus(text).gpus
     # Where GPUs in service are offered by nobody either, the agent is away, and no uncordon helps.
     if not any(gpu.is_healthy for gpu in node.gpus) and any(gpu.is_healthy and not gpu.cordoned for gpu in reported):
         return frozenset()

@@ -13,9 +13,12 @@ when the API server does not answer.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -31,6 +34,8 @@ from gpushare_agent.core.kit.http_answers import (
     RequestQueue,
     Word,
     bad_query,
+    encode,
+    join_in_slices,
     json_answer,
     read_query,
     shown,
@@ -40,11 +45,12 @@ from gpushare_agent.core.kit.supervision import forever
 from gpushare_agent.core.kit.tcp_listeners import listen_tcp
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, KubeApi
 from gpushare_agent.core.kube.informer import Informer, Lost
-from gpushare_agent.core.kube.pods import PodJson, scheduler_message
-from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS
+from gpushare_agent.core.kube.pods import PodJson, PodSpec, scheduler_message
+from gpushare_agent.core.kube.scheduling import CPU, MEMORY, PODS, pod_needs
 from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.core.model.names import MIB, PodUid
 from gpushare_agent.core.model.resources import Request, ResourceNames, request_of
+from gpushare_agent.core.node_report.reported import reported_state
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_choice import accepting, choice_of
 from gpushare_agent.core.placement.mistakes import Offer, mistakes
@@ -56,31 +62,43 @@ from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
-from gpushare_agent.extender.decisions.quota import Quota
+from gpushare_agent.extender.decisions.quota import NOTHING
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import NodeReading, read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
-from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
     NodeFacts,
+    NodesReader,
     ReadCluster,
     new_state,
     node_facts,
     pod_view,
+    read_claims,
     read_quota_of,
     view_of,
 )
 from gpushare_agent.kubectl.decisions.cluster_view import NodeView, PodView, hindrance
-from gpushare_agent.kubectl.explain_waiting import asked_by, waiting_document
+from gpushare_agent.kubectl.decisions.instances import ClaimCluster
+from gpushare_agent.kubectl.explain_waiting import (
+    asked_by,
+    lines_of,
+    may_want_instances,
+    waiting_document,
+    wanted_instances,
+)
 
 T = TypeVar("T")
 
 ADDRESS = "localhost"
 INDEX = "cluster.html"
 MOST_WAITING = 200
+MOST_MIG_NODES = 1000
+CLAIMS_S = QUOTA_S = 30.0
 MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
+_MAX_NODE_CHARS = 253
 _BACKLOG = 16
 _NODE_PATHS = "node|history|decisions"
 """The paths of an agent's API: no other path of a pod is reachable through this page."""
@@ -101,6 +119,10 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
 
     views: dict[PodUid, PodView] = field(default_factory=dict)
     waiting: dict[PodUid, PodJson] = field(default_factory=dict)
+    claiming: dict[PodUid, PodJson] = field(default_factory=dict)
+    """Those that wait for something else, perhaps for a MIG instance."""
+    others: dict[PodUid, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    """What pods ask of their node besides CPU, memory and GPUs."""
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -110,12 +132,35 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         waits = not read.spec.node_name and (view is not None or mistakes(read, names, self.state.offer))
         _keep(self.views, uid, view)
         _keep(self.waiting, uid, read if waits else None)
+        others, node = _of_other_resources(read.spec, names.names), read.spec.node_name
+        _keep(self.others, uid, (node, others) if node and others else None)
+        claims = not waits and not read.spec.node_name and may_want_instances(read)
+        _keep(self.claiming, uid, read if claims else None)
         return is_ours
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        _keep(self.views, PodUid(key), None)
-        _keep(self.waiting, PodUid(key), None)
+        for kept in (self.views, self.waiting, self.claiming, self.others):
+            kept.pop(PodUid(key), None)
+
+
+class _Nodes(NodesFeed, kw_only=True, eq=False):
+    """Also keeps what kube-scheduler checks of a node, and its GPUs on which MIG instances are made on demand."""
+
+    facts: dict[str, NodeFacts]
+
+    def put(self, raw: Raw) -> bool:
+        name, has_shares = self.key(raw), super().put(raw)
+        ledger = self.state.node_ledger(name) if has_shares else None
+        facts = node_facts(raw, ledger.node if ledger is not None else None)
+        # The informer tells the end of those alone of which this returned True.
+        if is_kept := has_shares or bool(facts.mig_gpus):
+            self.facts[name] = facts
+        return is_kept
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self.facts.pop(key, None)
 
 
 class ClusterPage:
@@ -131,13 +176,15 @@ class ClusterPage:
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._facts: dict[str, NodeFacts] = {}
         self._port = port
+        self._quota_problem, self._quota_at = "", -math.inf
+        self._claims, self._claims_at = ClaimCluster(slices=(), claims=(), classes=()), -math.inf
         metrics = ExtenderMetrics()
         self._state = new_state(settings, names)
         self._pods = _Pods(state=self._state)
         labels = settings.extender
         read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
-        nodes = NodesFeed(
-            state=self._state, read=partial(self._read_node, read), metrics=metrics, on_report=self._pods.drop_missing
+        nodes = _Nodes(
+            state=self._state, read=read, metrics=metrics, on_report=self._pods.drop_missing, facts=self._facts
         )
         self._informers = (
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
@@ -185,6 +232,8 @@ class ClusterPage:
             *(web.get(path, handler) for path, handler in self._page.routes()),
             web.get("/api/v1/cluster", pages.show),
             web.get("/api/v1/waiting", queue.one_at_a_time(partial(self._show_waiting, api))),
+            web.get("/api/v1/mig", self._show_mig),
+            web.get("/api/v1/namespaces", queue.one_at_a_time(partial(self._show_namespaces, api))),
             web.get("/nodes/{node}/", self._node_page.index),
             *(web.get(f"/nodes/{{node}}{path}", handler) for path, handler in self._node_page.routes()),
             web.get(f"/nodes/{{node}}/api/v1/{{what:{_NODE_PATHS}}}", partial(self._show_of_agent, api)),
@@ -229,15 +278,20 @@ class ClusterPage:
             "lost": {"seconds": now - first.since, "why": first.why} if first is not None else None,
             "memory_block_bytes": self._names.memory_block_mib * MIB,
             "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
-            "waiting_pods": len(self._pods.waiting),
         }
 
-    def _read_node(self, read: Callable[[Raw], NodeReading], raw: Raw) -> NodeReading:
-        """Also keeps what kube-scheduler checks of the node."""
-        reading = read(raw)
-        if reading.node is not None:
-            self._facts[reading.node.name] = node_facts(raw, reading.node)
-        return reading
+    async def _show_mig(self, request: web.Request) -> web.StreamResponse:
+        """The nodes with GPUs on which MIG instances are made on demand, and what they report of them."""
+        found = {name: facts for name, facts in self._facts.items() if facts.mig_gpus}
+        nodes = {
+            name: {
+                "is_ready": facts.is_ready,
+                "is_cordoned": facts.offer.is_cordoned,
+                "mig_gpus": [reported_state(gpu) for gpu in facts.mig_gpus],
+            }
+            for name, facts in islice(found.items(), MOST_MIG_NODES)
+        }
+        return json_answer(request, {"count": len(found), "nodes": nodes})
 
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
@@ -245,23 +299,74 @@ class ClusterPage:
             asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
         except BadQueryError as e:
             return bad_query(request, e)
-        waiting = list(self._pods.waiting.values())
+        waiting, problem = list(self._pods.waiting.values()), ""
+        if not asked["uid"] and self._pods.claiming:
+            try:
+                claims = await self._read_claims(api)
+            except AgentError as e:
+                problem = str(e)
+            else:
+                waiting += [one for one in self._pods.claiming.values() if any(wanted_instances(one, claims))]
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
-            return json_answer(request, {"count": len(waiting), "pods": first})
-        try:
-            quota, problem = await read_quota_of(api, self._settings)
-        except AgentError as e:  # the page shows what it has
-            quota, problem = Quota(), str(e)
-        self._state.quota.quota = quota
-        pod = self._pods.waiting.get(PodUid(asked["uid"]))
-        self._facts = {name: self._facts[name] for name in self._state.node_names()}
-        # The cluster now, as `explain` lists it. Of its pods only CPU, memory and number are counted.
-        view = view_of(self._state, self._facts, self._pods.views, _hosted)
+            return json_answer(request, {"count": len(waiting), "pods": first, "claims_problem": problem})
+        problem = await self._read_quota(api)
+        uid = PodUid(asked["uid"])
+        pod = self._pods.waiting.get(uid) or self._pods.claiming.get(uid)
+        used: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for node, more in self._pods.others.values():
+            used[node].update(more)
+        # The cluster now, as `explain` lists it.
+        view = view_of(self._state, self._facts, self._pods.views, lambda one: used[one.node.name] | _hosted(one))
         read = ReadCluster(view=view, state=self._state, quota_problem=problem)
-        if pod is None or (found := waiting_document(read, pod)) is None:
+        try:
+            found = await waiting_document(api, read, pod) if pod is not None else None
+        except AgentError as e:
+            return json_answer(request, {"error": str(e)}, status=502)
+        if pod is None or found is None:
             return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
-        return json_answer(request, {**found, **self._waiting(pod), **self._nodes_for(pod, read)})
+        lines = {"lines": lines_of(found, pod_needs(pod.spec))}
+        return json_answer(request, {**found, **lines, **self._waiting(pod), **self._nodes_for(pod, read)})
+
+    async def _read_claims(self, api: KubeApi) -> ClaimCluster:
+        """At most so old: a page asks every few seconds. Raises AgentError."""
+        if time.monotonic() - self._claims_at > CLAIMS_S:
+            self._claims = await read_claims(api)
+            self._claims_at = time.monotonic()
+        return self._claims
+
+    async def _read_quota(self, api: KubeApi) -> str:
+        """Puts the quota into the state; why it is not known."""
+        try:
+            self._state.quota.quota, problem = await read_quota_of(api, self._settings)
+        except AgentError as e:  # the page shows what it has
+            return str(e)
+        return problem
+
+    async def _show_namespaces(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
+        """What each namespace has allocated, as quotas count it, and how it stands with its quota: of those that have pods
+        on nodes, or a quota."""
+        if time.monotonic() - self._quota_at > QUOTA_S:
+            self._quota_problem = await self._read_quota(api)
+            self._quota_at = time.monotonic()
+        state, names = self._state.quota, self._names
+        limited = state.quota.namespaces if state.quota is not None and not self._quota_problem else {}
+        used = state.totals()
+
+        def document(name: str) -> Mapping[str, Any]:
+            use, limits = used.get(name, NOTHING), limited.get(name)
+            return {
+                "namespace": name,
+                "cores": use.vcore,
+                "memory_bytes": use.vmemory * names.memory_block_mib * MIB,
+                "pools": limits.pools if limits is not None else (),
+                "limits": state.standing(name, limits) if limits is not None else None,
+            }
+
+        shown = sorted({*used, *limited})
+        found = await join_in_slices(b"," * bool(n) + encode(document(name)) for n, name in enumerate(shown))
+        head = encode({"quota_problem": self._quota_problem})
+        return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 
     def _waiting(self, read: PodJson) -> dict[str, Any]:
         """The requests of as many containers as are planned: a pod may have thousands. None of a pod whose amounts mean
@@ -280,6 +385,7 @@ class ClusterPage:
                 {"cores": one.cores, "memory_bytes": self._names.requested_mib(one) * MIB} for one in requests
             ],
             "more_requests": max(len(containers) - MAX_ASKING, 0),
+            "nominated_node": (read.status.nominated_node_name or "")[:_MAX_NODE_CHARS],
             "message": scheduler_message(read),
             "mistake": mistakes(read, self._names, offer),
         }
@@ -320,9 +426,17 @@ class ClusterPage:
         }
 
 
-def _hosted(ledger: NodeLedger) -> dict[str, int]:
+def _hosted(ledger: NodeLedger) -> Counter[str]:
     hosted = ledger.hosted
-    return {CPU: hosted.cpu_milli, MEMORY: hosted.memory_mib * MIB, PODS: hosted.pods}
+    return Counter({CPU: hosted.cpu_milli, MEMORY: hosted.memory_mib * MIB, PODS: hosted.pods})
+
+
+def _of_other_resources(spec: PodSpec, ours: Collection[str]) -> Mapping[str, int]:
+    """What a pod asks of its node besides CPU, memory and GPUs: nothing, mostly."""
+    asking = (spec, *(spec.init_containers or ()), *(spec.containers or ()))
+    if {name for one in asking for name in one.requests}.issubset({*ours, CPU, MEMORY}):
+        return {}
+    return {name: n for name, n in pod_needs(spec, ours).requests.items() if name not in (CPU, MEMORY, PODS)}
 
 
 def _gpu(gpu: GpuAccount, request: Request, otherwise: str) -> dict[str, Any]:
@@ -345,7 +459,7 @@ async def run(call: Invocation) -> int:
 
     async with open_cluster(settings) as api:
         # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
-        await api.list_all(ALL_NODES, lambda _: None)
-        names = cluster_names(settings)
-        page = ClusterPage(settings, names, port=options.port, agent_namespace=options.agent_namespace)
+        reader = NodesReader(settings)
+        await api.list_all(ALL_NODES, reader.node)
+        page = ClusterPage(settings, reader.names, port=options.port, agent_namespace=options.agent_namespace)
         await page.run(api, on_listening=on_listening)

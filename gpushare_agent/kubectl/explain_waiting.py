@@ -6,6 +6,7 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -17,6 +18,7 @@ from gpushare_agent.core.cli.render_text import counted, plain, print_as
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.pods import PodJson, mistyped_annotations, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, PodNeeds, pod_needs
+from gpushare_agent.core.kube.session import KubeLists
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.names import MIB, NVIDIA_MIG_PREFIX, PodUid
 from gpushare_agent.core.placement.gpu_account import describe_request
@@ -30,6 +32,7 @@ from gpushare_agent.kubectl.decisions.changes import Change, Waiting, gpus_text,
 from gpushare_agent.kubectl.decisions.instances import (
     ClaimCluster,
     WaitsFor,
+    Wanted,
     attributes_of_instances,
     instead_of,
     waits_for,
@@ -45,31 +48,31 @@ async def explain_waiting(api: KubeApi, settings: Settings, raw: Raw, *, form: F
     """Raises AgentError: the pod asks for no share, or the cluster cannot be read."""
     pod = read_pod_json(raw)
     name = f"{pod.meta.namespace}/{pod.meta.name}"
+    waits = f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)}"
     try:
         read = await read_cluster_view(api, settings)
-        found = waiting_document(read, pod) or await _instances_document(api, read, pod)
+        found = await waiting_document(api, read, pod)
     except AgentError as error:
         # A user who may only read one namespace still sees what the scheduler wrote, and which right is missing.
-        raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} What would let it start now is "
-            f"worked out from all nodes and pods, and: {error}"
-        ) from error
+        worked_out = "What would let it start now is worked out from all nodes and pods, and"
+        raise Unavailable(f"{waits} {worked_out}: {error}") from error
     known = read.view.pods.get(PodUid(pod.meta.uid or ""))
     if known is not None and known.pod.node_name:
         raise Unavailable(f"pod {name} went to node {known.pod.node_name} just now: ask again")
     if found is None:
-        raise Unavailable(
-            f"pod {name} is on no node yet. {_why_on_no_node(pod, settings)} Its Events: "
-            f"kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}"
-        )
+        raise Unavailable(f"{waits} Its Events: kubectl describe pod -n {pod.meta.namespace} {pod.meta.name}")
     document: dict[str, object] = {"schema": SCHEMA, "pod": pod.meta.name, "decisions": [], "waiting": found}
     print_as(form, document, lambda _: _lines(pod, found))
     return 0
 
 
-def waiting_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
+async def waiting_document(api: KubeLists, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     """Why the pod waits, and the changes that would let it start now, for `explain` and for the page of all nodes; None
-    where it asks for no share. docs/reference/cli.md has the fields."""
+    where it asks for no share and no MIG instance. docs/reference/cli.md has the fields. Raises AgentError."""
+    return _shares_document(read, pod) or await _instances_document(api, read, pod)
+
+
+def _shares_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
     view, names, offer = read.view, read.view.policy.names, read.state.offer
     mistake = mistakes(pod, names, offer)
     known = view.pods.get(PodUid(pod.meta.uid or ""))
@@ -131,16 +134,30 @@ def _document(pod: PodJson, read: ReadCluster) -> dict[str, Any]:
     }
 
 
-async def _instances_document(api: KubeApi, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
-    """The same of a pod that asks for MIG instances by claims or by their resources; None where it does not. Raises
-    AgentError."""
+def _asked_by_name(pod: PodJson) -> dict[str, int]:
+    return {name: count for name, count in pod_needs(pod.spec).requests.items() if "/" in name}
+
+
+def may_want_instances(pod: PodJson) -> bool:
+    """Whether it asks for a claim, whatever that is, or for the resource of a MIG profile."""
+    has_claims = bool(pod.spec.claims or pod.status.claims)
+    return has_claims or any(name.startswith(NVIDIA_MIG_PREFIX) for name in _asked_by_name(pod))
+
+
+def wanted_instances(pod: PodJson, cluster: ClaimCluster) -> tuple[Sequence[Wanted], str]:
+    """The MIG instances that the pod asks for by claims and classes, and the first resource of a device plugin for them."""
     claims = [one.resource_claim_name for one in (*pod.spec.claims, *pod.status.claims) if one.resource_claim_name]
-    resources = {name: count for name, count in pod_needs(pod.spec).requests.items() if "/" in name}
-    if not claims and not resources:
+    resources = _asked_by_name(pod)
+    named = next((name for name in sorted(resources) if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    return wanted_of(cluster, pod.meta.namespace or "", claims, resources), named
+
+
+async def _instances_document(api: KubeLists, read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
+    """Of a pod that asks for MIG instances by claims or by their resources; None where it does not."""
+    if not pod.spec.claims and not pod.status.claims and not _asked_by_name(pod):
         return None
     cluster = await read_claims(api)
-    wanted = wanted_of(cluster, pod.meta.namespace or "", claims, resources)
-    named = next((name for name in sorted(resources) if name.startswith(NVIDIA_MIG_PREFIX)), "")
+    wanted, named = wanted_instances(pod, cluster)
     if not wanted and not named:
         return None
     found = waits_for(wanted, cluster) if wanted else _of_plugins(named, read, cluster)
@@ -228,33 +245,42 @@ def _change_document(change: Change, read: ReadCluster) -> dict[str, object]:
     return document
 
 
-def _lines(pod: PodJson, found: dict[str, Any]) -> list[RenderableType]:
-    unchecked = [_line("unchecked", "; ".join(found["not_checked"]))] if found["not_checked"] else []
-    lines = [
-        Text.assemble((f"{pod.meta.namespace}/{pod.meta.name}", "bold"), " ", ("waits for a node", "yellow")),
-        _line("request", found["request"]),
-        _line("scheduler", _said(found["scheduler"], pod_needs(pod.spec))),
-        *(_line(name, found[name]) for name in ("mistake", "ignored") if found[name]),
-    ]
+_TO_START = "to start now, one of:"
+
+
+def lines_of(found: dict[str, Any], needs: PodNeeds) -> list[tuple[str, list[str]]]:
+    """A waiting pod's document for people, in the terminal and on the page of all nodes: names, each with its texts."""
+    lines = [("request", found["request"]), ("scheduler", _said(found["scheduler"], needs))]
+    lines += [(name, found[name]) for name in ("mistake", "ignored") if found[name]]
+    reasons, others, changes = found["reasons"], found["other_reasons"], []
     if found["fits"]:
-        text = f"{found['fits']}: the scheduler has not tried again yet, or has another reason"
-        return [*lines, _line("fits", text), *unchecked]
-    reasons, others = found["reasons"], found["other_reasons"]
-    shown = [f"{counted(count, 'node')}: {text}" for text, count in list(reasons.items())[:_MOST_REASONS]]
-    if shown or not found["nodes"]:
-        lines.append(_line("GPUs", "; ".join(shown) or "no node offers shares of GPUs"))
-    if more_reasons := len(reasons) - len(shown):
-        lines.append(_line("", f"and {counted(more_reasons, 'more reason')}: -o json"))
-    if others:
-        free = [f"{text} ({counted(count, 'node')})" for text, count in list(others.items())[:_MOST_REASONS]]
-        lines.append(_line("also", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
-    if found["changes"]:
-        lines.append(Text("  to start now, one of:", style="dim"))
-        lines += [Text.assemble("    - ", (plain(change["text"]), "")) for change in found["changes"]]
-    elif not found["mistake"]:
-        lines.append(_line("to start", "no single change was found that would let it start now"))
-    return [*lines, *unchecked]
+        lines.append(("fits", f"{found['fits']}: the scheduler has not tried again yet, or has another reason"))
+    else:
+        shown = [f"{counted(count, 'node')}: {text}" for text, count in list(reasons.items())[:_MOST_REASONS]]
+        if shown or not found["nodes"]:
+            lines.append(("GPUs", "; ".join(shown) or "no node offers shares of GPUs"))
+        if more_reasons := len(reasons) - len(shown):
+            lines.append(("", f"and {counted(more_reasons, 'more reason')}: -o json"))
+        if others:
+            free = [f"{text} ({counted(count, 'node')})" for text, count in list(others.items())[:_MOST_REASONS]]
+            lines.append(("also", f"nodes with room on their GPUs are refused: {'; '.join(free)}"))
+        changes = [change["text"] for change in found["changes"]]
+        if not changes and not found["mistake"]:
+            lines.append(("to start", "no single change was found that would let it start now"))
+    return [
+        *((name, [text]) for name, text in lines),
+        *([(_TO_START, changes)] if changes else []),
+        *([("unchecked", ["; ".join(found["not_checked"])])] if found["not_checked"] else []),
+    ]
 
 
-def _line(name: str, text: str) -> Text:
-    return Text.assemble((f"  {name:<10}", "dim"), plain(text))
+def _lines(pod: PodJson, found: dict[str, Any]) -> list[RenderableType]:
+    name = f"{pod.meta.namespace}/{pod.meta.name}"
+    lines: list[RenderableType] = [Text.assemble((name, "bold"), " ", ("waits for a node", "yellow"))]
+    for name, texts in lines_of(found, pod_needs(pod.spec)):
+        if name == _TO_START:
+            lines.append(Text(f"  {name}", style="dim"))
+            lines += [Text.assemble("    - ", (plain(text), "")) for text in texts]
+        else:
+            lines += [Text.assemble((f"  {name:<10}", "dim"), plain(text)) for text in texts]
+    return lines

@@ -1,15 +1,18 @@
 """The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
-A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay.
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay. A high one gets
+the GPUs' curves.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -45,11 +48,14 @@ FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLO
 SM_BAR, MEMORY_BAR = "", " "
 """Columns without a name."""
 COLUMNS = (FIRST, STATE, CORES_COLUMN, SM, SM_BAR, MEMORY_COLUMN, MEMORY_BAR, ALLOC, TEMP, POWER)
-DROPPED_FIRST = (POWER, TEMP, ALLOC, MEMORY_BAR, STATE, SM_BAR)
+DROPPED_FIRST = (ALLOC, MEMORY_BAR, SM_BAR, POWER, TEMP, STATE)
+BEFORE_NAMES = (POWER, TEMP, STATE)
+"""Worth more than the whole length of the names: these are cut to KEPT_FIRST_WIDTH before one of them goes."""
+SHORT_NAMES = {TEMP: "°C", POWER: "W"}
 BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
 """Each draws the value to its left."""
 BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
-MIN_FIRST_WIDTH = 15
+MIN_FIRST_WIDTH, KEPT_FIRST_WIDTH = 15, 20
 PAID = "*"
 """Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
@@ -78,9 +84,15 @@ class Line(Struct, frozen=True, kw_only=True):
     loads: Mapping[str, float | None] = field(default_factory=dict)
     is_gpu: bool = False
     style: str = ""
+    uuid: str = ""
+    """Of the GPU whose curves may follow."""
+    curves: Text | None = None
+    """Next to the cells, or the row itself."""
 
 
 ALL = Choice()
+MOST_CURVE_LINES, MIN_CURVE_WIDTH = 6, 8
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice: Choice = ALL) -> list[Line]:
@@ -96,7 +108,7 @@ def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice:
         lines += gpu_lines(gpu, width)
         for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
             lines.append(_container_line(container, part))
-            lines += _process_lines(part) if choice.has_processes else ()
+            lines += _process_lines(part["usage"] or {}) if choice.has_processes else ()
         # They have no name that a filter could match.
         lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
     for divided in document.get("mig_gpus", ()) if not choice.filter else ():
@@ -147,7 +159,8 @@ def gpu_lines(gpu: documents.GpuDocument, width: int) -> list[Line]:
         is_gpu=True,
         style=style,
     )
-    return [line, *_wrapped(health_reasons(gpu), width, style)]
+    *before, last = [line, *_wrapped(health_reasons(gpu), width, style)]
+    return [*before, replace(last, uuid=gpu["uuid"])]
 
 
 def _wrapped(texts: Sequence[str], width: int, style: str) -> list[Line]:
@@ -182,19 +195,84 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
     )
 
 
-def _process_lines(part: documents.ContainerGpu) -> list[Line]:
-    """The driver's use of a process is its container's; more is not known of each."""
-    return [Line(cells={FIRST: f"    process {pid}"}) for pid in (part["usage"] or {}).get("pids", ())]
+def _process_lines(usage: documents.ContainerUsage) -> list[Line]:
+    """What an agent knows of each; an older one has their PIDs alone, and each the 64 with the most memory."""
+    pids, processes = usage.get("pids", ()), usage.get("processes")
+    if processes is None:
+        return [Line(cells={FIRST: f"    process {pid}"}) for pid in pids]
+    lines = []
+    for one in processes:
+        inner, command = one.get("pid_in_container"), one.get("command")
+        text = f"    process {one['pid']} {command or ''}".rstrip() + (f", inside {inner}" if inner is not None else "")
+        cells = {FIRST: text, **_use_of_process(one)}
+        lines.append(Line(cells=cells, loads={SM: one["sm_ratio"]}))
+    more = len(pids) - len(processes)
+    return [*lines, *([Line(cells={FIRST: f"    {more} more, with less memory"})] if more > 0 else ())]
+
+
+def _use_of_process(process: documents.ContainerProcess) -> dict[str, str]:
+    return {SM: percent(process["sm_ratio"]), MEMORY_COLUMN: gib(process["memory_bytes"])}
 
 
 def _unattributed_line(process: documents.UnattributedProcess) -> Line:
-    cells = {
-        FIRST: f"  process {process['pid']} of no container",
-        STATE: process["kind"],
-        SM: percent(process["sm_ratio"]),
-        MEMORY_COLUMN: gib(process["memory_bytes"]),
-    }
+    name = f"{process['pid']} {process.get('command') or ''}".rstrip()
+    cells = {FIRST: f"  process {name} of no container", STATE: process["kind"], **_use_of_process(process)}
     return Line(cells=cells, loads={SM: process["sm_ratio"]}, style="yellow")
+
+
+# --- curves ---
+
+
+def with_history(
+    lines: Sequence[Line], document: documents.NodeDocument, history: documents.HistoryDocument, width: int, room: int
+) -> list[Line]:
+    """The lines, and the curves of each GPU that has computed: below it, where `room` more lines are enough for all, else
+    next to it, where the table leaves the columns."""
+    drawn: dict[str, Callable[[int, int], list[Text]]] = {}
+    for gpu in document["gpus"]:
+        curves, size = history["gpus"].get(gpu["uuid"], {}), gpu["memory"]["capacity_bytes"]
+        sm, memory = curves.get("sm_ratio", ()), [_ratio(used, size) for used in curves.get("memory_used_bytes", ())]
+        # MIG instances may have no SM use.
+        if any(sm) or (any(memory) and set(sm) <= {None}):
+            drawn[gpu["uuid"]] = partial(_curves, sm, memory, history["step_seconds"])
+    count = min(MOST_CURVE_LINES, room // max(1, sum(line.uuid in drawn for line in lines)))
+    beside = width - _needs(columns_for(lines, width))
+    found = []
+    for line in lines:
+        rows = drawn[line.uuid](width if count > 0 else beside, max(1, count)) if line.uuid in drawn else []
+        if count > 0:
+            found += [line, *(Line(cells={}, curves=row) for row in rows)]
+        else:
+            found.append(replace(line, curves=rows[0]) if rows else line)
+    return found
+
+
+def _curves(
+    sm: Sequence[float | None], memory: Sequence[float | None], step_s: float, width: int, count: int
+) -> list[Text]:
+    """In `count` lines; none where the width is too small."""
+    before, between = f"{REASON_INDENT}{max(len(sm), len(memory)) * step_s / 60:.0f} min  SM ", "  memory "
+    room = (width - len(before) - len(between)) // 2
+    if room < MIN_CURVE_WIDTH:
+        return []
+    pairs = zip(blocks(sm, room, count), blocks(memory, room, count), strict=True)
+    names = [(" " * len(before), " " * len(between))] * (count - 1) + [(before, between)]
+    return [
+        Text.assemble((first, "dim"), (left, "cyan"), (second, "dim"), (right, "magenta"))
+        for (first, second), (left, right) in zip(names, pairs, strict=True)
+    ]
+
+
+def blocks(ratios: Sequence[float | None], width: int, count: int) -> list[str]:
+    """A curve in `count` lines, each cell the mean of its steps; blank where none has a sample."""
+    heights = []
+    for cell in range(width):
+        first, after = (len(ratios) * edge // width for edge in (cell, cell + 1))
+        known = [ratio for ratio in ratios[first : max(after, first + 1)] if ratio is not None]
+        mean = sum(known) / len(known) if known else 0.0
+        # What is known and nearly nothing is a line on the ground.
+        heights.append(max(1, round(mean * count * 8)) if known else 0)
+    return ["".join(BLOCKS[max(0, min(8, height - 8 * line))] for height in heights) for line in reversed(range(count))]
 
 
 def notes(lines: Sequence[Line]) -> list[Text]:
@@ -229,19 +307,30 @@ def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> 
         if name not in BARS or has_bars
     }
     widths |= {name: BAR_WIDTH for name in BARS if has_bars}
+    others = [plain_cell(cells[FIRST]) for cells in rows if STATE in cells]
+    processes = [plain_cell(cells[FIRST]) for cells in rows if STATE not in cells]
+    widths[FIRST] = max(width_of([FIRST, *others]), width_of(processes) - _spanned(widths))
     if _needs(widths) > width:
-        # Narrower bars and a cut state before a column goes.
+        # Narrower bars and names, and a cut state, before a column goes.
         widths[STATE] = min(widths[STATE], SHORT_STATE_WIDTH)
         widths |= {name: SHORT_BAR_WIDTH for name in BARS if has_bars}
+        for name, short in SHORT_NAMES.items():
+            widths[name] = width_of([short, *(cells.get(name, "") for cells in rows)])
     # One at a time, so that a wide terminal loses as little as it must.
     for name in DROPPED_FIRST:
-        if _needs(widths) <= width:
+        cut = max(0, widths[FIRST] - KEPT_FIRST_WIDTH) if name in BEFORE_NAMES else 0
+        if _needs(widths) - cut <= width:
             break
         widths.pop(name, None)
     # What is left is the first column's: a cut name is better than no use.
-    others = _needs(widths) - widths[FIRST]
-    widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - others))
+    rest = _needs(widths) - widths[FIRST]
+    widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - rest))
     return widths
+
+
+def _spanned(widths: Mapping[str, int]) -> int:
+    """The first column's further width in a line of a process, which has neither state nor cores."""
+    return sum(widths[name] + GAP for name in (STATE, CORES_COLUMN) if name in widths)
 
 
 def _needs(widths: Mapping[str, int]) -> int:
@@ -251,7 +340,8 @@ def _needs(widths: Mapping[str, int]) -> int:
 def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
     """The columns' names, that of the order underlined."""
     sorted_by = {"sm": SM, "memory": MEMORY_COLUMN, "cores": CORES_COLUMN}.get(sort)
-    names = {name: Text(name, style="underline" if name == sorted_by else "") for name in widths}
+    fits = {name: name if width_of([name]) <= width else SHORT_NAMES[name] for name, width in widths.items()}
+    names = {name: Text(fits[name], style="underline" if name == sorted_by else "") for name in widths}
     return _row(names, widths, style="bold")
 
 
@@ -262,24 +352,35 @@ def top_table(lines: Sequence[Line], width: int, choice: Choice = ALL) -> tuple[
 
 
 def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
+    if line.curves is not None and not line.cells:
+        return line.curves
     # A reason may be a sentence: it may run over all columns.
     if len(line.cells) == 1:
         text = Text(plain_cell(line.cells[FIRST]), style=line.style, no_wrap=True)
         text.truncate(width, overflow="ellipsis")
         return text
+    if STATE not in line.cells:
+        widths = {
+            name: width + (_spanned(widths) if name == FIRST else 0)
+            for name, width in widths.items()
+            if name not in (STATE, CORES_COLUMN)
+        }
     cells = {name: _cell(line, name, widths[name]) for name in widths}
     is_out_of_service = line.is_gpu and line.style != health_style("Healthy")
     for name in (STATE, FIRST) if is_out_of_service else (STATE,):
         if name in cells:
             cells[name].stylize(line.style)
-    return _row(cells, widths, style="bold" if line.is_gpu else "")
+    return _row(cells, widths, style="bold" if line.is_gpu else "").append_text(line.curves or Text())
 
 
 def _cell(line: Line, name: str, width: int) -> Text:
     if name in BARS:
         return bar(line.loads.get(BARS[name]), width)
-    load = line.loads.get(name)
-    return Text(plain_cell(line.cells.get(name, "")), style="" if load is None else load_style(load))
+    load, text = line.loads.get(name), plain_cell(line.cells.get(name, ""))
+    # Pods of one owner differ at their names' end.
+    if name == FIRST and CORES_COLUMN in line.cells and not line.is_gpu and width_of([text]) > width:
+        text = f"{text[: width - width // 2 - 1]}…{text[-(width // 2) :]}"
+    return Text(text, style="" if load is None else load_style(load))
 
 
 def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:

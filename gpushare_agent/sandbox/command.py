@@ -44,8 +44,8 @@ _OPTIONS = (
     arg("--mig", "--dra with H100s, half of them in MIG mode: instances are made when a claim wants them"),
     arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
         "standard input", action="append", type=Path, default=[]),
-    arg("--samples", "sample pods; fitting leaves out the one that cannot run (default: all, with --apply none)",
-        choices=SAMPLE_SETS),
+    arg("--samples", "sample pods; fitting leaves out the one that cannot run, waiting all others (default: all, with "
+        "--apply none)", choices=SAMPLE_SETS),
     arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all of them are Running "
         "or Succeeded, else 1 (with the sample pod that cannot fit: 1)"),
     add_output,  # of --once, with progress on standard error, and of status

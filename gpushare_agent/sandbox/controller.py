@@ -108,13 +108,12 @@ class SandboxController(Struct, frozen=True, kw_only=True):
                 group.create_task(one.refresh(), name=f"read the agent of {one.name}")
         return report(*self.nodes)
 
-    def is_registered(self) -> bool:
-        return all(one.is_registered() for one in self.nodes)
-
     async def wait_registered(self) -> bool:
         """Waits for all nodes; false after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
         try:
-            return await self.api.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
+            return await self.api.signal.wait_until(
+                lambda: all(one.is_registered() for one in self.nodes), READY_TIMEOUT_S
+            )
         except TimeoutError:
             return False
 

@@ -30,7 +30,7 @@ MAX_VALUES = 200_000
 """Of a file, counted wherever an alias is named: 400 bytes of aliases can stand for gigabytes, and one for itself."""
 FORMER_APPS = ("apps/v1beta1", "apps/v1beta2")
 """Versions that Kubernetes 1.16 removed, read as apps/v1."""
-SAMPLE_SETS = ("all", "fitting", "none")
+SAMPLE_SETS = ("all", "fitting", "waiting", "none")
 
 
 class ManifestError(Rejected):
@@ -57,15 +57,15 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
 
 
 def sample_manifests(which: str, *, by_claims: bool = False, has_mig: bool = False) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, also of MIG instances, the device
-    classes come with any set."""
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run, "waiting" all else. By claims, also of MIG
+    instances, every sample is meant to run, and the device classes come with any set."""
     if by_claims:
         found = _shipped("claim_samples")
         if has_mig:
             found = [one for one in found if one.raw["kind"] == "DeviceClass"] + _shipped("mig_samples")
         return [one for one in found if one.raw["kind"] == "DeviceClass"] if which == "none" else found
     found = _shipped("samples") if which != "none" else []
-    return [m for m in found if which == "all" or expectation(m.raw) is None]
+    return [m for m in found if which == "all" or (expectation(m.raw) is None) == (which == "fitting")]
 
 
 def _shipped(folder: str) -> list[Manifest]:

@@ -15,11 +15,6 @@ from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 from gpushare_agent.sandbox.report import PodRow, SandboxDocument
 
 
-def has_several_nodes(document: SandboxDocument) -> bool:
-    """Then it matters where a pod is."""
-    return len(document["nodes"]) > 1
-
-
 def status_of(pod: PodRow) -> Text:
     word = "Terminating" if pod["is_terminating"] else pod["phase"]
     return Text(word, style=PHASE_STYLES.get(word, ""))
@@ -44,7 +39,7 @@ def address_lines(node: Mapping[str, Any]) -> list[Text]:
 
 def pods_parts(document: SandboxDocument) -> list[RenderableType]:
     """The pods with their phases; below the table their reasons, which have the whole width there."""
-    places = ("NODE",) if has_several_nodes(document) else ()
+    places = ("NODE",) if len(document["nodes"]) > 1 else ()
     rows = [(name_of(pod), status_of(pod), *([pod["node"] or "-"] if places else ())) for pod in document["pods"]]
     reasons = [(name_of(pod), reason_text(pod)) for pod in document["pods"]]
     lines = [Text(f"{name}: {plain(reason)}", style="yellow") for name, reason in reasons if reason]

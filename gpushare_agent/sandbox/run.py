@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -44,10 +45,10 @@ from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.held_port import HOST, free_port
-from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.manifests import Manifest, sample_manifests
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
-from gpushare_agent.sandbox.render import has_several_nodes, pod_line, print_document, reason_text, report_tables
-from gpushare_agent.sandbox.report import SandboxDocument
+from gpushare_agent.sandbox.render import name_of, pod_line, print_document, reason_text, report_tables
+from gpushare_agent.sandbox.report import PodRow, SandboxDocument
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 
@@ -118,11 +119,7 @@ async def run(plan: Plan) -> int:
 
 
 def _introduce(
-    cluster: EmbeddedCluster,
-    plan: Plan,
-    nodes: Sequence[RunningNode],
-    extender_url: str,
-    notify: Callable[[str], None],
+    cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNode], extender_url: str, notify: Notices
 ) -> list[str]:
     """Reports the parts; returns what a person can do with a live sandbox."""
     settings, first = nodes[0].settings, nodes[0]
@@ -160,7 +157,7 @@ def _next_steps(cluster: EmbeddedCluster, plan: Plan, nodes: Sequence[RunningNod
 
 def _state_flag(plan: Plan) -> str:
     """Commands are shown as they must be typed, so with what differs from the defaults."""
-    return "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
+    return "" if plan.state == default_state_directory() else f" --state-dir {shlex.quote(str(plan.state))}"
 
 
 async def _check_port(host: str, port: int) -> None:
@@ -433,28 +430,45 @@ async def run_once(session: Session) -> int:
     sys.stdout.flush()  # before what follows on standard error, where both go to one place
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
-        notify(f"{pod['namespace']}/{pod['name']} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
+        notify(f"{name_of(pod)} is {pod['phase']}: {reason_text(pod) or 'without a reason'}")
     if others:
         notify("exit code 1: not every pod is Running or Succeeded")
     if session.plan.form in ("table", "wide"):
-        for line in _to_go_on(session, [f"{pod['namespace']}/{pod['name']}" for pod in (*others, *document["pods"])]):
+        for line in _to_go_on(session, others, document["pods"]):
             notify(line)
     return 1 if others else 0
 
 
-def _to_go_on(session: Session, pods: Sequence[str]) -> list[str]:
-    """The commands with which a person goes on, to be typed as they stand: the sandbox is gone. `pods`: one to explain is
-    the first."""
-    first, pod = session.controller.nodes[0], next(iter(pods), "POD")
-    plugin, explain = runnable("kubectl-gpushare"), agent_lines(first)[1].replace("POD", pod)
-    if plugin != runnable():
-        kubeconfig = NodePaths(state=session.plan.state.absolute()).kubeconfig
-        explain = f"KUBECONFIG={shlex.quote(str(kubeconfig))} {plugin} explain {pod}"
+def _to_go_on(session: Session, waiting: Sequence[PodRow], pods: Sequence[PodRow]) -> list[str]:
+    """The commands with which a person goes on, to be typed as they stand: the sandbox is gone. The live one creates a pod
+    that waits where none does, but with claims, which have no such sample."""
+    first = session.controller.nodes[0]
+    pod, phase = next(((name_of(pod), pod["phase"]) for pod in (*waiting, *pods)), ("POD", "there"))
+    has_waiting = bool(waiting) or first.by_claims
+    if not has_waiting:
+        pod, phase = sample_manifests("waiting")[0].raw["metadata"]["name"], "Pending"
+    web = first.addresses["web"]
     return [
-        f"next: {runnable()} {shlex.join(word for word in sys.argv[1:] if word != '--once')}",
-        f"  keeps it running, with a page on {first.addresses['web']}/; then, in another terminal:",
-        f"  {explain}",
+        f"next, a live sandbox with its dashboard on {web}/ (Ctrl-C ends it):",
+        f"  {runnable()} {live_words(sys.argv[1:], web, has_waiting=has_waiting)}",
+        f"in a second terminal, in this folder: why {pod} is {phase}, and its end:",
+        f"  {agent_lines(first)[1].replace('POD', pod)}",
+        f"  {runnable()} sandbox{_state_flag(session.plan)} delete {pod}",
     ]
+
+
+def live_words(words: Sequence[str], web: str, *, has_waiting: bool) -> str:
+    """The words of `sandbox --once` for a sandbox that stays, at the same port and with a pod that waits."""
+    line = shlex.join(word for word in words if word != "--once")
+    port = urlsplit(web).port
+    # A free port was taken, and the other commands name it.
+    if str(port) not in line and port != Settings().web.port:
+        line += f" --web.port={port}"
+    if has_waiting:
+        return line
+    others = {"fitting": "all", "none": "waiting"}
+    line, count = re.subn(r"(?<= --samples[ =])\w+", lambda found: others.get(found[0], found[0]), line)
+    return line if count else f"{line} --samples waiting"
 
 
 async def _document_with_use(session: Session) -> SandboxDocument:
@@ -524,7 +538,7 @@ class _LiveView:
         # q is taken here, so that the screen does not see it.
         return key in ("?", "q", "Q")
 
-    def show(self, width: int) -> View:
+    def show(self, width: int, _height: int) -> View:
         body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
         notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
         steps = self._session.next_steps
@@ -538,10 +552,8 @@ async def _draw(session: Session, notes: Sequence[str]) -> None:
     """On the whole screen, until cancelled."""
     view = _LiveView(session, notes, await session.controller.document())
     screen = Screen(view.show, view.press)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(_follow(session.controller, view, screen), name="follow-the-cluster")
-        with session.notify.shown_by(screen.is_changed.set):
-            await screen.run(ends_on_signals=False)
+    with session.notify.shown_by(screen.is_changed.set):
+        await screen.run(_follow(session.controller, view, screen), ends_on_signals=False)
 
 
 async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
@@ -553,7 +565,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
     """A line for every pod that is new, has changed, or has gone."""
     shown: dict[str, str] = {}
     async for document in _documents(controller):
-        lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
+        lines = {pod["uid"]: pod_line(pod, has_node=len(document["nodes"]) > 1) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:
                 notify(line)

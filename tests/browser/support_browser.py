@@ -31,6 +31,7 @@ WHY_NOT = (
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """WebDriver's name for a reference to an element."""
+SHIFT = "\ue008"
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -100,6 +101,11 @@ class Browser:
     async def press(self, *keys: str) -> None:
         """Keys one after the other, by WebDriver's code or character."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        await self._post("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    async def press_with_shift(self, key: str) -> None:
+        pairs = (("keyDown", SHIFT), ("keyDown", key), ("keyUp", key), ("keyUp", SHIFT))
+        actions = [{"type": kind, "value": value} for kind, value in pairs]
         await self._post("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
     async def click(self, selector: str) -> None:

@@ -9,14 +9,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS
+from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS, read_pod_json
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.kubectl.cluster_reading import read_cluster_view
+from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
-from tests.extender.support_extender import raw_node
+from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
+from tests.extender.support_extender import raw_node, raw_pod
+from tests.fakes.api_server import raw_status
+from tests.support_deadline import DEADLINE_S
 
 
 async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
@@ -83,9 +89,9 @@ async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> Non
         mistake = "900 cores are 9 GPUs, and no node has more than 8. Write tencent.com/vcuda-core: 800 or less."
         assert answer["mistake"] == f"container c0: {mistake}"
         assert (answer["fits"], answer["fitting"]) == ("", {"nodes": [], "gpus": []})
-        assert answer["changes"][0]["text"].startswith(
-            "ask for 700 cores (200 fewer): GPUs 1, 2, 3, 4, 5, 6, 7 of gpu-"
-        )
+        change = answer["changes"][0]["text"]
+        assert change.startswith("ask for 700 cores (200 fewer): GPUs 1, 2, 3, 4, 5, 6, 7 of gpu-")
+        assert dict(answer["lines"])["to start now, one of:"][0] == change
         gpus = [gpu["verdict"] for node in answer["nodes"] for gpu in node["gpus"]]
         assert gpus.count("free, and the node does not suit the pod") == 7 and "fits" not in gpus
         away = waiting("away", (20, 8))
@@ -179,6 +185,123 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
         assert (len(pod["requests"]), pod["more_requests"]) == (16, 984)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
         assert answer["nodes"][0]["verdict"].startswith("more than 16 containers of the pod ask for GPUs")
+
+
+async def test_the_page_says_what_explain_says() -> None:
+    """Of the same cluster: from informers, or from one list; other resources of the nodes count, too."""
+    hca = {"rdma/hca": "1"}
+    async with served_cluster() as (url, cluster):
+        for name in ("gpu-1", "gpu-2"):
+            cluster.change("nodes", name, lambda raw: raw["status"]["allocatable"].update(hca))
+        taken, waits = raw_pod("taken", (0, 0), node="gpu-1"), waiting("hca", (200, 0))
+        for one in (taken, waits):
+            resources = one["spec"]["containers"][0]["resources"]
+            resources["requests"] = {**resources["limits"], **hca}
+            cluster.put("pods", one)
+        cluster.put("pods", waiting("last", (1, 1)))
+        while (await ask(f"{url}api/v1/waiting"))[1]["count"] < 4:
+            await asyncio.sleep(0.01)
+        async with cluster.opened_api() as api:
+            read = await read_cluster_view(api, Settings())
+            for pod in ("hca", "last", "needs-nine", "needs-much"):
+                raw = await api.get_pod(waits["metadata"]["namespace"], pod, timeout_s=DEADLINE_S)
+                found = await waiting_document(api, read, read_pod_json(raw))
+                _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-{pod}")
+                assert found is not None
+                assert [answer[name] for name in found if name != "nodes"] == json.loads(
+                    json.dumps([found[name] for name in found if name != "nodes"])
+                )
+                if pod == "hca":
+                    assert found["other_reasons"] == {"too little rdma/hca is left": 1}
+
+
+async def test_what_namespaces_have_used_of_their_quota() -> None:
+    """By the extender's count: also where a namespace has no pods, may have no GPU at all, or has used too much."""
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota(
+            {
+                "team-a": {"quota": {"L4": 2, "H100": 1}, "vcore": 60, "pool": ["b", "a"]},
+                "team-b": {"quota": {}},
+                "empty": {"vmemory": 64},
+            }
+        )
+        label = {"gaia.tencent.com/gpu-model": "L4"}
+        for name in ("gpu-1", "gpu-2"):
+            cluster.change("nodes", name, lambda raw: raw["metadata"].update(labels=label))
+        cluster.put("pods", raw_pod("last", (1, 1), namespace="team-c", node="gpu-2"))
+        while "team-c/last" not in json.dumps((await ask(f"{url}api/v1/cluster"))[1]):
+            await asyncio.sleep(0.01)
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        of_a = [["H100 GPUs", 0, 1], ["L4 GPUs", 0.8, 2], ["vcore", 80, 60]]
+        assert answer["quota_problem"] == ""
+        assert [tuple(one.values()) for one in answer["namespaces"]] == [
+            ("empty", 0, 0, [], [["vmemory blocks", 0, 64]]),
+            ("team-a", 80, 6 << 30, ["a", "b"], of_a),
+            ("team-b", 100, 16 << 30, [], [["GPUs", 1, 0]]),
+            ("team-c", 1, 256 << 20, [], None),
+        ]
+
+
+async def test_a_quota_that_cannot_be_read_says_why() -> None:
+    """Malformed, or without the right; nobody is shown as without a limit."""
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota("{")
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert "no JSON" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
+    async with served_cluster() as (url, cluster):
+        forbidden = (403, raw_status(403, "no right"))
+        cluster.script.answers["/api/v1/namespaces/kube-system/configmaps"] = forbidden
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert "no right" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
+
+
+async def test_mig_on_demand() -> None:
+    """Its GPUs, also of a node without any other, until the node has gone; and the pods that wait for an instance, as
+    `explain` explains them."""
+    divided = raw_node("gpu-4")
+    reported = json.loads(divided["metadata"]["annotations"][GPUS_ANNOTATION])
+    ill = {**reported["gpus"][0], "name": "A100", "is_healthy": False, "reason": "row remapping failed"}
+    divided["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps({**reported, "gpus": [], "mig_gpus": [ill]})
+    divided["status"] = {}
+    wants = {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
+    waits = waiting("instance", (0, 0), namespace="ns")
+    waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
+    other = waiting("other", (0, 0), namespace="ns")
+    other["spec"]["resourceClaims"] = [{"name": "net", "resourceClaimName": "net"}]
+    async with served_cluster() as (url, cluster):
+        for one in slices(every_place()):
+            cluster.put("resourceslices", one)
+        for one in (claim("mine", wants), has("gpu-1-mig-3g40gb-0", "b"), has("gpu-1-mig-3g40gb-4", "c")):
+            cluster.put("resourceclaims", one)
+        cluster.put("resourceclaims", claim("net", {"exactly": {"deviceClassName": "net"}}))
+        for name, raw in (("nodes", divided), ("pods", waits), ("pods", other)):
+            cluster.put(name, raw)
+        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
+            await asyncio.sleep(0.01)
+        assert (answer["pods"][2]["pod"], answer["pods"][2]["asked"]) == ("instance", "claim gpu")
+        _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-instance")
+        assert "b" in dict(answer["lines"])["to start now, one of:"][0]
+        assert (await ask(f"{url}api/v1/waiting?uid=uid-other"))[0] == 404
+        while not (nodes := (await ask(f"{url}api/v1/mig"))[1]["nodes"]):
+            await asyncio.sleep(0.01)
+        gpu = nodes["gpu-4"]["mig_gpus"][0]
+        assert list(nodes) == ["gpu-4"] and (gpu["name"], gpu["health_reason"]) == ("A100", "row remapping failed")
+        cluster.remove("nodes", "gpu-4")
+        while (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_claims_that_may_not_be_read_are_said() -> None:
+    """The other waiting pods are listed all the same."""
+    async with served_cluster() as (url, cluster):
+        cluster.script.answers["/apis/resource.k8s.io/v1/resourceslices"] = (403, raw_status(403, "no right"))
+        waits = waiting("instance", (0, 0))
+        waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
+        cluster.put("pods", waits)
+        while not (answer := (await ask(f"{url}api/v1/waiting"))[1])["claims_problem"]:
+            await asyncio.sleep(0.01)
+        assert "no right" in answer["claims_problem"] and answer["count"] == 2
+        assert (await ask(f"{url}api/v1/waiting?uid=uid-instance"))[0] == 502
 
 
 @pytest.mark.parametrize(

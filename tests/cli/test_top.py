@@ -13,18 +13,27 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 from rich.console import Console, Group
 
 from gpushare_agent.commands import main
 from gpushare_agent.core.cli.command_line import Form
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.node_report.documents import GpuHistory, HistoryDocument
 from gpushare_agent.core.node_report.reported import NO_REASON
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.agent_client import MAX_ANSWER_BYTES, local_url, open_agent_client, read_node
-from gpushare_agent.kubectl.render_top import top_lines, top_table
+from gpushare_agent.kubectl.render_top import (
+    MOST_CURVE_LINES,
+    Choice,
+    blocks,
+    top_lines,
+    top_table,
+    with_history,
+)
 from gpushare_agent.kubectl.view_commands import server_url
 from tests.cli.support_cli import agent_answers, at_terminal, busy_node, call, foot_of, screen_of
-from tests.fakes.api_server import json_server, stalls_before_headers
+from tests.fakes.api_server import FakeApiServer, Seen, answers, json_server, stalls_before_headers
 from tests.settings.support_settings import run_program
 
 
@@ -203,14 +212,30 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_columns_go_in_the_order_of_their_worth() -> None:
-    """Power first, the state last: a small terminal still shows which GPU is ill."""
-    assert "POWER" in drawn(busy_node(), 160)[0]
-    assert "POWER" not in drawn(busy_node(), 90)[0]
-    assert "STATE" in drawn(busy_node(), 80)[0]
-    assert "STATE" not in drawn(busy_node(), 60)[0]
-    assert "█████·····" in drawn(busy_node(), 160)[1]
-    assert "███···" in drawn(busy_node(), 80)[1]
-    assert "██" not in drawn(busy_node(), 60)[1]
+    """Memory's allocation and the bars first, then names are cut; power, temperature and state are there at 80 columns, and
+    at 60 still which GPU is ill."""
+    header, first, *_ = drawn(busy_node(), 160)
+    assert "█████·····" in first and "ALLOC GiB  TEMP °C  POWER W" in header
+    assert "ALLOC" not in drawn(busy_node(), 100)[0]
+    assert "███···" in drawn(busy_node(), 100)[1]
+    for width in (80, 100):
+        header, first, *_ = drawn(busy_node(), width)
+        assert ("STATE" in header, header.split()[-3:]) == (True, ["°C", "POWER", "W"])
+        assert first.split()[-2:] == ["61", "250/700"]
+    header, first, *_ = drawn(busy_node(), 60)
+    assert ("STATE" in header, "°C" in header, "██" in first) == (True, False, False)
+    assert "STATE" not in drawn(busy_node(), 50)[0]
+
+
+def test_a_long_name_keeps_its_beginning_and_its_end() -> None:
+    """Where pods of one Deployment differ; temperature and power stay at 80 columns."""
+    document = busy_node()
+    for container in document["containers"]:
+        container["namespace"] = "department-of-machine-learning"
+        container["pod"] = f"{container['pod']}-of-a-very-long-name-7d9f8b6c5-x2x4z"
+    lines = drawn(document, 80)
+    assert (max(map(len, lines)), lines[1].split()[-2:]) == (80, ["61", "250/700"])
+    assert [line.split()[0] for line in lines[2:4]] == ["department-…x4z/evaluator", "department-…x2x4z/trainer"]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -368,6 +393,97 @@ async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> Non
         agent.script.answers.clear()
         await terminal.wait_shown(lambda text: "as of the last answer" in text)
         assert terminal.process.returncode is None
+        terminal.press("q")
+        assert await terminal.wait_end() == 0
+
+
+PROCESSES = [
+    {"pid": 4242, "pid_in_container": 12, "command": "python3.11", "memory_bytes": 3 << 30, "sm_ratio": 0.3},
+    {"pid": 88, "pid_in_container": None, "command": None, "memory_bytes": None, "sm_ratio": None},
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_process_has_its_command_its_pid_in_the_container_and_its_use(width: int) -> None:
+    """What is not known of it is a dash; the name may take the place of state and cores. Those that the agent left out are
+    counted."""
+    document = busy_node()
+    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
+    trainer["gpus"][0]["usage"] |= {"pids": [4242, 88, 7], "processes": PROCESSES}
+    document["gpus"][0]["unattributed"][0]["command"] = "Xorg"
+    shown = Choice(has_processes=True, has_bars=False)
+    lines = top_lines(document, width, shown)
+    rows = [row.plain.rstrip() for row in top_table(lines, width, shown)[1]]
+    at = next(number for number, row in enumerate(rows) if row.startswith("    process"))
+    assert re.split(r" {2,}", rows[at].strip()) == ["process 4242 python3.11, inside 12", "30", "3"]
+    assert re.split(r" {2,}", rows[at + 1].strip()) == ["process 88", "-", "-"]
+    assert rows[at + 2] == "    1 more, with less memory"
+    assert rows[at + 3].startswith("  process 4711 Xorg")
+    assert max(map(len, rows)) <= width
+
+
+def curves(document: dict[str, Any], sm: list[float | None]) -> HistoryDocument:
+    size = document["gpus"][0]["memory"]["capacity_bytes"]
+    of_gpu: GpuHistory = {"sm_ratio": sm, "memory_used_bytes": [size / 2] * len(sm)}
+    return {"step_seconds": 5.0, "gpus": {gpu["uuid"]: of_gpu for gpu in document["gpus"][:2]}}
+
+
+def test_curves_stand_below_their_gpus_as_high_as_the_room_allows() -> None:
+    """Below each or below none; then next to them, where the table leaves that many columns."""
+    document = busy_node()
+    lines, idle = top_lines(document, 100), [0.0] * 180
+
+    def rows(room: int, width: int, history: HistoryDocument) -> list[str]:
+        found = with_history(lines, document, history, width, room)
+        return [row.plain.rstrip() for row in top_table(found, width)[1]]
+
+    busy = curves(document, [None] * 90 + [1.0] * 90)
+    below = rows(5, 100, busy)
+    # Two GPUs, two lines each; the first GPU has no reason below it, the second one.
+    assert [number for number, row in enumerate(below) if "█" * 19 in row or "15 min" in row] == [1, 2, 8, 9]
+    assert re.fullmatch(r" {4}15 min  SM  {19}█{19}  memory █{38}", below[2])
+    assert below[1].strip() == "█" * 19
+    assert len(rows(100, 100, busy)) == len(lines) + 2 * MOST_CURVE_LINES
+    assert rows(1, 100, busy) == rows(-9, 100, busy) == rows(9, 100, curves(document, idle))
+    assert re.search(r"250/700 {4}15 min  SM {14}█{13}  memory ▄{26}$", rows(1, 200, busy)[0])
+    unknown: HistoryDocument = {"step_seconds": 5.0, "gpus": {"GPU-unknown": {}, document["gpus"][0]["uuid"]: {}}}
+    assert rows(9, 100, unknown) == rows(0, 100, unknown)
+
+
+def test_a_curve_has_the_mean_of_its_steps() -> None:
+    """A cell without a sample is blank, one with next to nothing a line on the ground; a curve may have fewer steps than
+    cells."""
+    assert blocks([0.0, 0.5, 1.0, None], 4, 1) == ["▁▄█ "]
+    assert blocks([0.0, 1.0, None, 0.5], 2, 1) == ["▄▄"]
+    assert blocks([0.25, 1.5], 4, 2) == ["  ██", "▄▄██"]
+    assert blocks([], 3, 1) == ["   "]
+
+
+async def test_p_asks_the_agent_for_processes_and_the_screen_has_curves() -> None:
+    """At once, not at the next poll; an agent that refuses the parameter, as an older one, still shows its PIDs."""
+    document, seen = busy_node(), []
+
+    async def node(server: FakeApiServer, request_seen: Seen, request: web.Request) -> web.StreamResponse:
+        seen.append(dict(request_seen.query))
+        is_old = len([query for query in seen if query]) > 1
+        status = 400 if is_old and request_seen.query else 200
+        body = json.loads(json.dumps(document))
+        if request_seen.query and not is_old:
+            [usage] = [g["usage"] for c in body["containers"] for g in c["gpus"] if c["container"] == "trainer"]
+            usage["processes"] = PROCESSES
+        return await answers(status, body)(server, request_seen, request)
+
+    history = curves(document, [0.5] * 180)
+    async with (
+        json_server({"/api/v1/node": node, "/api/v1/history": dict(history)}) as agent,
+        at_terminal("top", "--interval=600", "--server", agent.url, columns=80, rows=24) as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "15 min  SM" in "\n".join(screen_of(text)))
+        terminal.press("p")
+        await terminal.wait_shown(lambda text: "process 4242 python3.11, inside 12" in "\n".join(screen_of(text)))
+        terminal.press("pp")
+        await terminal.wait_shown(lambda text: "    process 7" in screen_of(text))
+        assert {"processes": "true"} in seen
         terminal.press("q")
         assert await terminal.wait_end() == 0
 

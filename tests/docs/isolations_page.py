@@ -1,30 +1,15 @@
-"""docs/reference/isolations.md, made from the registry: an isolation's package gives itself its row."""
+"""What docs/explanation/isolation.md says of each term, made from the registry: an isolation's package names its own."""
 
 from __future__ import annotations
 
 from gpushare_agent.agent.isolation import ISOLATIONS
-from gpushare_agent.agent.isolation.request import Follows
-
-_HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them
-and has the terms. A resize is that of a container that runs ([resize.md](../explanation/resize.md));
-the driver's limit follows it where the agent sets the limit.
-
-| isolation | memory by | compute by | not limited | resize of memory | of cores | shares of MIG instances |
-|---|---|---|---|---|---|---|"""
-_RESIZED = {
-    Follows.NOBODY: "no process",
-    Follows.NEW_PROCESSES: "processes that start later",
-    Follows.RUNNING_PROCESSES: "running processes",
-}
+from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 
 
-def isolations() -> str:
-    """A row for each in the registry, on a node of which nothing special is known."""
-    lines = [_HEAD]
-    for name, isolation in ISOLATIONS.items():
-        kept = isolation.keeps
-        terms = ", ".join(f"`{term}`" for term in kept.not_kept)
-        resized = [_RESIZED[follows] for follows in (isolation.memory_follows, isolation.cores_follow)]
-        mig = f"refused: {isolation.why_not_in_mig}" if isolation.why_not_in_mig else "yes"
-        lines.append("| " + " | ".join([f"`{name}`", kept.memory_by, kept.compute_by, terms, *resized, mig]) + " |")
+def not_kept() -> str:
+    """A row for each term, in the words of the agent, with the isolations that do not keep it."""
+    lines = ["| term | not kept | under |", "|---|---|---|"]
+    for term, text in NOT_KEPT_TEXTS.items():
+        under = ", ".join(f"`{name}`" for name, isolation in ISOLATIONS.items() if term in isolation.keeps.not_kept)
+        lines.append(f"| `{term}` | {text} | {under} |")
     return "\n".join(lines)

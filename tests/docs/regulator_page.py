@@ -34,22 +34,33 @@ _GROUPS = {
 }
 
 
-def regulator_cells() -> str:
-    numbers = json.loads(RESULTS.read_text(encoding="utf-8"))["after"]
+def regulator_groups() -> list[list[str]]:
+    """Of each group of cells how many are outside, and how far its worst is off; all of them last."""
+    numbers = _numbers()
     groups: dict[str, list[Cell]] = {}
     for cell in CELLS:
         groups.setdefault(_group(cell), []).append(cell)
-    rows = [["cells", "of them", "outside", "worst, points"]]
+    rows = []
     for name, cells in groups.items():
         found = [recorded(numbers, cell) for cell in cells]
         worst = max((_points(one) for one in found if one), default=0.0)
         rows.append([name, str(len(cells)), _outside(found), f"{worst:.1f}"])
-    rows.append(["all", str(len(CELLS)), _outside([recorded(numbers, cell) for cell in CELLS]), ""])
+    return [*rows, ["all", str(len(CELLS)), _outside([recorded(numbers, cell) for cell in CELLS]), ""]]
+
+
+def regulator_cells() -> str:
+    """The groups that have a cell outside."""
+    numbers = _numbers()
+    rows = [["cells", "of them", "outside", "worst, points"], *(row for row in regulator_groups() if row[2] != "0")]
     headlines = [
         ["", "percent of the GPU's time"],
         *([text, _later(numbers, name)] for text, name in _HEADLINES.items()),
     ]
     return f"{_joined(headlines)}\n\n{_joined(rows)}"
+
+
+def _numbers() -> Any:
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["after"]
 
 
 def _group(cell: Cell) -> str:

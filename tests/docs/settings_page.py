@@ -1,4 +1,4 @@
-"""The tables of docs/reference/settings.md, from the settings' own texts."""
+"""The lists of docs/reference/settings.md, from the settings' own texts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 
 from gpushare_agent.core.settings.reference import Key, all_keys, text_of
 
-_ESCAPED = str.maketrans({"|": r"\|", "*": r"\*"})
-"""A bar would end the table's cell, and two stars are emphasis."""
+_ESCAPED = str.maketrans({"*": r"\*"})
+"""Two stars are emphasis."""
 
 
-def settings_tables() -> str:
-    """A table for each section, in the tree's order."""
+def settings_lists() -> str:
+    """A list for each section, in the tree's order."""
     lines: list[str] = []
     section = ""
     for key in all_keys():
         if key.section != section:
             section = key.section
-            lines += ["", f"## {_linked(section.rstrip('.'))}", "", "| setting | meaning |", "|---|---|"]
-        names = "<br>".join([f"`{key.name}`{_default(key)}", *(f"`--{alias}`" for alias in key.aliases)])
-        lines.append(f"| {names} | {_linked(key.description.translate(_ESCAPED))} |")
+            lines += ["", f"## {_linked(section.rstrip('.'))}", ""]
+        names = " ".join([f"**`{key.name}`**{_default(key)}", *(f"`--{alias}`" for alias in key.aliases)])
+        lines.append(f"- {names}: {_linked(key.description.translate(_ESCAPED))}")
     return "\n".join(lines).lstrip()
 
 
@@ -30,7 +30,7 @@ def _default(key: Key) -> str:
     explained = {word.strip("`.,:;()") for word in key.description.split()}
     if not key.is_boolean and not explained.issuperset(key.kind.choices):
         allowed = ", ".join(key.kind.choices)
-    return (f": `{default}`" if default else "") + (f" ({allowed})" if allowed else "")
+    return (f" `{default}`" if default else "") + (f" ({allowed})" if allowed else "")
 
 
 def _linked(text: str) -> str:

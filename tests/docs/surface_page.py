@@ -31,7 +31,7 @@ def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
         "components": ("components.md", sorted(path.name for path in (ROOT / "manifests/components").iterdir())),
         "chart values": ("../../charts/gpushare-agent/README.md", _rows("charts/gpushare-agent/README.md", r"[\w.]+")),
         "refusal reasons": ("metrics.md", list(RefusalReason)),
-        "isolations": ("isolations.md", list(ISOLATIONS)),
+        "isolations": ("../explanation/isolation.md", list(ISOLATIONS)),
     }
 
 

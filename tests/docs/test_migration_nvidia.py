@@ -1,4 +1,4 @@
-"""Whoever comes from NVIDIA's chart; docs/how-to/migrate-from-nvidia.md has the table of keys (tests/docs/generated.py)."""
+"""Whoever comes from NVIDIA's chart."""
 
 from __future__ import annotations
 

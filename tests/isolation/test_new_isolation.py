@@ -15,8 +15,8 @@ from gpushare_agent.core.settings.isolation_names import isolation_names
 from gpushare_agent.core.settings.settings import SettingsError, load_settings
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import open_agent
-from tests.docs.isolations_page import isolations
-from tests.docs.settings_page import settings_tables
+from tests.docs.isolations_page import not_kept
+from tests.docs.settings_page import settings_lists
 from tests.sandbox.support_sandbox import CORE, container, open_test_node, pod
 from tests.settings.support_settings import ROOT
 from tests.support_json import written_node
@@ -65,16 +65,16 @@ def test_settings_accept_and_list_it() -> None:
     """For the node and for pods; the page of settings and the text of a mistake have its name among the others."""
     settings = load_settings(["--isolation=example", "--isolations-allowed=none,example"], {}).settings
     assert (settings.isolation, settings.isolations_allowed) == ("example", ("none", "example"))
-    listed = r"^\| `isolations?(?:_allowed)?`.* \(driver, example, gpushare, gpushare\+driver, mps,"
-    assert len(re.findall(listed, settings_tables(), re.M)) == 2
+    listed = r"^- \*\*`isolations?(?:_allowed)?`.* \(driver, example, gpushare, gpushare\+driver, mps,"
+    assert len(re.findall(listed, settings_lists(), re.M)) == 2
     with pytest.raises(SettingsError, match=r"driver, example, gpushare, gpushare\+driver, mps, "):
         load_settings(["--isolation=exampel"], {})
 
 
 @pytest.mark.usefixtures("example")
-def test_the_page_of_isolations_has_its_row() -> None:
-    """By `nox -s pages -- --write`, from what its package says."""
-    assert "| `example` | example | nobody | `bypass` | no process | no process | yes |" in isolations()
+def test_the_page_of_isolations_names_it() -> None:
+    """By `nox -s pages -- --write`, from what its package says that it does not keep."""
+    assert re.search(r"^\| `bypass` \| .*`example`", not_kept(), re.M)
 
 
 @pytest.mark.usefixtures("example")

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.sandbox.run import addresses_of
+from gpushare_agent.sandbox.run import addresses_of, live_words
 from gpushare_agent.sandbox.state_directory import NodePaths
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox_cli import (
@@ -76,49 +76,77 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
             assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
 
 
+SAMPLES = re.search(r'^SAMPLES = "(.*)"', (ROOT / "noxfile.py").read_text(), re.M)[1]  # type: ignore[index]
 PROGRAM = """\
 #!{python}
 import sys
-from gpushare_agent.__main__ import {function}
-sys.exit({function}())
+from gpushare_agent.__main__ import main
+sys.exit(main())
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_plugin", [True, False], ids=["plugin", "no plugin"])
-async def test_the_last_lines_of_a_first_run_are_the_next_step_also_behind_a_proxy(has_plugin: bool) -> None:
-    """Each can be typed as it stands: what keeps the sandbox running, and an explanation of a pod that is there."""
+@pytest.mark.parametrize("has_tools", [True, False], ids=["tools", "no tools"])
+async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_tools: bool) -> None:
+    """As printed, by sh, in a folder with a space in its name, with the words of `nox -s sandbox`, behind a dead proxy: one
+    keeps a sandbox running, one explains a pod that waits, one deletes it. Without tools there is no kubectl or openssl."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     dead = {name: "http://127.0.0.1:9" for upper in names for name in (upper, upper.lower())}
-    environ = {**os.environ, **dead, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory(prefix="g s", dir="/tmp") as folder:
+        environ = {**os.environ, **dead, "PYTHONPATH": str(ROOT), **({} if has_tools else {"PATH": folder})}
 
-    async def typed(line: str) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        return await asyncio.create_subprocess_shell(
-            f"exec env {line}", stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, env=environ
-        )
+        async def typed(line: str) -> asyncio.subprocess.Process:
+            pipe = asyncio.subprocess.PIPE
+            command = ("/bin/sh", "-c", f"exec {line}")
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=environ
+            )
 
-    with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as folder:
-        for name, function in (("gpushare-agent", "main"), ("kubectl-gpushare", "run_plugin"))[: 1 + has_plugin]:
-            program = Path(folder) / name
-            program.write_text(PROGRAM.format(python=sys.executable, function=function))
-            program.chmod(0o755)
+        program = Path(folder) / ".nox" / "sandbox" / "bin" / "gpushare-agent"
+        program.parent.mkdir(parents=True)
+        program.write_text(PROGRAM.format(python=sys.executable))
+        program.chmod(0o755)
+        (Path(folder) / "manifests").symlink_to(ROOT / "manifests")
         port = free_port()
-        words = f"sandbox --state-dir {folder}/s --port {port} --apply manifests/samples/share.yaml"
-        done = await ended(await typed(f"{folder}/gpushare-agent {words} --once"))
+        # In the folder with the space, so that the commands must quote it.
+        words = f"sandbox --state-dir '{folder}/s' --port {port} --apply {SAMPLES}"
+        done = await ended(await typed(f".nox/sandbox/bin/gpushare-agent {words} --once"))
         assert done.code == 0, done.err
-        again, page, explain = done.err.splitlines()[-3:]
-        assert again == f"next: {folder}/gpushare-agent {words}"
-        assert page == f"  keeps it running, with a page on http://localhost:{port}/; then, in another terminal:"
-        process = await typed(again.removeprefix("next: "))
+        first, live_one, second, explain, delete = done.err.splitlines()[-5:]
+        assert first == f"next, a live sandbox with its dashboard on http://localhost:{port}/ (Ctrl-C ends it):"
+        assert second == "in a second terminal, in this folder: why too-large is Pending, and its end:"
+        for command in (live_one, explain, delete):
+            assert command.startswith("  .nox/sandbox/bin/gpushare-agent ")
+        process = await typed(live_one)
         try:
-            await read_until(process, "default/share Running")
+            await read_until(process, "pod default/too-large Pending")
+            assert "the dashboard" in await page_of(f"http://localhost:{port}/")
             shown = await ended(await typed(explain))
+            gone = await ended(await typed(delete))
+            assert (gone.code, gone.err) == (0, "")
+            await read_until(process, "gone: pod default/too-large")
         finally:
             process.send_signal(signal.SIGINT)
             await ended(process)
-        assert shown.out.startswith("default/share, container cuda got GPU 0"), shown.err
-        assert ("kubectl-gpushare" in explain) is has_plugin
+    assert shown.out.startswith("default/too-large waits for a node\n"), shown.err
+    assert "container main: 10000 cores are 100 GPUs" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("--once", "sandbox"),
+        ("--once --samples fitting", "sandbox --samples all"),
+        ("--samples=fitting --apply a.yaml --once", "sandbox --samples=all --apply a.yaml"),
+        ("--once --samples none --apply 'a b'", "sandbox --samples waiting --apply 'a b'"),
+        ("--once --port 0 --apply a.yaml", "sandbox --port 0 --apply a.yaml --web.port=4711 --samples waiting"),
+    ],
+)
+def test_the_live_sandbox_has_the_pods_of_the_first_and_one_that_waits(words: str, printed: str) -> None:
+    """And the port that was free, which the other commands name."""
+    is_waiting = printed == "sandbox"
+    web = "http://localhost:4711" if "--port 0" in words else "http://localhost:5678"
+    assert live_words(["sandbox", *shlex.split(words)], web, has_waiting=is_waiting) == printed
 
 
 @pytest.mark.slow

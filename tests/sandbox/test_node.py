@@ -120,6 +120,7 @@ def test_the_samples_are_valid_and_one_of_them_cannot_fit() -> None:
     """A share, two shares, a pair, and with "all" a pod that stays Pending."""
     assert [m.raw["metadata"]["name"] for m in sample_manifests("fitting")] == ["share", "two-shares", "pair"]
     assert [m.raw["metadata"]["name"] for m in sample_manifests("all")] == ["share", "two-shares", "pair", "too-large"]
+    assert [m.raw["metadata"]["name"] for m in sample_manifests("waiting")] == ["too-large"]
     assert sample_manifests("none") == []
 
 

@@ -116,32 +116,24 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
     def __init__(self, node: Node, mig: MigInstances) -> None:
         self._node = node
         self._mig = mig
-        self._has_changed: set[asyncio.Event] = set()
+        self._changed = asyncio.Event()
 
     def changed(self) -> None:
         """A GPU, perhaps: in a burst of claims each allocation comes here, and none changes a GPU's health."""
-        for event in self._has_changed:
-            event.set()
+        self._changed.set()
+        self._changed = asyncio.Event()  # each change wakes those who wait once
 
     async def node_watch_resources(
         self, message: v1alpha1.NodeWatchResourcesRequest
     ) -> AsyncIterator[v1alpha1.NodeWatchResourcesResponse]:
-        event = asyncio.Event()
-        self._has_changed.add(event)
-        try:
-            while True:
-                found = self._named()
-                devices = [self._health(name, gpu) for name, gpu in found]
-                yield v1alpha1.NodeWatchResourcesResponse(devices=devices)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(HEALTH_PERIOD_S):
-                        # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
-                        # it.
-                        while self._named() == found:
-                            await event.wait()
-                            event.clear()
-        finally:
-            self._has_changed.discard(event)
+        while True:
+            found = self._named()
+            yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(name, gpu) for name, gpu in found])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_PERIOD_S):
+                    # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of it.
+                    while self._named() == found:
+                        await self._changed.wait()
 
     def _named(self) -> list[tuple[str, Gpu]]:
         """By their devices' names: an instance that was made here has its place's."""

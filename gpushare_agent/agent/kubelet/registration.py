@@ -150,9 +150,11 @@ class Registrar:
         self.socket = device_plugin_path / KUBELET_SOCKET
         self.register = register
         self.backoff = backoff
-        self._on_kubelet_restart: Callable[[], None] = lambda: None
         self._poll_s = poll_s
-        self._on_registered: Callable[[str], None] = lambda _resource: None
+        self.on_registered: Callable[[str], None] = lambda _resource: None
+        """Called with the resource after each registration; must not block."""
+        self.on_kubelet_restart: Callable[[], None] = lambda: None
+        """Called when another kubelet socket has come after one with which a resource was registered; must not block."""
         self._registered_kubelet: FileIdentity | None = None
         self._resources = [ResourceRegistrar(endpoint, self) for endpoint in endpoints]
         self._missing = {endpoint.resource for endpoint in endpoints}
@@ -164,11 +166,6 @@ class Registrar:
         """The servers outlive `run`, so that another registrar can take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
         self._removed: list[ResourceRegistrar] = []
-
-    def subscribe(self, *, on_registered: Callable[[str], None], on_kubelet_restart: Callable[[], None]) -> None:
-        """`on_registered` is called with the resource after each registration, `on_kubelet_restart` when another kubelet
-        socket has come after one with which a resource was registered. Neither may block."""
-        self._on_registered, self._on_kubelet_restart = on_registered, on_kubelet_restart
 
     def is_registered(self, resource: str) -> bool:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
@@ -259,11 +256,11 @@ class Registrar:
         if is_restart:
             self._registered_kubelet = None
             log.info("kubelet_restarted", socket=str(self.socket))
-            self._on_kubelet_restart()
+            self.on_kubelet_restart()
 
     def registered(self, resource: str, kubelet: FileIdentity) -> None:
         self._registered_kubelet = kubelet
-        self._on_registered(resource)
+        self.on_registered(resource)
         self._has_accepted(resource)
 
     def _has_accepted(self, resource: str) -> None:

@@ -48,7 +48,7 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a descriptor, which have no file's name. Files and sockets have adapters, which rename their errors."""
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
-_STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
+_STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", ".--u. ^v####----__..---")
 _ENCODING_ERRORS = "gpushare-stand-ins"
 """Name of the error handler of both standard streams."""
 
@@ -413,14 +413,11 @@ def _stand_in(error: UnicodeError) -> tuple[str, int]:
     return letters.encode("ascii", "replace").decode(), error.end
 
 
-def runnable(name: str = PROGRAM) -> str:
-    """How a person types this very program, or `name` where it is installed next to it, in this directory: nox and an
-    environment of a checkout have it on no PATH."""
+def runnable() -> str:
+    """How a person types this very program in this directory: nox and an environment of a checkout have it on no PATH."""
     path = Path(sys.argv[0]).absolute()
     if path.name != PROGRAM or not path.is_file():
         return f"{shlex.quote(sys.executable)} -m gpushare_agent"
-    if (other := path.with_name(name)).is_file():
-        path = other
     # A relative path is shorter, and is how the person has called it.
     if path.is_relative_to(Path.cwd()):
         return shlex.quote(str(path.relative_to(Path.cwd())))

@@ -13,13 +13,16 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from msgspec import Struct
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
+
+from gpushare_agent.core.cli.render_text import counted
 
 _KEYS_AT_ONCE = 64
 _KEY = re.compile(r"\x1b\[[0-9]*[A-Z~]|.", re.DOTALL)
@@ -37,9 +40,9 @@ class View(Struct, frozen=True, kw_only=True):
 
 
 class Screen:
-    """`show` makes the view for a width. `press` gets each key first, and returns whether it was meant for it."""
+    """`show` makes the view for a width and height. `press` gets each key first, and returns whether it was meant for it."""
 
-    def __init__(self, show: Callable[[int], View], press: Callable[[str], bool] = lambda key: False) -> None:
+    def __init__(self, show: Callable[[int, int], View], press: Callable[[str], bool] = lambda key: False) -> None:
         self._show = show
         self._press = press
         self._first_line = 0
@@ -47,16 +50,20 @@ class Screen:
         self.is_over = asyncio.Event()
         self.is_changed = asyncio.Event()
 
-    async def run(self, *, ends_on_signals: bool) -> None:
-        """Shows the screen until q. With `ends_on_signals` until Ctrl-C or SIGTERM, too; else the caller handles them."""
+    async def run(self, follow: Coroutine[Any, Any, None], *, ends_on_signals: bool) -> None:
+        """Shows the screen until q, next to `follow`, which changes what is shown, without an end. With `ends_on_signals`
+        until Ctrl-C or SIGTERM, too; else the caller handles them."""
         console = Console(highlight=False)
-        # Without rich's own thread: what is drawn is changed on the event loop alone.
-        with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not self.is_over.is_set():
-                # Before drawing: a change in the meantime draws once more.
-                self.is_changed.clear()
-                live.update(self, refresh=True)
-                await self.is_changed.wait()
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(follow, name="follow what is shown")
+            # Without rich's own thread: what is drawn is changed on the event loop alone.
+            with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
+                while not self.is_over.is_set():
+                    # Before drawing: a change in the meantime draws once more.
+                    self.is_changed.clear()
+                    live.update(self, refresh=True)
+                    await self.is_changed.wait()
+            following.cancel()
 
     def end(self) -> None:
         self.is_over.set()
@@ -76,7 +83,7 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yields head and foot, and as many lines of the body as the terminal has left."""
         width, height = options.max_width, console.height
-        view = self._show(width)
+        view = self._show(width, height)
         free = options.update(height=None)
         head, foot = (
             [line for text in texts for line in _cut(console, free, text)] for texts in (view.head, view.foot)
@@ -87,7 +94,7 @@ class Screen:
         # Here, where the height is known: the terminal may have grown, or lines may have gone.
         self._first_line = max(0, min(self._first_line, hidden))
         if hidden and foot:
-            more = Text(f"{hidden} more lines (j, k)  ", style="bold").append_text(view.foot[-1])
+            more = Text(f"{counted(hidden, 'more line')} (j, k)  ", style="bold").append_text(view.foot[-1])
             foot[-1:] = _cut(console, free, more)
         shown = body[self._first_line : self._first_line + self._page]
         blank: list[list[Segment]] = [[]] * (self._page - len(shown))

@@ -88,18 +88,23 @@ def connectable_path(path: Path) -> Iterator[str]:
         yield _address(path, directory)
 
 
-def is_served(path: Path) -> bool:
-    """Whether a process listens at the socket `path`. A full backlog shows one, too."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            with connectable_path(path) as address:
-                probe.connect(address)
-        # EAGAIN of connect(2): the backlog is full, so somebody listens.
-        except BlockingIOError:
-            return True
-        # A crashed server leaves its file; only the refused connection tells that nobody serves it.
-        except OSError:
-            return False
+def is_served(path: Path, *, in_doubt: bool = False) -> bool:
+    """Whether a process listens at the socket `path`. A full backlog shows one, too. `in_doubt` is the answer where that
+    cannot be known, as without a free descriptor."""
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe,
+            connectable_path(path) as address,
+        ):
+            probe.connect(address)
+    # EAGAIN of connect(2): the backlog is full, so somebody listens.
+    except BlockingIOError:
+        return True
+    # A crashed server leaves its file; only the refused connection tells that nobody serves it.
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        return in_doubt
     return True
 
 

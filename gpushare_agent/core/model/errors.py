@@ -15,7 +15,7 @@ class AgentError(Exception):
     """Base of every error that this project raises on purpose. Its text is for a person."""
 
 
-class Unavailable(AgentError):  # noqa: N818 - named for the caller's next move, see docs/reference/glossary.md
+class Unavailable(AgentError):  # noqa: N818 - named for the caller's next move, see CONTRIBUTING.md
     """The other side cannot answer now: try again later."""
 
 

@@ -189,6 +189,21 @@ class NodeDocument(TypedDict):
     containers: Sequence[ContainerDocument]
 
 
+Curve = Annotated[Sequence[Number | None], Meta(max_length=100_000)]
+
+
+class GpuHistory(TypedDict, total=False):
+    sm_ratio: Curve
+    memory_used_bytes: Curve
+
+
+class HistoryDocument(TypedDict):
+    """/api/v1/history?only=gpus, by UUID, the oldest first."""
+
+    step_seconds: Number
+    gpus: Mapping[str, GpuHistory]
+
+
 class Asked(TypedDict):
     cores: Integer
     memory_bytes: Integer

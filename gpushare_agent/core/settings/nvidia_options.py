@@ -1,6 +1,6 @@
 """The keys, variables and flags of NVIDIA's device plugin, and what becomes of each here: one table.
 
-The table of docs/how-to/migrate-from-nvidia.md is generated from it (tests/docs/generated.py).
+`gpushare-agent config` prints what became of each.
 
 Source: k8s-device-plugin v0.20.0, api/config/v1 (keys, types, allowed values), cmd/nvidia-device-plugin/main.go and
 cmd/gpu-feature-discovery/main.go (flags, variables), internal/rm/health.go (DP_…). settings/nvidia_plugin.py reads them.

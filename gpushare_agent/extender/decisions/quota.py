@@ -222,14 +222,18 @@ class Usage:
         self._add(namespace, model, NOTHING.minus(use))
         return bool(namespace)
 
-    def of(self, namespace: str, model: str, *, without: PodUid | None = None) -> QuotaUse:
-        """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
+    def of(self, namespace: str, model: str | None, *, without: PodUid | None = None) -> QuotaUse:
+        """As QuotaState.used."""
         total, of_model = (self._sums.get((namespace, group), NOTHING) for group in (None, model))
         # A pod that is reserved already asks again for what it has.
         its_namespace, its_model, use = self._pods.get(without, ("", "", NOTHING)) if without else ("", "", NOTHING)
         if its_namespace == namespace:
             total, of_model = total.minus(use), of_model.minus(use) if its_model == model else of_model
         return QuotaUse(of_model.gpus, total.vcore, total.vmemory)
+
+    def totals(self) -> dict[str, QuotaUse]:
+        """By namespace."""
+        return {namespace: use for (namespace, model), use in self._sums.items() if model is None}
 
     def _add(self, namespace: str, model: str, use: QuotaUse) -> None:
         for group in ((namespace, None), (namespace, model)):
@@ -246,6 +250,7 @@ class QuotaState:
         self._names = names
         self._usage = Usage()
         self.used = self._usage.of
+        self.totals = self._usage.totals
         self._nodes: dict[str, tuple[str, int]] = {}
         """Model, and memory of the largest GPU in MiB."""
         self._largest_mib: dict[str, int] | None = None
@@ -293,6 +298,19 @@ class QuotaState:
                 self._largest_mib[of_node] = max(memory_mib, self._largest_mib.get(of_node, 0))
         # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
         return use_of(pod, self._names, gpu_memory_mib=self._largest_mib.get(model, 0))
+
+    def standing(self, namespace: str, limits: NamespaceQuota) -> list[tuple[str, float, float]]:
+        """What `limits` limits, how much of it the namespace has used, and may use, in GPUs, cores and blocks."""
+        total = self.used(namespace, None)
+        found: list[tuple[str, float, float]] = [
+            (f"{model} GPUs", self.used(namespace, model).gpus / CORES_PER_GPU, most / CORES_PER_GPU)
+            for model, most in (limits.gpus or {}).items()
+        ]
+        # Any GPU is one too many.
+        if limits.gpus == {}:
+            found.append(("GPUs", total.gpus / CORES_PER_GPU, 0))
+        totals = ("vcore", total.vcore, limits.vcore), ("vmemory blocks", total.vmemory, limits.vmemory)
+        return [*found, *((what, used, most) for what, used, most in totals if most is not None)]
 
     # --- from ClusterState ---
 

@@ -3,11 +3,11 @@
 import { GpuView } from "./gpus.js";
 import { ContainerTable } from "./containers.js";
 import { Decisions } from "./decisions.js";
-import { arrange, byId, h, set, write } from "./dom.js";
+import { arrange, byId, h, keepClear, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
 import { History, spanText } from "./history.js";
-import { Hues } from "./hues.js";
+import { hues } from "./hues.js";
 import { isOfCluster, Store } from "./store.js";
 import { Summary } from "./summary.js";
 import { startChoice, startTheme } from "./theme.js";
@@ -17,7 +17,6 @@ const COMPACT_ABOVE = 8; // GPUs in use, whose curves and lists would push the c
 const MANY = 40; // containers from which on bars jump instead of gliding: gliding hundreds of them costs every frame
 
 const views = new Map(); // GPU's uuid -> GpuView
-const hues = new Hues();
 const store = new Store(draw, drawLink);
 const summary = new Summary(store);
 const history = new History(store);
@@ -29,10 +28,7 @@ let inOrder = new Map(); // key -> container, by namespace, pod and container
 
 function draw(changed) {
   const { everything } = changed;
-  if (everything || changed.containers.size) {
-    inOrder = sorted();
-    for (const key of hues.update(inOrder)) recoloured(key, changed);
-  }
+  if (everything || changed.containers.size) inOrder = sorted();
   for (const uuid of changed.gpus) checkHealth(uuid, changed);
   summary.draw();
   drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));
@@ -45,12 +41,6 @@ function draw(changed) {
   else if (changed.sampled && history.sample()) drawPast();
   announce(changed.decisions);
   set(document.body, "data-ready", true);
-}
-
-/** Its row and its shares are drawn again, though nothing else of it changed. */
-function recoloured(key, changed) {
-  changed.containers.add(key);
-  for (const { uuid } of store.containers.get(key).gpus) changed.shares.add(uuid);
 }
 
 /** A GPU that failed, or works again, changes the rows of its containers. */
@@ -157,6 +147,7 @@ function chooseSpan(span) {
 
 startTheme();
 startChoice("span", chooseSpan);
+keepClear();
 byId("compact").addEventListener("change", drawCompact);
 byId("all-nodes").hidden = !isOfCluster;
 byId("own-paths").hidden = isOfCluster; // which are no part of what is read through the API server

@@ -1,21 +1,34 @@
-// The page of all nodes: what is allocated where, and why pods wait. Reads its server every few seconds while it is in sight.
+// The page of all nodes: what is allocated where and in use, and why pods wait. Reads its server every few seconds while it is
+// in sight.
 
-import { arrange, byId, h, set, vary, write } from "./dom.js";
+import { arrange, byId, h, keepClear, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy, kindOf } from "./health.js";
+import { hueOf } from "./hues.js";
 import { read } from "./reading.js";
 import { startTheme } from "./theme.js";
+import { Uses } from "./uses.js";
 
 const PERIOD_MS = 5000;
 const SLOW_MS = 30000; // a large cluster's answer is made in slices, and an agent's comes through the API server
 const SILENT_S = 100; // a watch sends something each minute
-const NODES_ASKED = 8; // open nodes whose agents are asked for the use, each time
-const SHOWN_NODES = 100; // drawn at once; the filters find the others
+const REMEDIES_MS = 30000; // those of an open pod are worked out again so often
+const SHOWN_NODES = 100; // drawn at once, and with each press of the button below them
+const SHOWN_NAMESPACES = 200;
+const LONG = 90; // characters of a reason that three lines hold in any column
 
 const views = new Map(); // node's name -> NodeView
 const entries = new Map(); // waiting pod's UID -> entry
-let cluster = null; // {nodes, waiting, head}
+const namespaceRows = new Map(); // namespace -> row
+const uses = new Uses((name) => readJson(`nodes/${encodeURIComponent(name)}/api/v1/node`), drawUses);
+let cluster = null; // {nodes, waiting, namespaces, quota_problem, head}
+let most = SHOWN_NODES;
+let drawSums = null; // timer
+let sortedBy = ["namespace", 1]; // of the namespaces: column and direction
 let answeredAt = Date.now();
+
+/** A node on which all GPUs are for MIG instances offers no share. */
+const NO_SHARES = { model: "", pool: "", is_exact: true, gpus: [], reservations: [], unattributed: [] };
 
 const readJson = async (path) => (await read(path, {}, SLOW_MS)).json();
 
@@ -26,7 +39,11 @@ async function readCluster() {
     head = await readJson(`api/v1/cluster${after && `?after=${encodeURIComponent(after)}`}`);
     nodes.push(...head.nodes);
   }
-  return { head, nodes, waiting: await readJson("api/v1/waiting") };
+  const [waiting, mig] = [await readJson("api/v1/waiting"), (await readJson("api/v1/mig")).nodes];
+  for (const node of nodes) node.mig_gpus = mig[node.name]?.mig_gpus ?? [];
+  const known = new Set(nodes.map((node) => node.name));
+  for (const [name, facts] of Object.entries(mig)) if (!known.has(name)) nodes.push({ ...NO_SHARES, name, ...facts });
+  return { head, nodes, waiting, ...(await readJson("api/v1/namespaces")) };
 }
 
 async function refresh() {
@@ -35,7 +52,7 @@ async function refresh() {
     answeredAt = Date.now();
     draw();
     drawLink("");
-    readUses();
+    uses.read(cluster.nodes.filter((node) => node.reservations.length || isSeen(node)).map((node) => node.name));
   } catch (error) {
     drawLink(error.message);
   }
@@ -62,12 +79,14 @@ function drawLink(problem) {
 
 function draw() {
   const { head, nodes, waiting } = cluster;
-  write(byId("facts"), `gpushare-agent ${head.version} · a GPU core is 1/100 of a GPU's compute · an open node has its GPUs' use`);
+  write(byId("facts"), `gpushare-agent ${head.version} · a GPU core is 1/100 of a GPU's compute`);
   drawNamespaces(nodes, waiting.pods);
   const namespace = byId("namespace").value;
   drawSummary(nodes, waiting.count);
-  drawWaiting(waiting, namespace);
-  drawNodes(nodes, namespace, byId("filter").value.trim().toLowerCase());
+  const text = byId("filter").value.trim().toLowerCase();
+  drawWaiting(waiting, namespace, text);
+  drawTotals(namespace);
+  drawNodes(nodes, namespace, text);
   set(document.body, "data-ready", true);
 }
 
@@ -87,6 +106,10 @@ function drawNamespaces(nodes, waiting) {
 const listed = (...parts) => parts.filter(Boolean).join(", ");
 const coresOf = (gpu) => gpu.cores.allocated;
 const memoryOf = (gpu) => gpu.memory.allocated_bytes;
+const sumOf = (items, value) => items.reduce((sum, one) => sum + value(one), 0);
+
+/** How many GPUs of a node are wholly free, for a pod that comes now. */
+const freeOf = (node) => (node.is_ready && !node.is_cordoned ? node.gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length : 0);
 
 function drawSummary(nodes, waiting) {
   const gpus = nodes.flatMap((node) => node.gpus);
@@ -94,8 +117,7 @@ function drawSummary(nodes, waiting) {
   const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores.capacity), total(memoryOf)];
   const capacity = total((gpu) => gpu.memory.capacity_bytes);
   const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
-  const serving = nodes.filter((node) => node.is_ready && !node.is_cordoned).flatMap((node) => node.gpus);
-  const free = serving.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
+  const free = nodes.reduce((sum, node) => sum + freeOf(node), 0);
   const [notReady, closed] = [nodes.filter((node) => !node.is_ready).length, nodes.filter((node) => node.is_cordoned).length];
   const pods = nodes.reduce((sum, node) => sum + node.reservations.length, 0);
   const tiles = [
@@ -112,14 +134,14 @@ function drawSummary(nodes, waiting) {
 
 // --- waiting pods ---
 
-function drawWaiting({ count, pods }, namespace) {
-  const shown = pods.filter((pod) => !namespace || pod.namespace === namespace);
+function drawWaiting({ count, pods, claims_problem: unlisted }, namespace, text) {
+  const shown = pods.filter((pod) => (!namespace || pod.namespace === namespace) && `${pod.namespace}/${pod.pod}`.toLowerCase().includes(text));
   const known = new Set(pods.map((pod) => pod.uid));
   for (const uid of entries.keys()) if (!known.has(uid)) entries.delete(uid);
   arrange(byId("waiting"), shown.map(waitingEntry));
   byId("waiting-empty").hidden = shown.length > 0;
-  write(byId("waiting-empty"), namespace ? `No pod of namespace ${namespace} waits for GPUs.` : "No pod waits for GPUs.");
-  write(byId("waiting-count"), count ? `${format.count(shown.length, "pod", "pods")}${count > pods.length ? ` of the first ${pods.length} of ${count}` : ""}` : "");
+  write(byId("waiting-empty"), `No pod${namespace && ` of namespace ${namespace}`} ${text && `with “${text}” in its name `}waits for GPUs.`);
+  write(byId("waiting-count"), `${count ? `${format.count(shown.length, "pod", "pods")}${count > pods.length ? ` of the first ${pods.length} of ${count}` : ""}` : ""}${unlisted && ` without those that wait for MIG instances: ${unlisted}`}`);
 }
 
 function waitingEntry(pod) {
@@ -132,29 +154,25 @@ function waitingEntry(pod) {
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
         h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
       h("div", { class: "decision-body" }, mistake, message, nodes));
-    details.addEventListener("toggle", () => details.open && showNodes(nodes, pod));
-    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message, mistake };
+    details.addEventListener("toggle", () => details.open && showNodes(entry, pod));
+    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), details, nodes, message, mistake };
     entries.set(pod.uid, entry);
   }
   write(entry.message, pod.message ? `The scheduler: ${pod.message}` : "The scheduler has said nothing yet.");
   write(entry.mistake, pod.mistake);
+  entry.mistake.hidden = !pod.mistake;
+  // What would help changes with the cluster; not while somebody is in it.
+  if (entry.details.open && Date.now() - entry.readAt > REMEDIES_MS && !entry.nodes.matches(":hover, :focus-within")) showNodes(entry, pod);
   return entry.element;
 }
 
-/** As `kubectl gpushare explain` says it. */
-function remedies({ fits, changes, other_reasons: others, not_checked: unchecked, ignored }) {
-  const refused = Object.entries(others).map(([text, count]) => `${text} (${format.count(count, "node", "nodes")})`).join("; ");
-  return [
-    fits && h("p", {}, `It fits ${fits}: the scheduler has not tried again yet, or has another reason.`),
-    changes.length > 0 && h("p", {}, "To start now, one of:"),
-    changes.length > 0 && h("ul", { class: "changes" }, changes.map((change) => h("li", {}, change.text))),
-    refused && h("p", {}, `Nodes with room on their GPUs are refused: ${refused}`),
-    ignored && h("p", {}, `Ignored: ${ignored}`),
-    unchecked.length > 0 && h("p", { class: "quiet" }, `Not checked: ${unchecked.join("; ")}`),
-  ].filter(Boolean);
-}
+/** What `kubectl gpushare explain` says, line by line; two of the lines are above already, and follow the cluster. */
+const remedies = (lines) => h("dl", { class: "remedies" }, lines.filter(([name]) => !["scheduler", "mistake"].includes(name)).map(([name, texts]) =>
+  h("div", {}, h("dt", {}, name), texts.map((text) => h("dd", {}, text)))));
 
-async function showNodes(place, pod) {
+async function showNodes(entry, pod) {
+  const place = entry.nodes;
+  entry.readAt = Date.now();
   try {
     const answer = await readJson(`api/v1/waiting?uid=${encodeURIComponent(pod.uid)}`);
     const { nodes, count } = answer;
@@ -167,7 +185,7 @@ async function showNodes(place, pod) {
         h("td", {}, gpu.verdict === "fits" ? "✓ fits" : gpu.verdict))),
     ]);
     place.replaceChildren(
-      ...remedies(answer),
+      remedies(answer.lines),
       !count ? "" : table(`Every GPU, for the largest container of ${pod.namespace}/${pod.pod}`, ["GPU", "GPU cores free", "Memory free", "Verdict"], h("tbody", {}, rows)),
       count > nodes.length ? h("p", { class: "quiet" }, `and ${count - nodes.length} more nodes`) : "");
   } catch (error) {
@@ -182,20 +200,127 @@ function table(name, headings, body) {
       body));
 }
 
+// --- namespaces ---
+
+const COLUMNS = [
+  { id: "namespace", name: "Namespace" },
+  { id: "pods", name: "Pods" },
+  { id: "waiting", name: "Waiting" },
+  { id: "cores", name: "GPU cores", text: (one) => String(one.cores) },
+  { id: "usedCores", name: "Cores used", text: (one) => (one.usedCores === null ? "–" : String(Math.round(one.usedCores))) },
+  { id: "memory", name: "Memory", text: (one) => format.bytes(one.memory) },
+  { id: "usedMemory", name: "Memory used", text: (one) => format.bytes(one.usedMemory) },
+  { id: "full", name: "Quota used" },
+];
+const headings = COLUMNS.map((column) => h("th", { scope: "col", "data-number": !["namespace", "full"].includes(column.id) },
+  h("button", { type: "button", onclick: () => sortNamespaces(column.id) }, column.name)));
+const totals = h("tbody");
+
+function sortNamespaces(id) {
+  sortedBy = [id, sortedBy[0] === id ? -sortedBy[1] : id === "namespace" ? 1 : -1];
+  drawTotals(byId("namespace").value);
+}
+
+/** Of each namespace that has pods, waits, or has a quota. */
+function sumsOfNamespaces() {
+  const found = new Map();
+  const sumsOf = (name) => {
+    if (!found.has(name)) found.set(name, { namespace: name, pods: 0, waiting: 0, cores: 0, usedCores: null, memory: 0, usedMemory: null, limits: null, full: null });
+    return found.get(name);
+  };
+  for (const { namespace, cores, memory_bytes: memory, pools, limits } of cluster.namespaces) {
+    const parts = (limits ?? []).map(([what, used, allowed]) => [used && !allowed ? Infinity : used / (allowed || 1), allowed ? `${used} of ${allowed} ${what}` : `${used || "no"} ${what}, none allowed`]);
+    parts.sort(([one], [two]) => two - one);
+    Object.assign(sumsOf(namespace), { cores, memory, limits: limits && parts.map(([, text]) => text), pools, full: parts[0]?.[0] ?? null });
+  }
+  for (const pod of cluster.waiting.pods) sumsOf(pod.namespace).waiting += 1;
+  for (const node of cluster.nodes) {
+    for (const one of node.reservations) sumsOf(namespaceOf(one)).pods += 1;
+    for (const [name, used] of uses.of(node.name)?.namespaces ?? []) {
+      if (!found.has(name)) continue;
+      sumsOf(name).usedCores += used.cores;
+      sumsOf(name).usedMemory += used.memory;
+    }
+  }
+  return [...found.values()];
+}
+
+function drawTotals(namespace) {
+  const all = sumsOfNamespaces();
+  const [id, direction] = sortedBy;
+  const order = (one, two) => (id === "namespace" ? 0 : direction * ((one[id] ?? -1) - (two[id] ?? -1) || 0)) || (id === "namespace" ? direction : 1) * format.compareTexts(one.namespace, two.namespace);
+  const shown = all.filter((one) => !namespace || one.namespace === namespace).sort(order).slice(0, SHOWN_NAMESPACES);
+  const known = new Set(all.map((one) => one.namespace));
+  for (const name of namespaceRows.keys()) if (!known.has(name)) namespaceRows.delete(name);
+  COLUMNS.forEach((column, place) => set(headings[place], "aria-sort", column.id === id ? (direction > 0 ? "ascending" : "descending") : "none"));
+  arrange(totals, shown.map(namespaceRow));
+  byId("totals-title").parentElement.parentElement.hidden = !all.length;
+  const asked = cluster.nodes.filter((node) => node.reservations.length);
+  const silent = asked.filter((node) => !uses.of(node.name)).length;
+  write(byId("totals-count"), [
+    format.count(all.length, "namespace", "namespaces"), shown.length < all.length && !namespace && `the first ${shown.length} are shown`,
+    silent && `in use: without ${silent} of ${format.count(asked.length, "node", "nodes")}, which have not answered`,
+    cluster.quota_problem && `quota not known: ${cluster.quota_problem}`,
+  ].filter(Boolean).join(" · "));
+}
+
+function namespaceRow(one) {
+  let row = namespaceRows.get(one.namespace);
+  if (!row) {
+    const cells = COLUMNS.slice(1, -1).map((column) => h("td", { "data-number": true, "data-label": column.name }));
+    const [fill, percent, limits] = [h("i"), h("span", { class: "meter-text" }), h("span", { class: "quiet" })];
+    const meter = h("span", { class: "meter", "aria-hidden": "true" }, fill);
+    row = { cells, fill, meter, percent, limits, element: h("tr", {}, h("th", { scope: "row" }, one.namespace), cells, h("td", { "data-label": "Quota" }, meter, percent, limits)) };
+    namespaceRows.set(one.namespace, row);
+  }
+  COLUMNS.slice(1, -1).forEach((column, place) => write(row.cells[place], column.text ? column.text(one) : one[column.id]));
+  row.meter.hidden = row.percent.hidden = one.full === null;
+  vary(row.fill, "--used", Math.min(1, one.full ?? 0).toFixed(3));
+  set(row.meter, "data-over", one.full > 1);
+  write(row.percent, one.full === Infinity ? "over" : format.percent(one.full));
+  const listed = one.limits && [...one.limits.slice(0, 3), one.limits.length > 3 && `${one.limits.length - 3} more`, one.pools?.length && `pools ${one.pools.join(", ")}`].filter(Boolean).join("; ");
+  write(row.limits, cluster.quota_problem ? "not known" : listed || "no limit");
+  return row.element;
+}
+
 // --- nodes ---
+
+const usedOf = (node) => {
+  const use = uses.of(node.name);
+  const known = node.gpus.map((gpu) => use?.gpus.get(gpu.uuid)?.sm ?? null).filter((sm) => sm !== null);
+  return known.length ? sumOf(known, (sm) => sm) / known.length : null;
+};
+const allocatedOf = (node) => sumOf(node.gpus, coresOf) / (sumOf(node.gpus, (gpu) => gpu.cores.capacity) || 1);
+const troubleOf = (node) => 4 * !node.is_ready + 3 * node.gpus.some(isUnhealthy) + 2 * node.is_cordoned + node.gpus.some(isCordoned);
+const awaitedOf = (node) => cluster.waiting.pods.filter((pod) => pod.nominated_node === node.name).length;
+
+/** The higher comes first; nodes that are alike, by name. */
+const ORDERS = { name: () => 0, free: freeOf, allocated: allocatedOf, use: (node) => usedOf(node) ?? -1, state: troubleOf, waiting: awaitedOf };
+const KINDS = {
+  all: [() => true, ""], problems: [troubleOf, " with a problem"], free: [freeOf, " with a free GPU"],
+};
 
 function drawNodes(nodes, namespace, text) {
   const names = new Set(nodes.map((node) => node.name));
-  for (const name of views.keys()) if (!names.has(name)) views.delete(name);
-  const matching = nodes.filter((node) => (!namespace || ofNamespace(node, namespace).length) && (!text || textOf(node).includes(text)));
-  const shown = matching.slice(0, SHOWN_NODES);
+  for (const name of views.keys()) if (!names.has(name)) forget(name);
+  uses.keep(names);
+  const [isOfKind, words] = KINDS[byId("kind").value];
+  const matching = nodes.filter((node) => (!namespace || ofNamespace(node, namespace).length) && (!text || textOf(node).includes(text)) && isOfKind(node));
+  const value = new Map(matching.map((node) => [node.name, ORDERS[byId("order").value](node)]));
+  // What moves away under the pointer or the keyboard cannot be pressed: then the order stays, except for new nodes.
+  const kept = new Map(byId("nodes").matches(":hover, :focus-within") && byId("nodes").dataset.order === byId("order").value ? [...byId("nodes").children].map((one, place) => [one.dataset.node, place]) : []);
+  const place = (node) => kept.get(node.name) ?? (kept.size ? Infinity : 0);
+  const compare = (one, two) => (place(one) - place(two) || 0) || value.get(two.name) - value.get(one.name) || format.compareTexts(one.name, two.name);
+  const shown = matching.sort(compare).slice(0, most);
+  set(byId("nodes"), "data-order", byId("order").value);
   for (const node of shown) if (!views.has(node.name)) views.set(node.name, new NodeView(node.name));
   for (const node of shown) views.get(node.name).draw(node, namespace);
   arrange(byId("nodes"), shown.map((node) => views.get(node.name).element));
+  byId("more").hidden = matching.length <= shown.length;
   const part = matching.length > shown.length ? `, the first ${shown.length} are shown` : "";
   write(byId("nodes-count"), `${matching.length < nodes.length ? `${matching.length} of ` : ""}${format.count(nodes.length, "node", "nodes")}${part}`);
   byId("nodes-empty").hidden = shown.length > 0;
-  const where = namespace ? ` with a pod of namespace ${namespace}` : "";
+  const where = `${words}${namespace ? ` with a pod of namespace ${namespace}` : ""}`;
   write(byId("nodes-empty"), nodes.length ? `No node${where}${text ? ` has “${text}” in its name, GPU model or pods` : ""}.` : "No node offers GPUs: is the agent installed?");
 }
 
@@ -203,118 +328,190 @@ function textOf(node) {
   return [node.name, node.model, node.pool, ...node.gpus.map((gpu) => gpu.name), ...node.reservations.map((one) => one.pod)].join("\n").toLowerCase();
 }
 
+/** Which nodes are in sight: their use is read first and most often. */
+const sight = new IntersectionObserver((changes) => {
+  for (const { target, isIntersecting } of changes) uses.see(target.dataset.node, isIntersecting);
+}, { rootMargin: "200px" });
+const isSeen = (node) => uses.isSeen(node.name);
+
+function forget(name) {
+  sight.unobserve(views.get(name).element);
+  views.delete(name);
+}
+
+/** A node's answer changes its tile at once, and the sums once for all answers of a moment. */
+function drawUses(name) {
+  views.get(name)?.drawUse();
+  drawSums ??= setTimeout(() => {
+    drawSums = null;
+    drawTotals(byId("namespace").value);
+  }, 250);
+}
+
+/** `8 × NVIDIA L4`, and what there is of others. An instance counts only where its GPU is not reported. */
+function modelsOf({ gpus, mig_gpus: divided, model }) {
+  const named = (items) => Map.groupBy(items, (gpu) => gpu.name || model || "GPU");
+  const [own, onDemand] = [named(divided.length ? gpus.filter((gpu) => !gpu.mig) : gpus), named(divided)];
+  return [...new Set([...own.keys(), ...onDemand.keys()])].map((name) => `${format.gpuCount(own.get(name) ?? [], onDemand.get(name))} × ${name}`);
+}
+
 class NodeView {
   constructor(name) {
     this.facts = h("span", { class: "quiet" });
     this.badges = h("span", { class: "badges" });
     this.strip = h("span", { class: "strip", role: "img" });
-    this.rows = h("tbody");
+    this.rows = new Map(); // GPU's index -> row
+    this.body = h("tbody");
     this.unknown = h("p", { class: "quiet", hidden: true });
-    this.body = h("div", { class: "node-body" },
-      h("p", {}, h("a", { href: `nodes/${encodeURIComponent(name)}/` }, `Dashboard of ${name}`), h("span", { class: "quiet" }, ": its containers, history and admissions")),
-      table(`GPUs of ${name}`, ["GPU", "GPU cores", "Memory", "State", "Pods"], this.rows), this.unknown);
-    this.uses = new Map(); // GPU's UUID -> its use, where the node's agent has been asked
+    this.mig = h("ul", { class: "quiet" });
     this.details = h("details", {},
-      h("summary", {}, h("span", { class: "node-name" }, name), this.facts, this.strip, this.badges), this.body);
+      h("summary", {}, h("span", { class: "node-name" }, name), this.badges, this.strip, this.facts),
+      h("div", { class: "node-body" },
+        h("p", {}, h("a", { href: `nodes/${encodeURIComponent(name)}/` }, `Dashboard of ${name}`), h("span", { class: "quiet" }, ": its containers, history and admissions")),
+        table(`GPUs of ${name}`, ["GPU", "GPU cores", "Memory", "State", "Pods"], this.body), this.mig, this.unknown));
     this.element = h("li", { class: "panel node", "data-node": name }, this.details);
-    this.details.addEventListener("toggle", () => {
-      this.#drawBody();
-      this.readUse();
-    });
+    this.details.addEventListener("toggle", () => this.#drawBody());
+    sight.observe(this.element);
   }
 
   draw(node, namespace) {
     Object.assign(this, { node, namespace });
     const { gpus } = node;
-    const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
-    const own = ofNamespace(node, namespace).length;
-    const facts = [gpus[0]?.name || node.model, format.count(format.gpuCount(gpus, node.mig_gpus), "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores allocated`,
-      `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
-    write(this.facts, facts.filter(Boolean).join(" · "));
+    const [unhealthy, out, awaited] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length, awaitedOf(node)];
     const badges = [
       !node.is_ready && ["bad", "✕ Node not ready"], node.is_cordoned && ["warn", "‖ Node cordoned"],
       unhealthy && ["bad", `✕ ${format.count(unhealthy, "GPU", "GPUs")} unhealthy`], out && ["warn", `‖ ${format.count(out, "GPU", "GPUs")} cordoned`],
+      awaited && ["warn", `${format.count(awaited, "pod waits", "pods wait")} for it`],
     ].filter(Boolean);
-    this.badges.replaceChildren(...(badges.length ? badges : [["good", "✓ Healthy"]]).map(badge));
-    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${format.gpuLabel(gpu)}: GPU cores ${format.coresAllocated(gpu)}`).join(", "));
-    while (this.strip.children.length > gpus.length) this.strip.lastElementChild.remove();
-    gpus.forEach((gpu, place) => {
-      const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
-      vary(cell, "--used", (Math.max(coresOf(gpu) / 100, memoryOf(gpu) / (gpu.memory.capacity_bytes || 1))).toFixed(2));
-      set(cell, "data-kind", kindOf(gpu));
-    });
-    this.#drawBody();
+    const wanted = badges.length ? badges : [["good", "✓ Healthy"]];
+    once(this.badges, wanted, () => wanted.map(badge));
+    const shares = gpus.map((gpu) => [kindOf(gpu), sharesOf(node, gpu)]);
+    once(this.strip, shares, () => shares.map(([kind, parts]) => h("i", { "data-kind": kind }, parts.map(([uid, size]) => {
+      const part = h("b", { class: `hue-${hueOf(uid)}` });
+      vary(part, "--size", size.toFixed(3));
+      return part;
+    }))));
+    this.drawUse();
   }
 
-  /** Of its agent, through the API server; while it is open. What is not answered is not known, and it is said why. */
-  async readUse() {
-    if (!this.details.open || this.isReading) return;
-    this.isReading = true;
-    let problem = "";
-    try {
-      const { gpus } = await readJson(`nodes/${encodeURIComponent(this.node.name)}/api/v1/node`);
-      this.uses = new Map(gpus.map((gpu) => [gpu.uuid, gpu.usage]));
-    } catch (error) {
-      this.uses = new Map();
-      problem = `The use of these GPUs is not known: ${error.message}`;
-    }
-    this.isReading = false;
-    this.unknown.hidden = !problem;
-    write(this.unknown, problem);
-    this.#drawBody();
-  }
-
-  /** Only while it is open, and the rows alone: the keyboard may be in the rest. */
-  #drawBody() {
+  /** What is in use, as its agent said last; what is not answered is not known, and it is said why. */
+  drawUse() {
     const { node, namespace } = this;
-    const state = JSON.stringify([node, namespace, [...this.uses]]);
-    if (!this.details.open || state === this.drawn) return;
-    this.drawn = state;
-    const pods = ofNamespace(node, namespace);
-    this.rows.replaceChildren(...node.gpus.map((gpu) => this.#row(gpu, pods.filter((one) => String(gpu.index) in one.charges))));
+    const { gpus } = node;
+    const [use, problem, used, own] = [uses.of(node.name), uses.problem(node.name), usedOf(node), ofNamespace(node, namespace).length];
+    const facts = [
+      ...modelsOf(node),
+      `${sumOf(gpus, coresOf)}/${sumOf(gpus, (gpu) => gpu.cores.capacity)} allocated`,
+      used === null ? problem && "use not known" : `${format.percent(used)} in use${use.isStale ? ` (${format.duration(use.age)} ago)` : ""}`,
+      `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly",
+    ];
+    write(this.facts, facts.filter(Boolean).join(" · "));
+    set(this.element, "data-stale", use?.isStale);
+    set(this.strip, "aria-label", gpus.map((gpu, place) => {
+      const sm = use?.gpus.get(gpu.uuid)?.sm ?? null;
+      vary(this.strip.children[place], "--used", (sm ?? 0).toFixed(3));
+      return `GPU ${format.gpuLabel(gpu)}: ${format.coresAllocated(gpu)}${sm === null ? "" : `, ${format.percent(sm)} in use`}`;
+    }).join("; "));
+    this.unknown.hidden = !problem;
+    write(this.unknown, problem && `The use of these GPUs ${use ? `is ${format.duration(use.age)} old` : "is not known"}: ${problem}`);
+    this.#drawBody();
   }
 
-  #row(gpu, pods) {
-    const use = this.uses.get(gpu.uuid);
-    const parts = (allocated, value, text) => [part(allocated), use && value !== null && part(`${text(value)} in use`)];
-    return h("tr", { "data-gpu": gpu.index },
-      h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`),
-      h("td", { "data-number": true, "data-label": "GPU cores" }, parts(format.coresAllocated(gpu), use?.sm_ratio, format.percent)),
-      h("td", { "data-number": true, "data-label": "Memory" }, parts(`${format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)} allocated`, use?.memory_used_bytes, format.bytes)),
-      h("td", {}, states(gpu)),
-      h("td", {}, pods.length ? h("ul", {}, pods.map((one) => h("li", {}, podText(one, gpu.index)))) : null));
+  /** Only while it is open, and only what differs: the keyboard may be in it. */
+  #drawBody() {
+    if (!this.details.open) return;
+    const { node, namespace } = this;
+    const [pods, use] = [ofNamespace(node, namespace), uses.of(node.name)];
+    const indexes = new Set(node.gpus.map((gpu) => gpu.index));
+    for (const index of this.rows.keys()) if (!indexes.has(index)) this.rows.delete(index);
+    arrange(this.body, node.gpus.map((gpu) => this.#row(gpu, pods.filter((one) => String(gpu.index) in one.charges), use?.gpus.get(gpu.uuid))));
+    const mig = use?.mig.length ? use.mig : (node.mig_gpus ?? []).map((gpu) => `GPU ${gpu.index} (${gpu.name}): MIG on demand${outOfMig(gpu)}`);
+    once(this.mig, mig, () => mig.map((text) => h("li", {}, text)));
+  }
+
+  #row(gpu, pods, use) {
+    let row = this.rows.get(gpu.index);
+    if (!row) {
+      const cells = ["GPU cores", "Memory", null, null].map((label) => h("td", { "data-number": Boolean(label), "data-label": label }));
+      row = { cells, element: h("tr", { "data-gpu": gpu.index }, h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`), cells) };
+      this.rows.set(gpu.index, row);
+    }
+    const [cores, memory, state, who] = row.cells;
+    const parts = (cell, allocated, value, text) => {
+      const texts = [allocated, value !== null && value !== undefined && `${text(value)} in use`].filter(Boolean);
+      once(cell, texts, () => texts.map((one) => h("span", { class: "part" }, one)));
+    };
+    parts(cores, format.coresAllocated(gpu), use?.sm, format.percent);
+    parts(memory, `${format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)} allocated`, use?.memory, format.bytes);
+    once(state, [isUnhealthy(gpu), gpu.health_reason, gpu.cordoned], () => states(gpu));
+    const texts = pods.map((one) => [one.pod_uid, podText(one, gpu.index)]);
+    once(who, texts, () => (texts.length ? [h("ul", {}, texts.map(([uid, text]) => h("li", {}, h("i", { class: `swatch hue-${hueOf(uid)}` }), text)))] : []));
+    return row.element;
   }
 }
 
-/** The use on open nodes, of a few: each is asked of an agent through the API server. */
-function readUses() {
-  [...views.values()].filter((view) => view.details.open).slice(0, NODES_ASKED).forEach((view) => view.readUse());
+/** Makes the children again only where what they show differs: the keyboard may be in one of them. */
+function once(element, shown, make) {
+  const wanted = JSON.stringify(shown);
+  if (element.shown === wanted) return;
+  element.shown = wanted;
+  element.replaceChildren(...make().filter(Boolean));
 }
 
-const part = (text) => h("span", { class: "part" }, text);
+/** What each pod has of a GPU, as parts of the bar: together as much as cores or memory, whichever is fuller. */
+function sharesOf(node, gpu) {
+  const capacity = gpu.memory.capacity_bytes || 1;
+  const sizes = node.reservations.filter((one) => gpu.index in one.charges).map((one) => {
+    const charge = one.charges[gpu.index];
+    return [one.pod_uid, charge[3] ? 1 : Math.max(charge[0] / 100, memoryOfCharge(charge) / capacity)];
+  });
+  const full = Math.min(1, Math.max(coresOf(gpu) / (gpu.cores.capacity || 100), memoryOf(gpu) / capacity));
+  const sum = sumOf(sizes, ([, size]) => size) || 1;
+  // What only the agent names, such as a pod that was ended by force, has no pod here.
+  return sizes.length ? sizes.map(([uid, size]) => [uid, (size / sum) * full]) : full ? [["", full]] : [];
+}
+
+function memoryOfCharge([, blocks, units]) {
+  const { memory_block_bytes: block, unit_bytes: unit } = cluster.head;
+  return blocks * block + units * unit;
+}
+
 const badge = ([kind, text]) => h("span", { class: "badge", "data-kind": kind }, text);
+const outOfMig = (gpu) => [gpu.health_reason, gpu.cordoned && `cordoned: ${gpu.cordoned}`].filter(Boolean).map((why) => `, ${why}`).join("");
 
 /** Each with its reason, where one is known. A node reports that a GPU is cordoned, and mostly not why. */
 function states(gpu) {
   const [unhealthy, why] = [isUnhealthy(gpu), gpu.cordoned === "cordoned" ? "" : gpu.cordoned];
   return [
     unhealthy && badge(["bad", "✕ Unhealthy"]),
-    unhealthy && gpu.health_reason && h("p", { class: "reason", "data-kind": "bad" }, gpu.health_reason),
-    isCordoned(gpu) && badge(["warn", `‖ Cordoned${why && `: ${why}`}`]),
+    unhealthy && gpu.health_reason && reason("bad", gpu.health_reason),
+    isCordoned(gpu) && badge(["warn", "‖ Cordoned"]),
+    isCordoned(gpu) && why && reason("warn", why),
     !unhealthy && !isCordoned(gpu) && "Healthy",
   ];
 }
 
+/** A long one is cut to three lines until it is opened; a screen reader has all of it. */
+const reason = (kind, text) => (text.length <= LONG
+  ? h("p", { class: "reason", "data-kind": kind }, text)
+  : h("details", {}, h("summary", { class: "reason", "data-kind": kind }, h("span", {}, text))));
+
 function podText(one, index) {
-  const [cores, blocks, units, isWhole] = one.charges[index];
-  const { memory_block_bytes: block, unit_bytes: unit } = cluster.head;
-  const share = isWhole ? "whole GPU" : format.request({ cores, memory_bytes: blocks * block + units * unit });
+  const [cores, , , isWhole] = one.charges[index];
+  const share = isWhole ? "whole GPU" : format.request({ cores, memory_bytes: memoryOfCharge(one.charges[index]) });
   const unsure = { assumed: ", being bound", unplaced: ", not reported by its node: may be on any GPU" }[one.stage] ?? "";
   return `${one.pod}: ${share}${unsure}`;
 }
 
 startTheme();
-byId("namespace").addEventListener("change", () => cluster && draw());
+keepClear();
+byId("totals").append(h("table", { class: "of-namespaces" },
+  h("caption", { class: "unseen" }, "What each namespace has, uses and may have. The buttons in the heading sort."), h("thead", {}, h("tr", {}, headings)), totals));
+for (const id of ["namespace", "kind", "order"]) byId(id).addEventListener("change", () => cluster && draw());
 byId("filter").addEventListener("input", () => cluster && draw());
+byId("more").addEventListener("click", () => {
+  most += SHOWN_NODES;
+  draw();
+});
 setInterval(() => byId("live").dataset.state === "bad" && drawLink(byId("live").title), 1000);
 refresh();

@@ -55,3 +55,13 @@ export function arrange(parent, children) {
 }
 
 export const byId = (id) => document.getElementById(id);
+
+/** Keeps what is focused or jumped to clear of the part of the head that stays in place, however high it is. */
+export function keepClear() {
+  const heads = [...document.querySelectorAll(".top, .status")];
+  const observer = new ResizeObserver(() => {
+    const head = heads.find((one) => getComputedStyle(one).position === "sticky" && one.getClientRects().length);
+    document.documentElement.style.scrollPaddingTop = `${Math.ceil(head?.offsetHeight ?? 0) + 8}px`;
+  });
+  for (const one of heads) observer.observe(one);
+}
