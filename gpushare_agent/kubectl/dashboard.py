@@ -100,7 +100,7 @@ MOST_NODES = 20
 _MAX_UID_CHARS = 128
 _MAX_NODE_CHARS = 253
 _BACKLOG = 16
-_NODE_PATHS = "node|history|decisions"
+_NODE_PATHS = "node|history|changes|decisions"
 """The paths of an agent's API: no other path of a pod is reachable through this page."""
 _PROBE_S = 5.0
 _READS = 8
@@ -156,6 +156,8 @@ class _Nodes(NodesFeed, kw_only=True, eq=False):
         # The informer tells the end of those alone of which this returned True.
         if is_kept := has_shares or bool(facts.mig_gpus):
             self.facts[name] = facts
+            if not has_shares:
+                super().remove(name)  # it may have had some until now
         return is_kept
 
     def remove(self, key: str) -> None:
@@ -252,7 +254,7 @@ class ClusterPage:
         """The agent's answer; a failure as its text."""
         node = request.match_info["node"]
         try:
-            if self._state.node_ledger(node) is None:
+            if node not in self._facts:
                 raise NotFound(f"no node {shown(node)} is known")
             if (agent := self._agents.get(node)) is None:
                 agent = await find_agent(api, self._settings, node=node, namespace=self._agent_namespace)

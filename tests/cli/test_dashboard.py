@@ -137,8 +137,9 @@ async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
         assert (await ask(f"{url}nodes/gpu-1/dashboard/app.js"))[0] == 200
         for path in ("metrics", "debug/state", "api/v1/..%2f..%2fsecrets"):
             assert (await ask(f"{url}nodes/gpu-1/{path}"))[0] == 404, path
-        status, answer, _ = await ask(f"{url}nodes/gpu-1/api/v1/node")
-        assert status == 404 and answer["error"].startswith("no agent runs on node gpu-1: ")
+        for what in ("node", "history", "changes", "decisions"):
+            status, answer, _ = await ask(f"{url}nodes/gpu-1/api/v1/{what}")
+            assert status == 404 and answer["error"].startswith("no agent runs on node gpu-1: "), what
         assert (await ask(f"{url}nodes/other/api/v1/node"))[1] == {"error": 'no node "other" is known'}
         assert (await ask(f"{url}nodes/gpu-1/api/v1/node", Origin="https://evil.example"))[0] == 403
 
@@ -285,10 +286,18 @@ async def test_mig_on_demand() -> None:
         while not (nodes := (await ask(f"{url}api/v1/mig"))[1]["nodes"]):
             await asyncio.sleep(0.01)
         gpu = nodes["gpu-4"]["mig_gpus"][0]
+        _, answer, _ = await ask(f"{url}nodes/gpu-4/api/v1/node")
+        assert answer["error"].startswith("no agent runs on node gpu-4: ")
         assert list(nodes) == ["gpu-4"] and (gpu["name"], gpu["health_reason"]) == ("A100", "row remapping failed")
         cluster.remove("nodes", "gpu-4")
         while (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
             await asyncio.sleep(0.01)
+        divided["metadata"]["name"] = "gpu-3"
+        cluster.put("nodes", divided)
+        while not (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
+            await asyncio.sleep(0.01)
+        # It has no shares any more.
+        assert [node["name"] for node in (await ask(f"{url}api/v1/cluster"))[1]["nodes"]] == ["gpu-1", "gpu-2"]
 
 
 async def test_claims_that_may_not_be_read_are_said() -> None:
