@@ -280,6 +280,10 @@ async def test_mig_on_demand() -> None:
         while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
             await asyncio.sleep(0.01)
         assert (answer["pods"][2]["pod"], answer["pods"][2]["asked"]) == ("instance", "claim gpu")
+        # A page asks every few seconds, and claims may be many.
+        lists = [one.path for one in cluster.seen].count("/apis/resource.k8s.io/v1/resourceclaims")
+        assert (await ask(f"{url}api/v1/waiting"))[1]["count"] == 3
+        assert lists == [one.path for one in cluster.seen].count("/apis/resource.k8s.io/v1/resourceclaims") == 1
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-instance")
         assert "b" in dict(answer["lines"])["to start now, one of:"][0]
         assert (await ask(f"{url}api/v1/waiting?uid=uid-other"))[0] == 404
