@@ -18,7 +18,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -284,16 +283,15 @@ class ClusterPage:
 
     async def _show_mig(self, request: web.Request) -> web.StreamResponse:
         """The nodes with GPUs on which MIG instances are made on demand, and what they report of them."""
-        found = {name: facts for name, facts in self._facts.items() if facts.mig_gpus}
-        nodes = {
-            name: {
-                "is_ready": facts.is_ready,
-                "is_cordoned": facts.offer.is_cordoned,
-                "mig_gpus": [reported_state(gpu) for gpu in facts.mig_gpus],
-            }
-            for name, facts in islice(found.items(), MOST_MIG_NODES)
-        }
-        return json_answer(request, {"count": len(found), "nodes": nodes})
+
+        def document(facts: NodeFacts) -> Mapping[str, Any]:
+            gpus = [reported_state(gpu) for gpu in facts.mig_gpus]
+            return {"is_ready": facts.is_ready, "is_cordoned": facts.offer.is_cordoned, "mig_gpus": gpus}
+
+        found = [(name, facts) for name, facts in self._facts.items() if facts.mig_gpus]
+        pieces = (encode({name: document(facts)})[1:-1] for name, facts in found[:MOST_MIG_NODES])
+        nodes = await join_in_slices(pieces, b",")
+        return await JsonBody(b'{"count":%d,"nodes":{%s}}' % (len(found), nodes)).answer(request)
 
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
@@ -365,8 +363,7 @@ class ClusterPage:
                 "limits": state.standing(name, limits) if limits is not None else None,
             }
 
-        shown = sorted({*used, *limited})
-        found = await join_in_slices(b"," * bool(n) + encode(document(name)) for n, name in enumerate(shown))
+        found = await join_in_slices((encode(document(name)) for name in sorted({*used, *limited})), b",")
         head = encode({"quota_problem": self._quota_problem})
         return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 

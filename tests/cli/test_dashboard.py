@@ -9,19 +9,25 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gpushare_agent.core.kit import http_answers
 from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS, read_pod_json
 from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.gpus import GpuReport
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.core.node_report.documents import GpuState
+from gpushare_agent.core.node_report.reported import reported_state
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.kubectl import dashboard
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
 from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
 from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
+from tests.cluster.support_kube import running
 from tests.extender.support_extender import raw_node, raw_pod
-from tests.fakes.api_server import raw_status
+from tests.fakes.api_server import Raw, raw_status
 from tests.support_deadline import DEADLINE_S
 
 
@@ -256,14 +262,41 @@ async def test_a_quota_that_cannot_be_read_says_why() -> None:
         assert "no right" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
 
 
+def divided_node(name: str) -> Raw:
+    """Of which all GPUs are for instances."""
+    node = raw_node(name)
+    reported = json.loads(node["metadata"]["annotations"][GPUS_ANNOTATION])
+    ill = {**reported["gpus"][0], "name": "A100", "is_healthy": False, "reason": "row remapping failed"}
+    node["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps({**reported, "gpus": [], "mig_gpus": [ill]})
+    return {**node, "status": {}}
+
+
+async def test_nodes_with_mig_on_demand_are_written_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them would hold the loop."""
+    monkeypatch.setattr(http_answers, "SLICE_S", 0.0)
+    made, turns = list[object](), set[int]()
+
+    def counted(gpu: GpuReport) -> GpuState:
+        made.append(gpu)
+        return reported_state(gpu)
+
+    async def count() -> None:
+        while True:
+            turns.add(len(made))
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(dashboard, "reported_state", counted)
+    async with served_cluster([divided_node(f"gpu-{number}") for number in range(3)]) as (url, _), running(count):
+        while (await ask(f"{url}api/v1/mig"))[1]["count"] < 3:
+            made.clear()
+            turns.clear()
+    assert turns >= {1, 2}
+
+
 async def test_mig_on_demand() -> None:
     """Its GPUs, also of a node without any other, until the node has gone; and the pods that wait for an instance, as
     `explain` explains them."""
-    divided = raw_node("gpu-4")
-    reported = json.loads(divided["metadata"]["annotations"][GPUS_ANNOTATION])
-    ill = {**reported["gpus"][0], "name": "A100", "is_healthy": False, "reason": "row remapping failed"}
-    divided["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps({**reported, "gpus": [], "mig_gpus": [ill]})
-    divided["status"] = {}
+    divided = divided_node("gpu-4")
     wants = {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
     waits = waiting("instance", (0, 0), namespace="ns")
     waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
