@@ -297,6 +297,20 @@ async def test_a_file_that_is_not_the_agents_own_format_costs_the_past_alone(
     assert (await restarted(again, tmp_path)).ratios()[-1] == 0.25
 
 
+async def test_a_curve_that_claims_the_future_goes_with_its_day(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.after(0.5, A)
+    await node.past.save()
+    _changed(lambda document: document["containers"][0].update(last=1 << 40))(tmp_path / FILE)
+    again = Node(tmp_path, at=node.wall.now)
+    await again.past.load()
+    again.after(0.25)
+    assert again.document()["containers"]
+    again.wall.now += DAY_S
+    again.after(0.25)
+    assert not again.document()["containers"]
+
+
 async def test_a_directory_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     """The curves go on without it, as they do where the setting is empty."""
     (tmp_path / "file").touch()

@@ -124,8 +124,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
     async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
         pieces = (encode({uuid: found})[1:-1] for uuid, found in self.past.changes.newest().items())
-        joined = (b"," + piece if index else piece for index, piece in enumerate(pieces))
-        return JsonBody(b'{"changes":{' + await join_in_slices(joined) + b"}}")
+        return JsonBody(b'{"changes":{' + await join_in_slices(pieces, b",") + b"}}")
 
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}
