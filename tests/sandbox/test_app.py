@@ -256,7 +256,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         # One that comes and goes between two drawings is never shown.
         await read_until(process, "pod default/piped Running")
         assert (await sandbox("delete", "default/piped", *where)).out == "pod default/piped deleted\n"
-        await read_until(process, "gone: pod default/piped")
+        await read_until(process, "gone: pod default/piped\n")
         assert (await sandbox("kill-agent", *where)).code == 0
         await read_until(process, "the agent was killed by signal 9; starting it again")
         assert (await sandbox("restart-kubelet", *where)).code == 0
