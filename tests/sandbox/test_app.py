@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -274,7 +275,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await read_until(process, "gone: pod default/mine")
         second = await sandbox("--once", *where)
         assert second.code == 1
-        assert "another sandbox" in second.err
+        assert "another sandbox" in second.err and f"`{sys.executable} -m gpushare_agent sandbox status" in second.err
         process.send_signal(signal.SIGINT)
         done = await ended(process)
         assert done.code == 0, done.err
