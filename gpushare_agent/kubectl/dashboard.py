@@ -416,7 +416,7 @@ class ClusterPage:
                     "name": node.name,
                     "verdict": verdict or "the pod fits: the scheduler has another reason",
                     "gpus": [
-                        _gpu(gpu, largest, "free, and the node does not suit the pod" if verdict else "fits")
+                        _gpu(gpu, largest, "free, but the node does not suit the pod" if verdict else "fits")
                         for gpu in accepting(choice_of(pod.annotations), node.ledger.gpus)
                     ],
                 }

@@ -99,7 +99,7 @@ async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> Non
         assert change.startswith("ask for 700 cores (200 fewer): GPUs 1, 2, 3, 4, 5, 6, 7 of gpu-")
         assert dict(answer["lines"])["to start now, one of:"][0] == change
         gpus = [gpu["verdict"] for node in answer["nodes"] for gpu in node["gpus"]]
-        assert gpus.count("free, and the node does not suit the pod") == 7 and "fits" not in gpus
+        assert gpus.count("free, but the node does not suit the pod") == 7 and "fits" not in gpus
         away = waiting("away", (20, 8))
         away["spec"]["nodeSelector"] = {"pool": "b"}
         cluster.put("pods", away)
