@@ -230,8 +230,8 @@ class Replay(Struct, eq=False):
             self._start(job, placed, now)
 
     def _place(self, job: Job, now: float) -> list[Placed] | Refused | NoNode:
-        # The Job's next pods have names of their own.
-        suffix = f"-{job.refusals}" if job.refusals else ""
+        # The Job's next pods have names of their own, which no pod of the file can have.
+        suffix = f"\n{job.refusals}" if job.refusals else ""
         pods = [(self.pods.pod(one.name + suffix, one.shape), one.shape) for one in job.arrivals]
         return self.scheduler.place(pods, now)
 
