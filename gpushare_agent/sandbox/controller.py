@@ -61,7 +61,7 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
             # A slice from before the kubelet's start is about to be deleted: it does not count. Nor do the first ones of a
             # pool, whose devices nobody gets yet.
             return self.node.kubelet.has_wiped_slices and bool(read_devices(api.store.all("resourceslices"), self.name))
-        raw = api.object_of("nodes", ("", self.name)) or {}
+        raw = api.store.find("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
         missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]
         # One of NVIDIA's names may have no devices, such as whole GPUs where all are split.
@@ -126,7 +126,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = namespace if kind.is_namespaced else "", name
             # Looked up before, because apply also creates: the outcome depends on what was there.
-            before = self.api.object_of(resource, key) if name else None
+            before = self.api.store.find(resource, key) if name else None
             # Else it has a generateName.
             made = (
                 self.api.apply(resource, raw, namespace, "sandbox")

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from gpushare_agent.core.kube.claims import Attribute, Device, DeviceCapacity, DeviceTaint, RequestPolicy, ValidRange
+from gpushare_agent.core.kube.objects import binary_quantity
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.core.model.mig import MigPlacement
-from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.core.placement.topology import components
 
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
@@ -252,9 +253,4 @@ def _version(text: str) -> str:
 
 
 def quantity(mib: int) -> str:
-    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit that divides it."""
-    for unit in ("Mi", "Gi", "Ti"):
-        if mib % 1024 or unit == "Ti":
-            return f"{mib}{unit}"
-        mib //= 1024
-    raise AssertionError("the last unit ends the loop")
+    return binary_quantity(mib * MIB)

@@ -352,8 +352,6 @@ def _text(data: bytes, start: int, stop: int) -> str:
         raise MalformedMessageError(f"the string at byte {start} is not UTF-8") from e
 
 
-
-
 # --- writing: the generated classes need about 20 µs for a device ---
 
 

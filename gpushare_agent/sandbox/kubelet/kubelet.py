@@ -353,7 +353,7 @@ class EmbeddedKubelet:
         """A plugin's resource stays once reported, with zero. What others put into the capacity stays and is copied to
         allocatable, except that a kubelet without a checkpoint begins with zero of all (`reconcileExtendedResource`)."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
-        known = (self.api.object_of("nodes", ("", self.parts.name)) or {}).get("status", {})
+        known = (self.api.store.find("nodes", ("", self.parts.name)) or {}).get("status", {})
         devices = self.devices.capacity()
         # Without a checkpoint the node's extended resources begin at zero, until a plugin registers.
         is_reset = not self._has_pushed and not devices
