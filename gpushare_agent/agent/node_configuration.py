@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +19,7 @@ from msgspec import Raw
 
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import run_together
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.kube.client import KubeApi, node_named, open_kube_api
 from gpushare_agent.core.kube.informer import Handler, Informer
 from gpushare_agent.core.kube.objects import read_node_json
@@ -124,7 +125,7 @@ class NodeConfiguration(Handler):
         """A Node that is deleted and registered again comes with its labels: until then the last ones count."""
 
     async def watch_directory(self, directory: Path) -> NoReturn:
-        async with open_directory_watch(directory, poll_s=POLL_S) as watch:
+        with closing(DirectoryWatch(directory, poll_s=POLL_S)) as watch:
             while True:
                 # At each turn, the first too: the directory may have changed while nobody watched it.
                 self._changed.set()

@@ -17,7 +17,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,7 +31,7 @@ from gpushare_agent.core.claims.claim import DRIVER, checked_ref
 from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.supervision import ReportOnce, retried
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.allocations import ClaimRef
 from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu
@@ -235,7 +235,7 @@ class DraRegistration:
             await self._driver_socket.stop()
 
     async def _keep(self) -> None:
-        async with open_directory_watch(self.registry, poll_s=POLL_S) as watch:
+        with closing(DirectoryWatch(self.registry, poll_s=POLL_S)) as watch:
             while True:
                 await self._serve_missing()
                 self._failure.is_over()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,7 +31,7 @@ from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.wire import v1beta1
 
@@ -239,7 +239,7 @@ class Registrar:
         return [*self._resources, *self._removed]
 
     async def _watch(self) -> NoReturn:
-        async with open_directory_watch(self._directory, poll_s=self._poll_s) as watch:
+        with closing(DirectoryWatch(self._directory, poll_s=self._poll_s)) as watch:
             while True:
                 await watch.wait_change()
                 self._poll()
