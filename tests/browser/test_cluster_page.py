@@ -292,6 +292,9 @@ async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
             " && one.checkVisibility() && one.clientWidth < 100).map((one) => one.innerText)"
         )
         assert thin == []
+        # A short name has one line, also next to two badges.
+        name = "const one = document.querySelector(\"[data-node='gpu-3'] .node-name\"), style = getComputedStyle(one);"
+        assert await browser.script(f"{name} return one.clientHeight < 1.9 * parseFloat(style.lineHeight)")
         tiles = await browser.script(
             "return [...document.querySelectorAll('.tile')].map((one) => one.getBoundingClientRect().top)"
         )

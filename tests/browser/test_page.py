@@ -234,6 +234,13 @@ async def test_each_width_shows_everything(width: int) -> None:
         assert await browser.script("return document.querySelector('#live').getBoundingClientRect().top") >= 0
 
 
+async def test_one_gpu_has_no_topology() -> None:
+    async with opened(SampleNode(gpus=1, containers=1)) as (browser, _):
+        assert (
+            await browser.script("return document.querySelector('#topology').innerText") == "One GPU, nothing to draw."
+        )
+
+
 async def test_a_narrow_window_has_the_topology_as_a_list() -> None:
     """Every GPU under its switches, and what is wrong with it."""
     async with opened(varied_node(), width=400) as (browser, _):
