@@ -114,7 +114,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         assert node.gpus_of("fourth") == {ill}
         await node.wait_ledger_equal(agent)
         node.assert_nothing_shared()
-        assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
+        assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false", uuid=ill) == 1
         changes = agent.parts.observability.past.changes.newest()
         assert [one.what for one in changes.pop(ill)] == ["recovered", "unhealthy", "xid"] and not changes
         await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")

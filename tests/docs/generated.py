@@ -107,7 +107,7 @@ def full_metrics() -> str:
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
     metrics.know_gpus([UUIDS[0]], 0)
-    metrics.gpu_event("xid", 79, is_ignored=False)
+    metrics.gpu_event("xid", 79, is_ignored=False, uuid=UUIDS[0])
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
     metrics.show_isolations(lambda: {"gpushare": True})

@@ -27,7 +27,7 @@ class Counted:
         self.events: list[tuple[str, int, bool]] = []
         self.errors: list[str] = []
 
-    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
+    def gpu_event(self, kind: str, xid: int, is_ignored: bool, uuid: str | None) -> None:
         self.events.append((kind, xid, is_ignored))
 
     def driver_error(self, name: str) -> None:

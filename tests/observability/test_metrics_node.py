@@ -389,14 +389,14 @@ def test_events_with_foreign_words_make_a_bounded_number_of_series() -> None:
     """Xid numbers beyond the catalogue, words that are none, and too many of them share `other`."""
     metrics = AgentMetrics()
     for xid in range(0, 1000, 10):
-        metrics.gpu_event("xid", xid, is_ignored=xid == 0)
+        metrics.gpu_event("xid", xid, is_ignored=xid == 0, uuid=None)
     for number in range(200):
         metrics.driver_error(f"word_{number}")
         metrics.gpu_health_changed(f"GPU-{number}", healthy=False)
     metrics.driver_error('a"b\nc')
     values = metrics.registry.get_sample_value
-    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "other", "ignored": "false"}) == 79
-    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "", "ignored": "true"}) == 1
+    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "other", "ignored": "false", "uuid": ""}) == 79
+    assert values("gpushare_gpu_events_total", {"kind": "xid", "xid": "", "ignored": "true", "uuid": ""}) == 1
     assert values("gpushare_driver_errors_total", {"error": "other"}) == 200 - 64 + 1
     assert values("gpushare_gpu_health_changes_total", {"uuid": "other", "to": "unhealthy"}) == 200 - 64
 

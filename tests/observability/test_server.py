@@ -136,7 +136,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics.rejected_pod_deleted()
     metrics.show_pod_event_age(lambda: 1.5)
     metrics.identified("fetched")
-    metrics.gpu_event("xid", 79, False)
+    metrics.gpu_event("xid", 79, False, "GPU-1")
     metrics.gpu_health_changed("GPU-1", False)
     metrics.driver_error("gpu_is_lost")
     metrics.sampled(0.002)
@@ -162,7 +162,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
         "gpushare_rejected_pods_deleted_total 1.0",
         "gpushare_pod_event_age_seconds 1.5",
         'gpushare_identifications_total{method="fetched"} 1.0',
-        'gpushare_gpu_events_total{ignored="false",kind="xid",xid="79"} 1.0',
+        'gpushare_gpu_events_total{ignored="false",kind="xid",uuid="GPU-1",xid="79"} 1.0',
         'gpushare_gpu_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
         'gpushare_driver_errors_total{error="gpu_is_lost"} 1.0',
         'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',

@@ -158,7 +158,7 @@ class GpuWatch(Struct, eq=False):
         for (event, meaning), count in noted.items():
             # Counted one by one: the metric is of events, and the log has one line for all of a kind.
             for _ in range(count):
-                self.node.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
+                self.node.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED, event.uuid)
             level, name, more = _LINES[meaning]
             log.log(level, name, what=describe_event(event), uuid=event.uuid, count=count, **more)
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):

@@ -104,7 +104,7 @@ class AgentMetrics:
         self.rejected_pod_deleted = count("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
         # The driver: events, errors, sampling.
         text = "Driver's events: kind xid or double-bit-ecc, xid 1 to 200 or other, ignored by health.ignored_xids."
-        self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=())
+        self._gpu_events = count("gpu_events", text, kind=(), xid=(), ignored=(), uuid=())
         self._health_changes = count("gpu_health_changes", "GPUs that became unhealthy or healthy.", uuid=(), to=())
         text = "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read."
         self._driver_errors = count("driver_errors", text, error=())
@@ -171,11 +171,12 @@ class AgentMetrics:
     def unreadable(self, kind: str) -> None:
         self._unreadable()
 
-    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
-        """`kind` is GpuEventKind's value; `xid` counts if the event is one."""
+    def gpu_event(self, kind: str, xid: int, is_ignored: bool, uuid: str | None) -> None:
+        """`kind` is GpuEventKind's value; `xid` counts if the event is one; `uuid` is None if the driver names no GPU."""
         # Bounded, whatever number a future driver reports.
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
-        self._gpu_events(str(kind), shown, "true" if is_ignored else "false")
+        gpu = _bounded(uuid, self._uuids) if uuid else ""
+        self._gpu_events(str(kind), shown, "true" if is_ignored else "false", gpu)
 
     def gpu_health_changed(self, uuid: str, healthy: bool) -> None:
         self._health_changes(_bounded(uuid, self._uuids), "healthy" if healthy else "unhealthy")
