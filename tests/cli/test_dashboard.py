@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec import Raw
 
 from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS, read_pod_json
 from gpushare_agent.core.model.allocations import Charge
@@ -16,6 +18,9 @@ from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.settings.settings import Settings
+from gpushare_agent.extender.decisions.quota import Quota
+from gpushare_agent.extender.objects import read_quota
+from gpushare_agent.kubectl import cluster_reading
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
 from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
@@ -253,6 +258,22 @@ async def test_a_quota_that_cannot_be_read_says_why() -> None:
         cluster.script.answers["/api/v1/namespaces/kube-system/configmaps"] = forbidden
         _, answer, _ = await ask(f"{url}api/v1/namespaces")
         assert "no right" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
+
+
+async def test_a_large_quota_is_not_read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page, its informers and what it reads of agents go on meanwhile."""
+    threads = []
+
+    def read(raw: Raw) -> Quota:
+        threads.append(threading.current_thread())
+        return read_quota(raw)
+
+    monkeypatch.setattr(cluster_reading, "read_quota", read)
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota({f"namespace-{number}": {"vcore": 1} for number in range(100)})
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert (answer["quota_problem"], len(answer["namespaces"])) == ("", 102)
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_mig_on_demand() -> None:
