@@ -167,6 +167,28 @@ async def test_few_agents_are_asked_at_once_and_none_while_nobody_looks() -> Non
         assert sorted(agents.asked) == names and agents.most == 4
 
 
+async def test_agents_that_hang_leave_the_others_their_turn() -> None:
+    """Those that did not answer last time take half of the turns at most."""
+    names = [f"node-{number}" for number in range(6)]
+    silent = names[:4]
+    async with (
+        served_cluster([raw_node(name) for name in names], [waiting("w", (900, 0))]) as (url, cluster),
+        answering_agents(cluster, *names) as agents,
+        open_browser(height=3000) as browser,
+    ):
+        agents.documents = {name: uses(name, {0: 0.5}) for name in names[4:]}
+        await browser.open(url)
+        for words, count in (("use not known", 4), ("% in use", 2)):
+            shown = "[...document.querySelectorAll('.node')].filter((one) => one.innerText.includes(arguments[0])).length"
+            await browser.wait(f"{shown} === arguments[1]", words, count)
+        agents.silent = silent
+        agents.answer.clear()
+        agents.asked.clear()
+        await browser.script("const now = Date.now; Date.now = () => now() + 60000")
+        await eventually(lambda: set(agents.asked) >= set(names[4:]))
+        assert len({*silent} & {*agents.asked}) == 2
+
+
 async def test_the_order_and_the_kinds_of_nodes() -> None:
     """Each order puts the most first; a kind leaves the nodes of it, and says so where there are none."""
     async with busy() as (browser, cluster, _, _):
