@@ -123,6 +123,12 @@ async def test_use_is_there_without_opening_a_node() -> None:
             len(await browser.script("return document.querySelector(\"[data-node='gpu-1'] ul.quiet\").innerText")) < 700
         )
         assert await browser.script("return document.querySelectorAll('main img').length") == 0
+        agents.documents["gpu-2"] = {**uses("gpu-2", {0: 0.5}), "containers": [None]}
+        await browser.script("window.now = Date.now; Date.now = () => window.now() + 31000")
+        await browser.wait(
+            "document.querySelector(\"[data-node='gpu-2'] .node-body\").textContent.includes('another form')"
+        )
+        await browser.script("Date.now = window.now")
         # What was sampled long ago says how long.
         await browser.wait(
             "document.querySelector(\"[data-node='gpu-3']\").innerText.includes('0 % in use (1 min ago)')"

@@ -86,7 +86,7 @@ export class Uses {
     this.failed += hasFailed;
     let found;
     try {
-      found = { ...usesIn(await this.ask(name)), problem: "" };
+      found = usesOrProblem(await this.ask(name));
     } catch (error) {
       found = { problem: error.message.slice(0, MOST_CHARACTERS) };
     }
@@ -97,6 +97,15 @@ export class Uses {
     this.onUse(name);
     if (document.hidden) this.queue = [];
     this.#start();
+  }
+}
+
+function usesOrProblem(document) {
+  try {
+    return { ...usesIn(document), problem: "" };
+  } catch {
+    // The engine's own words, such as "null (reading 'slice')", help nobody.
+    return { problem: "its agent's answer has another form than this page reads: use the agent's own version" };
   }
 }
 
