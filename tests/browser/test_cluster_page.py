@@ -185,7 +185,9 @@ async def test_agents_that_hang_leave_the_others_their_turn() -> None:
         agents.documents = {name: uses(name, {0: 0.5}) for name in names[4:]}
         await browser.open(url)
         for words, count in (("use not known", 4), ("% in use", 2)):
-            shown = "[...document.querySelectorAll('.node')].filter((one) => one.innerText.includes(arguments[0])).length"
+            shown = (
+                "[...document.querySelectorAll('.node')].filter((one) => one.innerText.includes(arguments[0])).length"
+            )
             await browser.wait(f"{shown} === arguments[1]", words, count)
         agents.silent = silent
         agents.answer.clear()
@@ -353,6 +355,22 @@ async def test_nodes_and_their_gpus() -> None:
             "✕ 1 GPU unhealthy",
             "‖ 1 GPU cordoned",
         ]
+
+
+async def test_a_narrow_page_keeps_names_whole_and_texts_straight() -> None:
+    """Badges leave a short name its line, and no mark of a GPU's name turns the numbers behind it around."""
+    node = out_of_service(raw_node("bad-1"))
+    reported = json.loads(node["metadata"]["annotations"][GPUS_ANNOTATION])
+    for gpu in reported["gpus"]:
+        gpu["name"] = "\u202egpu\u2066"
+    node["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps(reported)
+    async with served_cluster([node], [waiting("w", (1, 1))]) as (url, _), open_browser(width=320) as browser:
+        await browser.open(url)
+        await browser.wait("document.querySelector('.node')")
+        lines = "const one = document.querySelector('.node-name'); return one.offsetHeight / parseFloat(getComputedStyle(one)"
+        assert await browser.script(f"{lines}.fontSize)") < 2
+        facts = await browser.script("return document.querySelector('.node summary > .quiet').textContent")
+        assert facts.startswith("2 × \ufffdgpu\ufffd · 0/200 allocated")
 
 
 async def test_the_namespace_and_the_text_filter() -> None:

@@ -17,9 +17,13 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else set(element, name, value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  const shown = children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+  element.append(...shown.map((child) => (typeof child === "string" ? straight(child) : child)));
   return element;
 }
+
+/** Without the marks that turn what follows around: a GPU's name must not make 400/0 of the 0/400 behind it. */
+const straight = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
 
 /** Sets an attribute where it differs; null and false take it away. */
 export function set(element, name, value) {
@@ -33,7 +37,7 @@ export function set(element, name, value) {
 
 /** Sets the text where it differs. */
 export function write(element, text) {
-  const wanted = String(text);
+  const wanted = straight(String(text));
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
