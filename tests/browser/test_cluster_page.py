@@ -367,8 +367,9 @@ async def test_a_narrow_page_keeps_names_whole_and_texts_straight() -> None:
     async with served_cluster([node], [waiting("w", (1, 1))]) as (url, _), open_browser(width=320) as browser:
         await browser.open(url)
         await browser.wait("document.querySelector('.node')")
-        lines = "const one = document.querySelector('.node-name'); return one.offsetHeight / parseFloat(getComputedStyle(one)"
-        assert await browser.script(f"{lines}.fontSize)") < 2
+        size = "const one = document.querySelector('.node-name'); return [one.offsetHeight, getComputedStyle(one).fontSize]"
+        height, font = await browser.script(size)
+        assert height < 2 * float(font.removesuffix("px"))
         facts = await browser.script("return document.querySelector('.node summary > .quiet').textContent")
         assert facts.startswith("2 × \ufffdgpu\ufffd · 0/200 allocated")
 

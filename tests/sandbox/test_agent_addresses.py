@@ -88,8 +88,8 @@ sys.exit(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tools", [True, False], ids=["tools", "no tools"])
 async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_tools: bool) -> None:
-    """As printed, by sh, in a folder whose name needs quotes, with the words of `nox -s sandbox`, behind a dead proxy: one keeps
-    a sandbox running, one explains a pod that waits, one deletes it. Without tools there is no kubectl or openssl."""
+    """As printed, by sh, in a folder whose name needs quotes, with the words of `nox -s sandbox`, behind a dead proxy: one
+    keeps a sandbox running, one explains a pod that waits, one deletes it. Without tools there is no kubectl or openssl."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     dead = {name: "http://127.0.0.1:9" for upper in names for name in (upper, upper.lower())}
     with tempfile.TemporaryDirectory(prefix="a POD's $s", dir="/tmp") as folder:
