@@ -449,6 +449,20 @@ async def test_it_follows_the_cluster() -> None:
         await browser.wait("document.querySelector(\"[data-node='gpu-2']\").textContent.includes('2 pods')")
 
 
+async def test_the_keyboard_goes_on_where_what_it_was_in_has_gone() -> None:
+    """In the next pod or node, or at the heading."""
+    focused = "document.activeElement.closest('[data-uid], [data-node], h2')"
+    async with opened() as (browser, cluster):
+        for gone, after in (("needs-nine", "uid-needs-much"), ("needs-much", "waiting-title")):
+            await browser.script("document.querySelector(`[data-uid='uid-${arguments[0]}'] summary`).focus()", gone)
+            cluster.remove("pods", f"team-b/{gone}")
+            await browser.wait(f"[{focused}?.dataset.uid, {focused}?.id].includes(arguments[0])", after)
+        for gone, after in (("gpu-2", "gpu-3"), ("gpu-3", "gpu-1")):
+            await browser.script("document.querySelector(`[data-node='${arguments[0]}'] summary`).focus()", gone)
+            cluster.remove("nodes", gone)
+            await browser.wait(f"{focused}?.dataset.node === arguments[0]", after)
+
+
 async def test_a_nodes_cordon_and_its_failure_are_marked() -> None:
     """On the node, in the number of nodes, and where a pod waits for it."""
     async with opened() as (browser, cluster):

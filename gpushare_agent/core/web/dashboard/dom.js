@@ -47,15 +47,20 @@ export function vary(element, name, value) {
   if (element.style.getPropertyValue(name) !== wanted) element.style.setProperty(name, wanted);
 }
 
-/** Puts exactly these children in this order, moving only those that stand elsewhere. */
+/** Puts exactly these children in this order, moving only those that stand elsewhere. The keyboard in one that goes is in the
+ * next one then, or at the section's heading: else it would be back at the top of the page. */
 export function arrange(parent, children) {
   const wanted = new Set(children);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  const left = [...parent.children];
+  const held = left.findIndex((child) => !wanted.has(child) && child.contains(document.activeElement));
+  const next = held < 0 ? null : [...left.slice(held), ...left.slice(0, held).reverse()].find((child) => wanted.has(child));
+  for (const child of left) if (!wanted.has(child)) child.remove();
   let place = parent.firstElementChild;
   for (const child of children) {
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
   }
+  if (held >= 0) (next?.querySelector("summary, a, button") ?? parent.closest("section")?.querySelector("h2"))?.focus();
 }
 
 export const byId = (id) => document.getElementById(id);
