@@ -28,7 +28,7 @@ from gpushare_agent.agent.gpus.part import NodeDriver, health_policy, open_drive
 from gpushare_agent.agent.isolation.part import build_probes
 from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
-from gpushare_agent.core.cli.screen import Screen, View
+from gpushare_agent.core.cli.screen import Screen, View, has_screen
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.supervision import forever, set_by_signals
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
@@ -508,7 +508,7 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
         # A pipe or a file gets a line for each change, which a script can read.
-        if sys.stdout.isatty() and session.plan.form in ("table", "wide"):
+        if has_screen() and session.plan.form in ("table", "wide"):
             group.create_task(_create(session), name="create-pods")
             await _draw(session, notes)
         else:
