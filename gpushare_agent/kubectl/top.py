@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gpushare_agent.core.cli.command_line import SORTS, Invocation
 from gpushare_agent.core.cli.render_text import in_namespace, plain, print_as
-from gpushare_agent.core.cli.screen import Screen, View
+from gpushare_agent.core.cli.screen import Screen, View, has_screen
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.node_report.documents import HistoryDocument, NodeDocument
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_gpu_history, read_node
@@ -54,7 +54,7 @@ async def run(call: Invocation) -> int:
         # Before the screen is taken: where no agent answers, the error stays to be read.
         document = await _read(agent, options.namespace, choice)
         # Keys come from standard input: without a terminal there nobody could end the table.
-        if options.once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        if options.once or form in ("json", "yaml") or not (has_screen() and sys.stdin.isatty()):
             choice = replace(choice, has_bars=sys.stdout.isatty())
             print_as(form, document, lambda width: node_tables(document, width, choice))
         else:

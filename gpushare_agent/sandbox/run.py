@@ -28,7 +28,7 @@ from gpushare_agent.agent.gpus.part import NodeDriver, health_policy, open_drive
 from gpushare_agent.agent.isolation.part import build_probes
 from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
-from gpushare_agent.core.cli.screen import Screen, View
+from gpushare_agent.core.cli.screen import Screen, View, has_screen
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.supervision import forever, set_by_signals
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
@@ -278,15 +278,15 @@ def addresses_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def agent_lines(node: NodeController) -> list[str]:
-    """The commands that a person types to ask this node's agent."""
+def agent_lines(node: NodeController, pod: str = "POD") -> list[str]:
+    """The commands that a person types to ask this node's agent, and about a pod."""
     where = node.addresses
     # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     # With it the command also says why a pod waits, which the agent does not know.
     cluster = f" --kubeconfig {shlex.quote(str(node.node.paths.kubeconfig.absolute()))}"
-    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}{cluster}", *cordon)]
+    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain {pod}{server}{cluster}", *cordon)]
 
 
 @asynccontextmanager
@@ -452,7 +452,7 @@ def _to_go_on(session: Session, waiting: Sequence[PodRow], pods: Sequence[PodRow
         f"next, a live sandbox with its dashboard on {web}/ (Ctrl-C ends it):",
         f"  {runnable()} {live_words(sys.argv[1:], web, has_waiting=has_waiting)}",
         f"in a second terminal, in this folder: why {pod} is {phase}, and its end:",
-        f"  {agent_lines(first)[1].replace('POD', pod)}",
+        f"  {agent_lines(first, pod)[1]}",
         f"  {runnable()} sandbox{_state_flag(session.plan)} delete {pod}",
     ]
 
@@ -462,7 +462,7 @@ def live_words(words: Sequence[str], web: str, *, has_waiting: bool) -> str:
     line = shlex.join(word for word in words if word != "--once")
     port = urlsplit(web).port
     # A free port was taken, and the other commands name it.
-    if str(port) not in line and port != Settings().web.port:
+    if str(port) not in re.split("[ =]", line) and port != Settings().web.port:
         line += f" --web.port={port}"
     if has_waiting:
         return line
@@ -508,7 +508,7 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
         # A pipe or a file gets a line for each change, which a script can read.
-        if sys.stdout.isatty() and session.plan.form in ("table", "wide"):
+        if has_screen() and session.plan.form in ("table", "wide"):
             group.create_task(_create(session), name="create-pods")
             await _draw(session, notes)
         else:

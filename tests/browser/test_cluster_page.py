@@ -123,6 +123,12 @@ async def test_use_is_there_without_opening_a_node() -> None:
             len(await browser.script("return document.querySelector(\"[data-node='gpu-1'] ul.quiet\").innerText")) < 700
         )
         assert await browser.script("return document.querySelectorAll('main img').length") == 0
+        agents.documents["gpu-2"] = {**uses("gpu-2", {0: 0.5}), "containers": [None]}
+        await browser.script("window.now = Date.now; Date.now = () => window.now() + 31000")
+        await browser.wait(
+            "document.querySelector(\"[data-node='gpu-2'] .node-body\").textContent.includes('another form')"
+        )
+        await browser.script("Date.now = window.now")
         # What was sampled long ago says how long.
         await browser.wait(
             "document.querySelector(\"[data-node='gpu-3']\").innerText.includes('0 % in use (1 min ago)')"
@@ -165,6 +171,30 @@ async def test_few_agents_are_asked_at_once_and_none_while_nobody_looks() -> Non
             "[...document.querySelectorAll('.node')].filter((one) => /in use/.test(one.innerText)).length === 20"
         )
         assert sorted(agents.asked) == names and agents.most == 4
+
+
+async def test_agents_that_hang_leave_the_others_their_turn() -> None:
+    """Those that did not answer last time take half of the turns at most."""
+    names = [f"node-{number}" for number in range(6)]
+    silent = names[:4]
+    async with (
+        served_cluster([raw_node(name) for name in names], [waiting("w", (900, 0))]) as (url, cluster),
+        answering_agents(cluster, *names) as agents,
+        open_browser(height=3000) as browser,
+    ):
+        agents.documents = {name: uses(name, {0: 0.5}) for name in names[4:]}
+        await browser.open(url)
+        for words, count in (("use not known", 4), ("% in use", 2)):
+            shown = (
+                "[...document.querySelectorAll('.node')].filter((one) => one.innerText.includes(arguments[0])).length"
+            )
+            await browser.wait(f"{shown} === arguments[1]", words, count)
+        agents.silent = silent
+        agents.answer.clear()
+        agents.asked.clear()
+        await browser.script("const now = Date.now; Date.now = () => now() + 60000")
+        await eventually(lambda: set(agents.asked) >= set(names[4:]))
+        assert len({*silent} & {*agents.asked}) == 2
 
 
 async def test_the_order_and_the_kinds_of_nodes() -> None:
@@ -331,6 +361,23 @@ async def test_nodes_and_their_gpus() -> None:
         ]
 
 
+async def test_a_narrow_page_keeps_names_whole_and_texts_straight() -> None:
+    """Badges leave a short name its line, and no mark of a GPU's name turns the numbers behind it around."""
+    node = out_of_service(raw_node("bad-1"))
+    reported = json.loads(node["metadata"]["annotations"][GPUS_ANNOTATION])
+    for gpu in reported["gpus"]:
+        gpu["name"] = "\u202egpu\u2066"
+    node["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps(reported)
+    async with served_cluster([node], [waiting("w", (1, 1))]) as (url, _), open_browser(width=320) as browser:
+        await browser.open(url)
+        await browser.wait("document.querySelector('.node')")
+        size = "const one = document.querySelector('.node-name'); return [one.offsetHeight, getComputedStyle(one).fontSize]"
+        height, font = await browser.script(size)
+        assert height < 2 * float(font.removesuffix("px"))
+        facts = await browser.script("return document.querySelector('.node summary > .quiet').textContent")
+        assert facts.startswith("2 × \ufffdgpu\ufffd · 0/200 allocated")
+
+
 async def test_the_namespace_and_the_text_filter() -> None:
     """Both leave the nodes that have something of it, and say so where none has."""
     async with opened() as (browser, _):
@@ -404,6 +451,20 @@ async def test_it_follows_the_cluster() -> None:
         cluster.put("pods", raw_pod("needs-much", (20, 65), namespace="team-b", node="gpu-2"))
         await browser.wait("document.querySelectorAll('.waits').length === 1")
         await browser.wait("document.querySelector(\"[data-node='gpu-2']\").textContent.includes('2 pods')")
+
+
+async def test_the_keyboard_goes_on_where_what_it_was_in_has_gone() -> None:
+    """In the next pod or node, or at the heading."""
+    focused = "document.activeElement.closest('[data-uid], [data-node], h2')"
+    async with opened() as (browser, cluster):
+        for gone, after in (("needs-nine", "uid-needs-much"), ("needs-much", "waiting-title")):
+            await browser.script("document.querySelector(`[data-uid='uid-${arguments[0]}'] summary`).focus()", gone)
+            cluster.remove("pods", f"team-b/{gone}")
+            await browser.wait(f"[{focused}?.dataset.uid, {focused}?.id].includes(arguments[0])", after)
+        for gone, after in (("gpu-2", "gpu-3"), ("gpu-3", "gpu-1")):
+            await browser.script("document.querySelector(`[data-node='${arguments[0]}'] summary`).focus()", gone)
+            cluster.remove("nodes", gone)
+            await browser.wait(f"{focused}?.dataset.node === arguments[0]", after)
 
 
 async def test_a_nodes_cordon_and_its_failure_are_marked() -> None:

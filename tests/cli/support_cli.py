@@ -198,12 +198,12 @@ class Terminal:
 
 
 @asynccontextmanager
-async def at_terminal(*argv: str, columns: int = 120, rows: int = 30) -> AsyncIterator[Terminal]:
+async def at_terminal(*argv: str, columns: int = 120, rows: int = 30, term: str = "xterm") -> AsyncIterator[Terminal]:
     """`python -m gpushare_agent ARGV` with a terminal as its standard input and output."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     loop = asyncio.get_running_loop()
-    environ = clean_environment(TERM="xterm")
+    environ = clean_environment(TERM=term)
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environ.pop(name, None)
     command = (sys.executable, "-m", "gpushare_agent", *argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,16 @@ class Agents:
         """So many are asked now, and were at once."""
         self.answer = asyncio.Event()
         self.answer.set()
+        self.silent: Collection[str] | None = None
+        """Those that wait for `answer`; None: all."""
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         node = request.match_info["node"]
         self.asked.append(node)
         self.open += 1
         self.most = max(self.most, self.open)
-        await self.answer.wait()
+        if self.silent is None or node in self.silent:
+            await self.answer.wait()
         self.open -= 1
         if node not in self.documents:
             return web.Response(status=503, text="the agent does not answer at the moment")

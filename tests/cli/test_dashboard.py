@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gpushare_agent.core.kit import http_answers
@@ -20,7 +22,9 @@ from gpushare_agent.core.node_report.documents import GpuState
 from gpushare_agent.core.node_report.reported import reported_state
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.settings.settings import Settings
-from gpushare_agent.kubectl import dashboard
+from gpushare_agent.extender.decisions.quota import Quota
+from gpushare_agent.extender.objects import read_quota
+from gpushare_agent.kubectl import cluster_reading, dashboard
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
 from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
@@ -291,6 +295,22 @@ async def test_nodes_with_mig_on_demand_are_written_one_at_a_time(monkeypatch: p
             made.clear()
             turns.clear()
     assert turns >= {1, 2}
+
+
+async def test_a_large_quota_is_not_read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page, its informers and what it reads of agents go on meanwhile."""
+    threads = []
+
+    def read(raw: msgspec.Raw) -> Quota:
+        threads.append(threading.current_thread())
+        return read_quota(raw)
+
+    monkeypatch.setattr(cluster_reading, "read_quota", read)
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota({f"namespace-{number}": {"vcore": 1} for number in range(100)})
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert (answer["quota_problem"], len(answer["namespaces"])) == ("", 102)
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_mig_on_demand() -> None:

@@ -351,6 +351,17 @@ async def test_without_a_terminal_there_is_one_table() -> None:
     assert len(agent.seen) == 1
 
 
+async def test_a_dumb_terminal_gets_one_table() -> None:
+    """A screen cannot be drawn there: nothing would be shown until q."""
+    async with (
+        json_server(agent_answers(busy_node())) as agent,
+        at_terminal("top", "--server", agent.url, term="dumb") as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "default/train/trainer" in text)
+        assert await terminal.wait_end() == 0
+        assert "\x1b" not in terminal.shown
+
+
 def by_q(terminal: Any) -> None:
     terminal.press("q")
 

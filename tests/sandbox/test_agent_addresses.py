@@ -88,11 +88,11 @@ sys.exit(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tools", [True, False], ids=["tools", "no tools"])
 async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_tools: bool) -> None:
-    """As printed, by sh, in a folder with a space in its name, with the words of `nox -s sandbox`, behind a dead proxy: one
+    """As printed, by sh, in a folder whose name needs quotes, with the words of `nox -s sandbox`, behind a dead proxy: one
     keeps a sandbox running, one explains a pod that waits, one deletes it. Without tools there is no kubectl or openssl."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     dead = {name: "http://127.0.0.1:9" for upper in names for name in (upper, upper.lower())}
-    with tempfile.TemporaryDirectory(prefix="g s", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="a POD's $s", dir="/tmp") as folder:
         environ = {**os.environ, **dead, "PYTHONPATH": str(ROOT), **({} if has_tools else {"PATH": folder})}
 
         async def typed(line: str) -> asyncio.subprocess.Process:
@@ -108,8 +108,8 @@ async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_to
         program.chmod(0o755)
         (Path(folder) / "manifests").symlink_to(ROOT / "manifests")
         port = free_port()
-        # In the folder with the space, so that the commands must quote it.
-        words = f"sandbox --state-dir '{folder}/s' --port {port} --apply {SAMPLES}"
+        # In that folder, so that the commands must quote it.
+        words = f"sandbox --state-dir {shlex.quote(f'{folder}/s')} --port {port} --apply {SAMPLES}"
         done = await ended(await typed(f".nox/sandbox/bin/gpushare-agent {words} --once"))
         assert done.code == 0, done.err
         first, live_one, second, explain, delete = done.err.splitlines()[-5:]
@@ -140,6 +140,7 @@ async def test_the_last_lines_of_a_first_run_are_three_commands_that_work(has_to
         ("--samples=fitting --apply a.yaml --once", "sandbox --samples=all --apply a.yaml"),
         ("--once --samples none --apply 'a b'", "sandbox --samples waiting --apply 'a b'"),
         ("--once --port 0 --apply a.yaml", "sandbox --port 0 --apply a.yaml --web.port=4711 --samples waiting"),
+        ("--once --port 0 --gpus 14711", "sandbox --port 0 --gpus 14711 --web.port=4711 --samples waiting"),
     ],
 )
 def test_the_live_sandbox_has_the_pods_of_the_first_and_one_that_waits(words: str, printed: str) -> None:

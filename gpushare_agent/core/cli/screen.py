@@ -31,6 +31,11 @@ _PAGE_KEYS = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
 MIN_BODY_LINES = 1
 
 
+def has_screen() -> bool:
+    """Whether standard output is a terminal on which a screen can be drawn: on a dumb one nothing would be shown."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 class View(Struct, frozen=True, kw_only=True):
     """The shown content. Head and foot are always there; the foot ends with how many lines of the body are not."""
 

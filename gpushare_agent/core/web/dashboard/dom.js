@@ -17,9 +17,13 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else set(element, name, value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  const shown = children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+  element.append(...shown.map((child) => (typeof child === "string" ? straight(child) : child)));
   return element;
 }
+
+/** Without the marks that turn what follows around: a GPU's name must not make 400/0 of the 0/400 behind it. */
+const straight = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
 
 /** Sets an attribute where it differs; null and false take it away. */
 export function set(element, name, value) {
@@ -33,7 +37,7 @@ export function set(element, name, value) {
 
 /** Sets the text where it differs. */
 export function write(element, text) {
-  const wanted = String(text);
+  const wanted = straight(String(text));
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
@@ -43,15 +47,20 @@ export function vary(element, name, value) {
   if (element.style.getPropertyValue(name) !== wanted) element.style.setProperty(name, wanted);
 }
 
-/** Puts exactly these children in this order, moving only those that stand elsewhere. */
+/** Puts exactly these children in this order, moving only those that stand elsewhere. The keyboard in one that goes is in the
+ * next one then, or at the section's heading: else it would be back at the top of the page. */
 export function arrange(parent, children) {
   const wanted = new Set(children);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  const left = [...parent.children];
+  const held = left.findIndex((child) => !wanted.has(child) && child.contains(document.activeElement));
+  const next = held < 0 ? null : [...left.slice(held), ...left.slice(0, held).reverse()].find((child) => wanted.has(child));
+  for (const child of left) if (!wanted.has(child)) child.remove();
   let place = parent.firstElementChild;
   for (const child of children) {
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
   }
+  if (held >= 0) (next?.querySelector("summary, a, button") ?? parent.closest("section")?.querySelector("h2"))?.focus();
 }
 
 export const byId = (id) => document.getElementById(id);

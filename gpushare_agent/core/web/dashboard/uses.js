@@ -5,6 +5,7 @@ const SEEN_MS = 10000;
 const OTHER_MS = 60000;
 const FAILED_MS = 30000; // without the right to it every answer is an error
 const AT_ONCE = 4; // a browser has six connections to a server: the rest of the page needs some of them, however slow agents are
+const FAILED_AT_ONCE = 2; // of those that did not answer last time: they take long, and the others need their turn
 const OTHERS = 10; // nodes out of sight each time, every five seconds: a large cluster's go round in minutes
 const STALE_S = 30;
 const GONE_S = 900; // older than this it says nothing any more
@@ -19,7 +20,7 @@ export class Uses {
     Object.assign(this, { ask, onUse });
     this.nodes = new Map(); // name -> {at, askedAt, problem, gpus, namespaces, mig}
     this.seen = new Set();
-    this.running = 0;
+    this.running = this.failed = 0; // asked now, and how many of them did not answer last time
     this.queue = [];
   }
 
@@ -55,7 +56,15 @@ export class Uses {
     const due = names.filter((name) => this.#isDue(name) && !this.queue.includes(name));
     const others = due.filter((name) => !this.isSeen(name)).sort((one, two) => this.#askedAt(one) - this.#askedAt(two));
     this.queue.push(...due.filter((name) => this.isSeen(name)), ...others.slice(0, OTHERS));
-    while (this.running < AT_ONCE && this.queue.length) this.#next();
+    this.#start();
+  }
+
+  #start() {
+    while (this.running < AT_ONCE) {
+      const place = this.queue.findIndex((name) => !this.problem(name) || this.failed < FAILED_AT_ONCE);
+      if (place < 0) return;
+      this.#next(...this.queue.splice(place, 1));
+    }
   }
 
   #askedAt(name) {
@@ -68,24 +77,35 @@ export class Uses {
     return !use?.isRunning && Date.now() - this.#askedAt(name) >= period;
   }
 
-  async #next() {
-    const name = this.queue.shift();
+  async #next(name) {
+    const hasFailed = Boolean(this.problem(name));
     const before = this.nodes.get(name) ?? {};
     const asked = { askedAt: Date.now(), isRunning: true };
     this.nodes.set(name, { ...before, ...asked });
     this.running += 1;
+    this.failed += hasFailed;
     let found;
     try {
-      found = { ...usesIn(await this.ask(name)), problem: "" };
+      found = usesOrProblem(await this.ask(name));
     } catch (error) {
       found = { problem: error.message.slice(0, MOST_CHARACTERS) };
     }
     this.running -= 1;
+    this.failed -= hasFailed;
     // A node that has gone meanwhile is not kept.
     if (this.nodes.has(name)) this.nodes.set(name, { ...this.nodes.get(name), ...found, isRunning: false });
     this.onUse(name);
     if (document.hidden) this.queue = [];
-    while (this.running < AT_ONCE && this.queue.length) this.#next();
+    this.#start();
+  }
+}
+
+function usesOrProblem(document) {
+  try {
+    return { ...usesIn(document), problem: "" };
+  } catch {
+    // The engine's own words, such as "null (reading 'slice')", help nobody.
+    return { problem: "its agent's answer has another form than this page reads: use the agent's own version" };
   }
 }
 
