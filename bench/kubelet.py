@@ -19,8 +19,8 @@ from bench.http2 import CallError, Handler, Http2Connection, dial
 from bench.pods import BenchPod, Device, device
 from gpushare_agent.core.kit.protobuf import bytes_field, integer_field, string_list
 from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
-from gpushare_agent.core.wire.v1beta1 import RegisterRequest
-from gpushare_agent.sandbox.kubelet.wire_frames import fields, numa_nodes, submessages, texts
+from gpushare_agent.core.wire.v1beta1 import PreferredAllocationResponse, RegisterRequest
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import parse_devices
 from gpushare_agent.sandbox.state_directory import NodePaths
 
 _PLUGIN = "/v1beta1.DevicePlugin"
@@ -243,7 +243,7 @@ class BenchKubelet:
             started = time.perf_counter()
             answer = await plugin.connection.call(f"{_PLUGIN}/GetPreferredAllocation", offer)
             preferred_at = time.perf_counter()
-            preferred = texts(submessages(answer, 1)[0], 1)
+            preferred = PreferredAllocationResponse.parse(answer).container_responses[0].device_ids
             offered_ids = {one.id for one in free}
             if len(set(preferred)) != count or not offered_ids.issuperset(preferred):
                 preferred = [one.id for one in free[:count]]  # as a kubelet does: the refusal comes from Allocate
@@ -261,11 +261,5 @@ class BenchKubelet:
 
 def _devices(resource: str, message: bytes) -> dict[str, Device]:
     """The healthy devices of a ListAndWatchResponse."""
-    found = {}
-    for body in submessages(message, 1):
-        parts = {number: value for number, value in fields(body) if isinstance(value, bytes)}
-        if parts.get(2) == b"Healthy":
-            name = parts[1].decode()
-            nodes = numa_nodes(parts[3]) if 3 in parts else ()
-            found[name] = device(resource, name, nodes[0] if nodes else 0)
-    return found
+    healthy = [one for one in parse_devices(message).values() if one.is_healthy]
+    return {one.id: device(resource, one.id, (*one.numa_nodes, 0)[0]) for one in healthy}

@@ -105,7 +105,7 @@ COMMANDS: tuple[Command, ...] = (
     *view_commands(is_plugin=False),
     Command(
         name="config",
-        summary="print the settings in effect and where each came from",
+        summary="print the settings in effect and where each came from; yaml is a settings file",
         run=lazy("core.cli.show_settings:run"),
         examples=("config --config settings.yaml -o yaml",),
         arguments=(

@@ -6,7 +6,7 @@ No loop runs here; agent/program.py runs them. `_Subscriptions` is the one place
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,16 +18,17 @@ from gpushare_agent.agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.admission.decisions.former_devices import held_back
 from gpushare_agent.agent.admission.outcomes import KEPT_DECISIONS, DecisionLog
 from gpushare_agent.agent.admission.part import AdmissionPart
+from gpushare_agent.agent.auto_isolation import NodeSettings
 from gpushare_agent.agent.cluster.part import ClusterPart
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
-from gpushare_agent.agent.gpus.part import GpusPart, NodeDriver, health_policy
+from gpushare_agent.agent.gpus.part import GpusPart, health_policy, open_driver
 from gpushare_agent.agent.isolation import isolations
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.isolation.resource_names import resource_names
 from gpushare_agent.agent.kubelet.device_table import status_bytes
 from gpushare_agent.agent.node import Node
-from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
+from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.agent.observability import part as observability_part
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.part import ObservabilityPart
@@ -39,7 +40,6 @@ from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import PodUid, is_one_of
 from gpushare_agent.core.model.pods import Pod
-from gpushare_agent.core.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.agent.dra.part import DraPart
@@ -76,26 +76,22 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
 
 
 def build(
-    settings: Settings,
-    driver: NodeDriver,
+    chosen: NodeSettings,
     *,
     previous: NodeAgent | None = None,
-    isolation_reason: str = "",
     configuration: NodeConfiguration | None = None,
     request_reload: Callable[[str], None] = lambda reason: None,
-    mig_profiles: Collection[str] = (),
 ) -> NodeAgent:
-    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of a `previous` generation;
-    `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
-    `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
+    """The parts, joined but not started; they go on with a `previous` generation. Raises StartupError."""
+    settings, driver = chosen.settings, open_driver(chosen.settings)
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
     metrics = previous.node.metrics.begin_again() if previous is not None else AgentMetrics()
     records = settings.claim_directory
     node = Node(
         settings=settings,
-        isolation_reason=isolation_reason,
-        names=resource_names(settings, mig_profiles),
+        isolation_reason=chosen.isolation_reason,
+        names=resource_names(settings, chosen.mig_profiles),
         metrics=metrics,
         inventory=inventory,
         pods=store,
@@ -112,9 +108,10 @@ def build(
     kubelet = AdmissionPart(node, cluster, isolation, previous.kubelet if previous is not None else None)
     gpus = GpusPart(node, driver)
     dra = _build_dra(node, isolation, cluster, gpus)
-    cluster.further["dynamic resource allocation"] = dra
+    if dra is not None:
+        cluster.further["dynamic resource allocation"] = dra.run
     if configuration is not None and settings.node_configuration.directory is not None:
-        cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
+        cluster.further["node configuration"] = partial(configuration.run, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
     readiness = share_readiness.build(node, isolation, driver, dra, kubelet.garbage.checkpoint)
@@ -136,6 +133,8 @@ def build(
         readiness=readiness,
     )
     _Subscriptions(agent).subscribe()
+    if previous is not None:
+        agent.take_over(previous)
     return agent
 
 
@@ -169,13 +168,14 @@ class _Subscriptions:
         agent.node.cache.subscribe(self._allocation_changed)
         agent.node.pods.subscribe(self._pod_changed)
         agent.kubelet.garbage.on_reconciled = self._health.reconciled
-        agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
+        agent.kubelet.registrar.on_registered = self._registered
+        agent.kubelet.registrar.on_kubelet_restart = self._kubelet_restarted
         # History before expiry: a page that is made again has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(shown.consumption.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
-        agent.kubelet.resizing.request_usage_by(shown.usage.request)
+        agent.kubelet.resizing.request_usage = shown.usage.request
         agent.isolation.follow_usage(shown.usage.subscribe, shown.usage.request)
         for watch in agent.isolation.watches.values():
             watch.subscribe(agent.kubelet.tables.request_refresh)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -17,8 +18,8 @@ import structlog
 from msgspec import Raw
 
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.supervision import start_tasks
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.supervision import run_together
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.kube.client import KubeApi, node_named, open_kube_api
 from gpushare_agent.core.kube.informer import Handler, Informer
 from gpushare_agent.core.kube.objects import read_node_json
@@ -124,41 +125,34 @@ class NodeConfiguration(Handler):
         """A Node that is deleted and registered again comes with its labels: until then the last ones count."""
 
     async def watch_directory(self, directory: Path) -> NoReturn:
-        async with open_directory_watch(directory, poll_s=POLL_S) as watch:
+        with closing(DirectoryWatch(directory, poll_s=POLL_S)) as watch:
             while True:
                 # At each turn, the first too: the directory may have changed while nobody watched it.
                 self._changed.set()
                 await watch.wait_change()
+
+    async def run(self, node: Node, request_reload: Callable[[str], None], api: KubeApi) -> NoReturn:
+        """Watches label and files for one generation of the agent, until cancelled; asks for a reload where the node's
+        configuration is another one."""
+        settings = node.settings
+        informer = Informer(kind="node", watched=node_named(settings.node_name), handler=self, metrics=node.metrics)
+
+        async def follow() -> NoReturn:
+            while True:
+                await self.wait_new(settings)
+                request_reload("the node has another configuration")
+
+        tasks: dict[str, Callable[[], Awaitable[object]]]
+        tasks = {"node labels": partial(informer.run, api), "node configuration": follow}
+        if (directory := settings.node_configuration.directory) is not None:
+            tasks["configurations"] = partial(self.watch_directory, directory)
+        await run_together(tasks)
 
     async def _find(self, settings: Settings) -> _Read:
         section = settings.node_configuration
         if section.directory is None:
             return None
         return await asyncio.to_thread(_read, section.directory, self._labels, section.default)
-
-
-class ConfigurationWatch:
-    """Asks for a reload where the node's configuration is another one. One for each generation of the agent."""
-
-    def __init__(self, configuration: NodeConfiguration, node: Node, request_reload: Callable[[str], None]) -> None:
-        self._configuration = configuration
-        self._node = node
-        self._request_reload = request_reload
-
-    async def run(self, api: KubeApi) -> NoReturn:
-        """Watches label and files until cancelled."""
-        configuration, settings = self._configuration, self._node.settings
-        watched = node_named(settings.node_name)
-        informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._node.metrics)
-        bodies: dict[str, Callable[[], Awaitable[object]]] = {"node labels": partial(informer.run, api)}
-        if (directory := settings.node_configuration.directory) is not None:
-            bodies["configurations"] = partial(configuration.watch_directory, directory)
-        async with asyncio.TaskGroup() as group:
-            start_tasks(group, bodies)
-            while True:
-                await configuration.wait_new(settings)
-                self._request_reload("the node has another configuration")
-        raise AssertionError("unreachable: the tasks do not end")
 
 
 def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:

@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
-from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_frame_texts
 from gpushare_agent.core.kit.logs import setup_logging
@@ -157,7 +156,12 @@ async def _run_generations(this: _Next, configuration: NodeConfiguration, signal
             logs = this.settings.settings.log
             setup_logging(logs.level, logs.format)  # here: settings that were read may be refused
             try:
-                agent = _build(this.settings, this.previous, configuration, signals.request_reload)
+                agent = build(
+                    this.settings,
+                    previous=this.previous,
+                    configuration=configuration,
+                    request_reload=signals.request_reload,
+                )
                 upcoming = await _run_until_signal(agent, this, configuration, signals)
             except AgentError as e:
                 has_begun = agent is not this.previous  # else it was not even built, and `agent` is the one before
@@ -181,28 +185,6 @@ async def _run_generations(this: _Next, configuration: NodeConfiguration, signal
             await agent.kubelet.end()
 
 
-def _build(
-    node: NodeSettings,
-    previous: NodeAgent | None,
-    configuration: NodeConfiguration,
-    request_reload: Callable[[str], None],
-) -> NodeAgent:
-    """The agent of these settings; `previous` is the generation before a reload, with which it goes on. Raises
-    StartupError."""
-    agent = build(
-        node.settings,
-        open_driver(node.settings),
-        previous=previous,
-        isolation_reason=node.isolation_reason,
-        configuration=configuration,
-        request_reload=request_reload,
-        mig_profiles=node.mig_profiles,
-    )
-    if previous is not None:
-        agent.take_over(previous)
-    return agent
-
-
 async def _run_until_signal(
     agent: NodeAgent, this: _Next, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
@@ -224,8 +206,7 @@ async def _obey(
     agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
     """Waits for what ends this generation: the next one, None to end the process."""
-    # Subscribed again for each generation: the handover is a part of it.
-    agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
+    agent.kubelet.handover.on_requested = lambda: signals.received(_End.HAND_OVER)
     # Names of resources with the profile in them follow what instances there are; other names cover any instance.
     if current.follows_mig:
         agent.node.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
@@ -248,7 +229,7 @@ async def _obey(
             settings = await resolve_isolation(await configuration.read())
             # Tried while the old settings still serve: a mistake in a file must not cost the node an admission.
             # What can be known beforehand: the files that the settings name, and whether the kubelet can receive the lists.
-            build(settings.settings, open_driver(settings.settings)).gpus.check_sizes(agent.node.gpus())
+            build(settings).gpus.check_sizes(agent.node.gpus())
         except AgentError as e:
             configuration.refused(e)
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]

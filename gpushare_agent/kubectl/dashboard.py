@@ -18,7 +18,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -100,7 +99,7 @@ MOST_NODES = 20
 _MAX_UID_CHARS = 128
 _MAX_NODE_CHARS = 253
 _BACKLOG = 16
-_NODE_PATHS = "node|history|decisions"
+_NODE_PATHS = "node|history|changes|decisions"
 """The paths of an agent's API: no other path of a pod is reachable through this page."""
 _PROBE_S = 5.0
 _READS = 8
@@ -156,6 +155,8 @@ class _Nodes(NodesFeed, kw_only=True, eq=False):
         # The informer tells the end of those alone of which this returned True.
         if is_kept := has_shares or bool(facts.mig_gpus):
             self.facts[name] = facts
+            if not has_shares:
+                super().remove(name)  # it may have had some until now
         return is_kept
 
     def remove(self, key: str) -> None:
@@ -252,7 +253,7 @@ class ClusterPage:
         """The agent's answer; a failure as its text."""
         node = request.match_info["node"]
         try:
-            if self._state.node_ledger(node) is None:
+            if node not in self._facts:
                 raise NotFound(f"no node {shown(node)} is known")
             if (agent := self._agents.get(node)) is None:
                 agent = await find_agent(api, self._settings, node=node, namespace=self._agent_namespace)
@@ -282,16 +283,15 @@ class ClusterPage:
 
     async def _show_mig(self, request: web.Request) -> web.StreamResponse:
         """The nodes with GPUs on which MIG instances are made on demand, and what they report of them."""
-        found = {name: facts for name, facts in self._facts.items() if facts.mig_gpus}
-        nodes = {
-            name: {
-                "is_ready": facts.is_ready,
-                "is_cordoned": facts.offer.is_cordoned,
-                "mig_gpus": [reported_state(gpu) for gpu in facts.mig_gpus],
-            }
-            for name, facts in islice(found.items(), MOST_MIG_NODES)
-        }
-        return json_answer(request, {"count": len(found), "nodes": nodes})
+
+        def document(facts: NodeFacts) -> Mapping[str, Any]:
+            gpus = [reported_state(gpu) for gpu in facts.mig_gpus]
+            return {"is_ready": facts.is_ready, "is_cordoned": facts.offer.is_cordoned, "mig_gpus": gpus}
+
+        found = [(name, facts) for name, facts in self._facts.items() if facts.mig_gpus]
+        pieces = (encode({name: document(facts)})[1:-1] for name, facts in found[:MOST_MIG_NODES])
+        nodes = await join_in_slices(pieces, b",")
+        return await JsonBody(b'{"count":%d,"nodes":{%s}}' % (len(found), nodes)).answer(request)
 
     async def _show_waiting(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """All waiting pods; with `uid` one pod as `explain` has it, and the nodes' GPUs with what each lacks."""
@@ -363,8 +363,7 @@ class ClusterPage:
                 "limits": state.standing(name, limits) if limits is not None else None,
             }
 
-        shown = sorted({*used, *limited})
-        found = await join_in_slices(b"," * bool(n) + encode(document(name)) for n, name in enumerate(shown))
+        found = await join_in_slices((encode(document(name)) for name in sorted({*used, *limited})), b",")
         head = encode({"quota_problem": self._quota_problem})
         return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 
@@ -417,7 +416,7 @@ class ClusterPage:
                     "name": node.name,
                     "verdict": verdict or "the pod fits: the scheduler has another reason",
                     "gpus": [
-                        _gpu(gpu, largest, "free, and the node does not suit the pod" if verdict else "fits")
+                        _gpu(gpu, largest, "free, but the node does not suit the pod" if verdict else "fits")
                         for gpu in accepting(choice_of(pod.annotations), node.ledger.gpus)
                     ],
                 }

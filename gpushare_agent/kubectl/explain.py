@@ -228,7 +228,7 @@ async def _nothing_known(
     unattributed = [decision for decision in latest if not decision["pod"]]
     seen = (
         f" It has refused {counted(len(unattributed), 'call')} for a pod that it could not identify, the last one so: "
-        f"{plain(unattributed[0]['explanation'])}."
+        f"{plain(unattributed[0]['explanation']).rstrip('.')}."
         if unattributed
         else ""
     )

@@ -5,6 +5,7 @@ The cluster is read once with the person's own rights (cluster_reading.py), and 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -100,10 +101,12 @@ def _shares_document(read: ReadCluster, pod: PodJson) -> dict[str, Any] | None:
         [node] = [one for one in view.nodes if one.name == found.fitting[0]]
         others = f" and {counted(more, 'more node')}" if (more := len(found.fitting) - 1) else ""
         fits = f"now on {gpus_text(node, found.gpus)}{others}"
+    said = scheduler_message(pod)
+    if mistake:  # The extender gives it as the reason of each node; the sandbox's scheduler ends with it.
+        said = re.sub(rf"(?<=\d ){re.escape(mistake)}", "for the mistake below", said).removesuffix(mistake).rstrip()
     return _document(pod, read) | {
         "request": asked,
-        # The sandbox's scheduler ends with the mistake.
-        "scheduler": scheduler_message(pod).removesuffix(mistake).rstrip(),
+        "scheduler": said,
         "mistake": mistake,
         # From the pod as it is: the cluster's view keeps only what placement reads.
         "ignored": mistyped_annotations(pod.meta.annotations),

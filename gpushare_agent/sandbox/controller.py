@@ -34,12 +34,11 @@ from gpushare_agent.sandbox.report import (
 )
 from gpushare_agent.sandbox.runtime.containers import Container
 from gpushare_agent.sandbox.scheduler.claim_objects import read_devices
-from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES
+from gpushare_agent.sandbox.scheduler.scheduler import EXTENDER_SCHEDULER_NAMES, SCHEDULER_NAMES, UNSCHEDULABLE
 
 READY_TIMEOUT_S = 30.0
 _AGENT_TIMEOUT_S = 2.0
 """It listens on this machine; the report waits for its answer."""
-_UNSCHEDULABLE = "Unschedulable"
 _Item = TypeVar("_Item")
 
 
@@ -61,7 +60,7 @@ class NodeController(ReportedNode, kw_only=True, eq=False):
             # A slice from before the kubelet's start is about to be deleted: it does not count. Nor do the first ones of a
             # pool, whose devices nobody gets yet.
             return self.node.kubelet.has_wiped_slices and bool(read_devices(api.store.all("resourceslices"), self.name))
-        raw = api.object_of("nodes", ("", self.name)) or {}
+        raw = api.store.find("nodes", ("", self.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
         missing = [name for name in self.names.names if int(allocatable.get(name, 0)) == 0]
         # One of NVIDIA's names may have no devices, such as whole GPUs where all are split.
@@ -126,7 +125,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             namespace, name = metadata.get("namespace") or "default", metadata.get("name")
             key = namespace if kind.is_namespaced else "", name
             # Looked up before, because apply also creates: the outcome depends on what was there.
-            before = self.api.object_of(resource, key) if name else None
+            before = self.api.store.find(resource, key) if name else None
             # Else it has a generateName.
             made = (
                 self.api.apply(resource, raw, namespace, "sandbox")
@@ -154,7 +153,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             phase = raw["status"]["phase"]
             # Unschedulable pods, and those for another scheduler, may wait for ever. All others make progress.
             names = SCHEDULER_NAMES if self.extender is None else EXTENDER_SCHEDULER_NAMES
-            may_stay = reason_and_message(raw)[0] == _UNSCHEDULABLE or raw["spec"].get("schedulerName") not in names
+            may_stay = reason_and_message(raw)[0] == UNSCHEDULABLE or raw["spec"].get("schedulerName") not in names
             is_waiting = phase == "Pending" and not may_stay
             if is_waiting or phase not in ("Pending", "Running", "Succeeded", "Failed"):
                 return False
@@ -162,7 +161,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
 
     def has_waiting(self) -> bool:
         """Whether the scheduler found a pod unschedulable."""
-        return any(reason_and_message(raw)[0] == _UNSCHEDULABLE for raw in self.api.pods())
+        return any(reason_and_message(raw)[0] == UNSCHEDULABLE for raw in self.api.pods())
 
     def _delete(self, namespace: str, name: str) -> str:
         namespace, name = _split_name(namespace, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from gpushare_agent.core.formats.simulated_gpus import (
@@ -15,7 +16,6 @@ from gpushare_agent.core.formats.simulated_gpus import (
     Faults,
     SimulatedEvent,
     SimulatedReset,
-    encode_faults,
     parse_faults,
     read_regular,
 )
@@ -123,7 +123,7 @@ class GpuFaults:
 
     def _write(self, faults: Faults) -> None:
         try:
-            replace_whole(self._file(), encode_faults(faults).encode())
+            replace_whole(self._file(), encode(faults))
         except OSError as error:
             raise Unavailable(f"the faults file {self._path} cannot be written: {error.strerror or error}") from error
 

@@ -158,7 +158,7 @@ def report(*shown: ReportedNode) -> SandboxDocument:
 
 
 def _node(shown: ReportedNode) -> dict[str, Any]:
-    raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
+    raw = shown.node.api.store.find("nodes", ("", shown.node.name)) or {}
     capacity = raw.get("status", {}).get("capacity", {})
     return {
         "name": shown.node.name,

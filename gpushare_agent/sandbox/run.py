@@ -571,7 +571,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
                 notify(line)
         # By UID: a pod that was recreated under the same name is another one, and the first has gone.
         for uid in shown.keys() - lines.keys():
-            notify(f"gone: {shown[uid]}")
+            notify(f"gone: {' '.join(shown[uid].split()[:2])}")
         shown = lines
 
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from gpushare_agent.core.cli.command_line import runnable
 from gpushare_agent.core.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.core.model.errors import StartupError
@@ -185,7 +186,7 @@ def _lock(owner: TextIO, state: Path) -> None:
     except BlockingIOError as error:
         raise StartupError(
             f"another sandbox (PID {owner.readline().strip() or 'unknown'}) runs in {state}; speak to it with "
-            f"`gpushare-agent sandbox status --state-dir {state}`, end it with Ctrl-C in its terminal, or "
+            f"`{runnable()} sandbox status --state-dir {state}`, end it with Ctrl-C in its terminal, or "
             "choose another directory with --state-dir and another --port"
         ) from error
 

@@ -83,9 +83,10 @@ class _Kind(IntEnum):
     WAKE = 2
 
 
-class _Running(Struct, frozen=True, kw_only=True):
-    arrival: Arrival
-    placed: Placed
+class _Running(Struct, frozen=True):
+    """Pods that end together: those of a gang with one duration."""
+
+    pods: list[tuple[Arrival, Placed]]
 
 
 class Gang(Struct, kw_only=True):
@@ -132,7 +133,7 @@ class Replay(Struct, eq=False):
     """Pods of Jobs with a refused one, until they make the next."""
     _members: defaultdict[str, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """Of each gang."""
-    _held: defaultdict[str, list[_Running]] = field(default_factory=lambda: defaultdict(list))
+    _held: defaultdict[str, list[tuple[Arrival, Placed]]] = field(default_factory=lambda: defaultdict(list))
     """Pods of gangs that have their GPUs and wait for the others."""
     _tally: Tally = field(default_factory=Tally)
 
@@ -167,7 +168,7 @@ class Replay(Struct, eq=False):
         return Job(arrivals=tuple(pods), number=number) if pods[-1] is arrival else None
 
     def _can_ever(self, shapes: Shapes) -> bool:
-        if not all(self.scheduler.can_ever(self.pods.pod("probe", one), one) for one in shapes):
+        if not all(self.scheduler.can_ever(self.pods.pod("probe", one), one) for one in dict.fromkeys(shapes)):
             return False
         if len(shapes) == 1:
             return True
@@ -200,9 +201,10 @@ class Replay(Struct, eq=False):
         heappush(self._events, (at, kind, next(self._order), what))
 
     def _end(self, running: _Running, now: float) -> None:
-        placed = running.placed
-        self.scheduler.end(placed.pod_uid, running.arrival.shape, placed.node)
-        self.meter.changed(placed.node)
+        # All of a gang before anybody is tried: what it leaves is free at once, and who came first gets it.
+        for arrival, placed in running.pods:
+            self.scheduler.end(placed.pod_uid, arrival.shape, placed.node)
+            self.meter.changed(placed.node)
         # By arrival over all kinds: the first to arrive is tried first.
         for job in sorted(jobs[0] for jobs in self._waiting.values()):
             self._retry(job.shapes, now)
@@ -228,8 +230,8 @@ class Replay(Struct, eq=False):
             self._start(job, placed, now)
 
     def _place(self, job: Job, now: float) -> list[Placed] | Refused | NoNode:
-        # The Job's next pods have names of their own.
-        suffix = f"-{job.refusals}" if job.refusals else ""
+        # The Job's next pods have names of their own, which no pod of the file can have.
+        suffix = f"\n{job.refusals}" if job.refusals else ""
         pods = [(self.pods.pod(one.name + suffix, one.shape), one.shape) for one in job.arrivals]
         return self.scheduler.place(pods, now)
 
@@ -248,7 +250,7 @@ class Replay(Struct, eq=False):
     def _start(self, job: Job, placed: list[Placed] | Refused, now: float) -> None:
         """The pods are on nodes: they run, or an agent has refused one."""
         if not isinstance(placed, Refused):
-            running = [_Running(arrival=arrival, placed=its) for arrival, its in zip(job.arrivals, placed, strict=True)]
+            running = list(zip(job.arrivals, placed, strict=True))
             for its in placed:
                 self.meter.changed(its.node)
             if name := job.arrivals[0].gang:
@@ -259,9 +261,12 @@ class Replay(Struct, eq=False):
                 if len(held) < gang.pods:
                     return
                 gang.started_at, running = now, held
-            for one in running:
-                self._tally.waited_s[one.arrival.shape.size].append(now - one.arrival.at_s)
-                self._later(now + one.arrival.duration_s, _Kind.END, one)
+            together: defaultdict[float, list[tuple[Arrival, Placed]]] = defaultdict(list)
+            for arrival, its in running:
+                self._tally.waited_s[arrival.shape.size].append(now - arrival.at_s)
+                together[arrival.duration_s].append((arrival, its))
+            for duration_s, pods in together.items():
+                self._later(now + duration_s, _Kind.END, _Running(pods))
             return
         self._tally.refusals[placed.reason] += 1
         # A pod counts once, however many its Job makes after it.

@@ -133,8 +133,8 @@ def _policy_document(result: PolicyResult) -> dict[str, Any]:
 
 def _gang_document(name: str, gang: Gang) -> dict[str, Any]:
     at = gang.started_at
-    times = {"started_s": at, "waited_s": None} if at is None else {"started_s": at, "waited_s": at - gang.complete_at}
-    return {"name": name, "pods": gang.pods, "nodes": gang.nodes, **times}
+    times = (None, None) if at is None else (_rounded(at), _rounded(at - gang.complete_at))
+    return {"name": name, "pods": gang.pods, "nodes": gang.nodes, "started_s": times[0], "waited_s": times[1]}
 
 
 def _waits_document(waits: Waits) -> dict[str, Any]:

@@ -12,7 +12,7 @@ does not fit a pod is left out until a pod on it ends, which makes a replay of t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from random import Random
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from gpushare_agent.simulation.workload import Cluster, Shape
 
 _MAX_SHAPES = 64
+_IDLE_TRIES = 8
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
 """Numbers of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
@@ -78,7 +79,8 @@ def nodes_per_try(count: int, percent: int = 0) -> int:
 
 
 class Scheduler:
-    """One policy at work. State owned: the cluster's ledger, the nodes' free resources, and the candidates."""
+    """One policy at work. State owned: the cluster's ledger, the nodes' free resources, the number of pods that have
+    GPUs, and the candidates."""
 
     def __init__(self, cluster: Cluster, policy: Policy, rules: ClusterPolicy, *, chance: Random, per_try: int) -> None:
         # Who knows the GPUs can tell a full cluster from a fragmented one.
@@ -94,6 +96,7 @@ class Scheduler:
         self._nodes = {node.name: node for node in cluster.nodes}
         self._chance = chance
         self._per_try = per_try
+        self._running = 0
         self._candidates: dict[Shape, Candidates] = {}
         self._candidates_by_resources: dict[Shape, Candidates] = {}
         if isinstance(self._ledger, ClusterState):
@@ -109,23 +112,39 @@ class Scheduler:
     ) -> list[Placed] | Refused | NoNode:
         """A try: the GPUs of all pods, or an agent's refusal after the bind, or no node for one of them. Then none keeps
         any, nor does a probe."""
-        placed: list[Placed] = []
-        found: Placed | Refused | NoNode | None = None
+        # The largest first: a smaller one could take, by chance, the only node for it.
+        ordered = sorted(pods, key=lambda one: (-one[1].cores, -one[1].blocks))
+        found = self._place_all(ordered, now)
+        # Chance may still decide, and where nothing runs nothing ends after which a gang would be tried again.
+        for _ in range(_IDLE_TRIES if self._running == 0 and len(pods) > 1 else 0):
+            if not isinstance(found, NoNode):
+                break
+            found = self._place_all(ordered, now)
+        if not isinstance(found, dict):
+            return found
+        if is_probe:
+            self._take_back(ordered, found)
+        # Only now: the extender learns its typical pods from those that are bound.
+        elif isinstance(self._ledger, ClusterState):
+            for pod, _ in pods:
+                # Binding takes no time here, nor does the watch.
+                self._ledger.bound(pod.uid)
+                self._ledger.put_pod(replace(pod, node_name=found[pod.uid].node), now)
+        return [found[pod.uid] for pod, _ in pods]
+
+    def _place_all(self, pods: Sequence[tuple[Pod, Shape]], now: float) -> dict[PodUid, Placed] | Refused | NoNode:
+        placed: dict[PodUid, Placed] = {}
         for pod, shape in pods:
             found = self._place(pod, shape, now)
             if not isinstance(found, Placed):
-                break
-            placed.append(found)
-        if is_probe or not isinstance(found, Placed):
-            for one, (_, shape) in zip(placed, pods, strict=False):
-                self.end(one.pod_uid, shape, one.node)
-        # Only now: the extender learns its typical pods from those that are bound.
-        elif isinstance(self._ledger, ClusterState):
-            for one, (pod, _) in zip(placed, pods, strict=True):
-                # Binding takes no time here, nor does the watch.
-                self._ledger.bound(pod.uid)
-                self._ledger.put_pod(replace(pod, node_name=one.node), now)
-        return placed if found is None or isinstance(found, Placed) else found
+                self._take_back(pods, placed)
+                return found
+            placed[pod.uid] = found
+        return placed
+
+    def _take_back(self, pods: Sequence[tuple[Pod, Shape]], placed: Mapping[PodUid, Placed]) -> None:
+        for (_, shape), one in zip(pods, placed.values(), strict=False):
+            self.end(one.pod_uid, shape, one.node)
 
     def _place(self, pod: Pod, shape: Shape, now: float) -> Placed | Refused | NoNode:
         candidates = self._candidates_of(self._candidates, shape)
@@ -151,6 +170,7 @@ class Scheduler:
 
     def end(self, uid: PodUid, shape: Shape, node: str) -> None:
         """The pod is gone: its node is a candidate again for everybody."""
+        self._running -= 1
         self._ledger.remove_pod(uid)
         self._resources.give_back(node, shape)
         self._chooser.changed(node)
@@ -167,6 +187,7 @@ class Scheduler:
             reserved = self._ledger.reserve(pod, node, now)
             if isinstance(reserved, Refused):
                 return reserved
+        self._running += 1
         self._resources.take(node, shape)
         self._chooser.changed(node)
         return Placed(pod.uid, node)

@@ -155,7 +155,7 @@ def costs_table() -> Panel:
     def hours(kind: str) -> str:
         return f'sum by (namespace) (increase({SECONDS}{{{SHARE}, kind="{kind}"}}[$__range])) / 3600'
 
-    named = "on (node, uuid) group_left (name) max by (node, uuid, name) (gpushare_gpu_info)"
+    named = "on (node, uuid) group_left (name) topk by (node, uuid) (1, gpushare_gpu_info)"
     paid = f'increase({SECONDS}{{{SHARE}, kind="allocated"}}[$__range]) * {named}'
     price = "on (name) group_left () gpushare_gpu_hourly_price"
     return table(

@@ -1,49 +1,85 @@
-"""The allocation cache counts distinct IDs and forgets exactly what is released."""
+"""The allocation cache's running counts and indexes against counting everything again."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind
-from tests.support_core import allocation, container, ids, pod, used_blocks, used_cores
+from tests.support_core import allocation, ids, pod, used_blocks, used_cores
 
-GPU = GpuUuid("GPU-0")
-
-
-def test_an_id_handed_on_inside_a_pod_counts_once() -> None:
-    """Init container and sidecar hold the same five IDs: five units are used."""
-    chain = pod("chain", container("i", cores=5, kind=ContainerKind.INIT), container("s", cores=5))
-    cache = AllocationCache()
-    cache.put(allocation(chain, "i", ids(0, range(5)), ids(0, range(2)), ContainerKind.INIT))
-    cache.put(allocation(chain, "s", ids(0, range(5)), ids(0, range(2))))
-    assert used_cores(cache) == {GPU: 5}
-    assert used_blocks(cache) == {GPU: 2}
-    cache.release(ContainerKey(chain.uid, "i"))
-    assert used_cores(cache) == {GPU: 5}
-    cache.release_pod(chain.uid)
-    assert used_cores(cache) == {} and not cache.holders(ResourceKind.VCORE)
-
-
-def test_use_can_be_seen_without_one_container() -> None:
-    """Its own IDs are free for itself."""
-    one, two = pod("one"), pod("two")
-    cache = AllocationCache()
-    cache.put(allocation(one, "main", ids(0, range(10)), ids(0, range(3))))
-    cache.put(allocation(two, "main", ids(0, range(10, 30)), ids(0, range(3, 5))))
-    assert used_cores(cache, without=ContainerKey(one.uid, "main")) == {GPU: 20}
-    assert used_blocks(cache, without=ContainerKey(one.uid, "main")) == {GPU: 2}
+GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
+KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
+PODS = [PodUid("uid-0"), PodUid("uid-1")]
+KEYS = [ContainerKey(uid, name) for uid in PODS for name in ("first", "second")]
+DEVICES = st.frozensets(st.builds(device_id, st.sampled_from(GPUS), st.integers(0, 3)), max_size=4)
+ALLOCATIONS = st.builds(
+    Allocation,
+    key=st.sampled_from(KEYS),
+    namespace=st.just("default"),
+    pod_name=st.just("pod"),
+    kind=st.just(ContainerKind.MAIN),
+    gpus=st.lists(st.sampled_from(GPUS), max_size=2, unique=True).map(tuple),
+    ids=st.fixed_dictionaries(dict.fromkeys(KINDS, DEVICES)),
+    is_whole=st.booleans(),
+)
+CHANGES = st.lists(ALLOCATIONS | st.sampled_from(KEYS) | st.sampled_from(PODS))
 
 
-def test_whole_gpus_charge_no_blocks() -> None:
-    """Their memory needs no counting; no other container can share them."""
-    cache = AllocationCache()
-    cache.put(allocation(pod("w"), "main", ids(0, range(100)), ids(0, range(7))))
-    assert used_cores(cache) == {GPU: 100} and used_blocks(cache) == {}
+def _cores(allocations: Collection[Allocation]) -> dict[GpuUuid, int]:
+    held = {(a.key.pod_uid, device) for a in allocations for device in a.ids_of(ResourceKind.VCORE)}
+    counts = {gpu: sum(device.startswith(f"{gpu}::") for _, device in held) for gpu in GPUS}
+    return {gpu: count for gpu, count in counts.items() if count}
+
+
+def _blocks(allocations: Collection[Allocation]) -> dict[GpuUuid, int]:
+    """A whole GPU's memory needs no counting: no other container can share it."""
+    charged = {
+        gpu: {
+            (a.key.pod_uid, d)
+            for a in allocations
+            if not a.is_whole and a.gpus[:1] == (gpu,)
+            for d in a.ids_of(ResourceKind.VMEMORY)
+        }
+        for gpu in GPUS
+    }
+    return {gpu: len(held) for gpu, held in charged.items() if held}
+
+
+@settings(deadline=None)
+@given(CHANGES)
+def test_counts_and_holders_are_those_of_a_new_count_after_any_changes(
+    changes: list[Allocation | ContainerKey | PodUid],
+) -> None:
+    """However containers come, change, share IDs in their pod (which then count once) and go, alone or with their pod."""
+    cache, model = AllocationCache(), dict[ContainerKey, Allocation]()
+    for change in changes:
+        if isinstance(change, Allocation):
+            cache.put(change)
+            model[change.key] = change
+        elif isinstance(change, ContainerKey):
+            cache.release(change)
+            model.pop(change, None)
+        else:
+            cache.release_pod(change)
+            model = {key: one for key, one in model.items() if key.pod_uid != change}
+        assert list(cache) == [model[key] for key in sorted(model)] and len(cache) == len(model)
+        for without in (None, *KEYS):
+            others = [one for one in cache if one.key != without]
+            assert used_cores(cache, without=without) == _cores(others)
+            assert used_blocks(cache, without=without) == _blocks(others)
+        for kind in KINDS:
+            holders: dict[DeviceId, set[ContainerKey]] = {}
+            for one in cache:
+                for device in one.ids_of(kind):
+                    holders.setdefault(device, set()).add(one.key)
+            assert cache.holders(kind) == holders
 
 
 def test_changes_are_reported() -> None:
@@ -57,37 +93,3 @@ def test_changes_are_reported() -> None:
     cache.release_pod(one.uid)
     cache.release_pod(one.uid)
     assert seen == [(False, True), (True, True), (True, False)]
-
-
-KEYS = st.tuples(st.sampled_from(["p", "q", "r"]), st.sampled_from(["a", "b"]))
-STEPS = st.lists(
-    st.tuples(KEYS, st.frozensets(st.integers(0, 12)), st.frozensets(st.integers(0, 12)), st.booleans()), max_size=30
-)
-
-
-@settings(deadline=None)
-@given(STEPS)
-def test_the_indexes_always_say_what_the_allocations_say(
-    steps: list[tuple[tuple[str, str], frozenset[int], frozenset[int], bool]],
-) -> None:
-    """After any sequence of puts and releases the holders are exactly those of the allocations left."""
-    cache = AllocationCache()
-    model: dict[ContainerKey, tuple[frozenset[str], frozenset[str]]] = {}
-    for (name, inner), cores, memory, is_release in steps:
-        key = ContainerKey(PodUid(f"uid-{name}"), inner)
-        if is_release:
-            cache.release(key)
-            model.pop(key, None)
-        else:
-            made = allocation(pod(name), inner, [f"GPU-0::{n}" for n in cores], [f"GPU-0::{n}" for n in memory])
-            cache.put(made)
-            model[key] = (made.ids_of(ResourceKind.VCORE), made.ids_of(ResourceKind.VMEMORY))
-    for position, kind in enumerate((ResourceKind.VCORE, ResourceKind.VMEMORY)):
-        expected: dict[str, set[ContainerKey]] = {}
-        for key, held in model.items():
-            for device in held[position]:
-                expected.setdefault(device, set()).add(key)
-        assert {d: set(k) for d, k in cache.holders(kind).items()} == expected
-    assert {a.key for a in cache} == set(model)
-    assert all(DeviceId(d) for d in cache.holders(ResourceKind.VCORE))
-    assert len(cache) == len(model)

@@ -12,7 +12,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
-from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.agent.node import Node
@@ -44,7 +44,7 @@ def identification_of(
         runtime_classes=RuntimeClasses(),
         refused=(),
         clock=clock,
-        timeouts=Timeouts(**timeouts),
+        **timeouts,
     )
 
 
@@ -147,7 +147,6 @@ async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> 
         runtime_classes=classes,
         refused=(),
         clock=clock,
-        timeouts=Timeouts(lookup_s=2.0),
     )
     found = await identification.identify(vcore_call(size=10), SlowListing(clock))
     assert isinstance(found, Target) and found.pod.name == "new"

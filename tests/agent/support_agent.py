@@ -18,7 +18,6 @@ from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.agent.program import run_generation
 from gpushare_agent.core.claims.claim import read_claim
@@ -80,7 +79,7 @@ async def open_agent(
     longer than the second that an agent allows, and than the five of an admission.
     """
     found = await resolve_isolation(load_settings(node.arguments(*flags), {}).settings)
-    parts = build(found.settings, open_driver(found.settings), isolation_reason=found.isolation_reason)
+    parts = build(found)
     parts.kubelet.gate.list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
         resource.endpoint.plugin.call_timeout_s = DEADLINE_S

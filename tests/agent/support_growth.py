@@ -16,8 +16,8 @@ from uuid import NAMESPACE_DNS, uuid5
 
 from msgspec.structs import replace
 
+from gpushare_agent.agent.auto_isolation import NodeSettings
 from gpushare_agent.agent.composition import NodeAgent, build
-from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.core.kit.protobuf import bytes_field, decode_preferred_allocation, integer_field, string_list
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -121,7 +121,7 @@ class CrowdedNode:
             "--web.port=0", "--isolation=none", *flags,
         ]  # fmt: skip
         settings = load_settings(arguments, {}).settings
-        agent = build(settings, open_driver(settings))
+        agent = build(NodeSettings(settings=settings))
         await agent.gpus.offer(await agent.gpus.read())
         agent.kubelet.tables.refresh()
         agent.kubelet.facts._read_version("v1.36.2")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gpushare_agent.agent.auto_isolation import NodeSettings
 from gpushare_agent.agent.composition import build
-from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.kubelet.device_plugin import CALL_TIMEOUT_S
 from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import open_agent, open_child, wait_synced
@@ -45,8 +45,8 @@ async def test_the_longest_lookup_ends_before_its_call() -> None:
     """Else the reason is lost with the call, and the Allocate that follows blames a restart of the agent."""
     async with open_test_node() as node:
         settings = load_settings(node.arguments("--kubelet.pod-lookup-timeout-s=10"), {}).settings
-        agent = build(settings, open_driver(settings))
-        assert agent.kubelet.admission.identification.timeouts.lookup_s < CALL_TIMEOUT_S
+        agent = build(NodeSettings(settings=settings))
+        assert agent.kubelet.admission.identification.lookup_s < CALL_TIMEOUT_S
 
 
 async def test_an_api_server_that_is_back_while_an_admission_waits_still_serves_it() -> None:

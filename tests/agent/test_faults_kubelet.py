@@ -15,7 +15,6 @@ from tests.sandbox.support_sandbox import (
     CORE,
     CORES,
     HELD_ADMISSIONS,
-    MEMORY,
     NodeUnderTest,
     SmallPlugin,
     container,
@@ -170,29 +169,6 @@ async def test_a_start_reads_the_records_only_when_its_plugins_are_registered(mo
             assert not recovering.done()
             registered.set()
         assert recovering.result() == 1
-
-
-@pytest.mark.parametrize("names", [["vcore"], ["vmemory"], ["vcore", "vmemory"]])
-async def test_a_socket_that_someone_deletes_is_served_and_registered_again(names: list[str]) -> None:
-    """Without a socket the kubelet could not come back; pods are admitted as before."""
-    async with open_test_node() as node, open_agent(node) as agent:
-        await node.start_pods(pod("before", container(cores=60, blocks=40)))
-        done = agent.parts.kubelet.registrar
-        sockets = [node.plugin_socket(name) for name in names]
-        for socket in sockets:
-            socket.unlink()
-        await node.wait_until(
-            lambda: (
-                all(socket.is_socket() for socket in sockets)
-                and all(done.is_registered(resource) for resource in (CORE, MEMORY))
-            ),
-            "both sockets back",
-        )
-        await node.wait_registered()
-        node.api.create_pod(pod("after", container(cores=60, blocks=40)))
-        await node.wait_running("before", "after")
-        await node.wait_ledger_equal(agent)
-        node.assert_nothing_shared()
 
 
 async def test_the_agent_takes_its_socket_back_from_another_process() -> None:

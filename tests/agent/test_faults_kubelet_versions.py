@@ -90,7 +90,7 @@ SILENT = replace(SHORT_TIMES, first_status_s=0.0, status_interval_s=3600.0)
 
 
 async def _make_old(node: NodeUnderTest) -> None:
-    await node.wait_until(lambda: node.api.object_of("nodes", ("", node.name)), "the Node object")
+    await node.wait_until(lambda: node.api.store.find("nodes", ("", node.name)), "the Node object")
     raw = node.api.node(node.name)
     status = {**raw["status"], "nodeInfo": {**raw["status"]["nodeInfo"], "kubeletVersion": "v1.29.14"}}
     node.api.apply_node({**raw, "status": status})

@@ -103,11 +103,11 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
         assert "capacity" in agent.parts.cluster.node_fields
 
         def is_counted() -> bool:
-            raw = node.api.object_of("nodes", ("", node.name)) or {}
+            raw = node.api.store.find("nodes", ("", node.name)) or {}
             return bool(raw["status"].get("allocatable", {}).get(GPU_COUNT) == "2")
 
         def heartbeat() -> str:
-            raw = node.api.object_of("nodes", ("", node.name)) or {}
+            raw = node.api.store.find("nodes", ("", node.name)) or {}
             return str(raw["status"]["conditions"][0]["lastHeartbeatTime"])
 
         await node.wait_until(is_counted, "the number of GPUs in the Node object")
@@ -122,7 +122,7 @@ async def test_the_number_of_gpus_goes_when_it_is_switched_off() -> None:
     async with open_test_node() as node:
 
         def shown(resource: str) -> str | None:
-            raw = node.api.object_of("nodes", ("", node.name)) or {}
+            raw = node.api.store.find("nodes", ("", node.name)) or {}
             found: str | None = raw["status"].get("allocatable", {}).get(resource)
             return found
 

@@ -13,7 +13,7 @@ from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_no
 
 
 def inspected(node: NodeUnderTest) -> Inspected:
-    return inspect_node(node.api.object_of("nodes", ("", node.name)) or {}, node.api.pods())
+    return inspect_node(node.api.store.find("nodes", ("", node.name)) or {}, node.api.pods())
 
 
 def given(node: NodeUnderTest, *names: str) -> Counter[int]:
@@ -60,5 +60,5 @@ async def test_a_pod_that_is_not_admitted_yet_is_pending() -> None:
         await node.start_pods(pod("first", memory(6)))
         await node.wait_until(lambda: inspected(node).pending is None, "the annotations")
         bound = {"metadata": {"name": "bound"}, "spec": {**pod("bound", memory(5))["spec"], "nodeName": node.name}}
-        found = inspect_node(node.api.object_of("nodes", ("", node.name)) or {}, [*node.api.pods(), bound])
+        found = inspect_node(node.api.store.find("nodes", ("", node.name)) or {}, [*node.api.pods(), bound])
         assert (found.pending, found.node.split("/")[0]) == (5, "11")

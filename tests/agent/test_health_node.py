@@ -115,6 +115,8 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         await node.wait_ledger_equal(agent)
         node.assert_nothing_shared()
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1
+        changes = agent.parts.observability.past.changes.newest()
+        assert [one.what for one in changes.pop(ill)] == ["recovered", "unhealthy", "xid"] and not changes
         await node.wait_until(lambda: len(_event_reasons(node)) == 2, "both Events")
         assert _event_reasons(node) == ["GPUUnhealthy", "GPURecovered"]
 

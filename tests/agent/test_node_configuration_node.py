@@ -29,7 +29,7 @@ def _mount(directory: Path, **files: str) -> None:
 
 
 async def _label(node: NodeUnderTest, value: str) -> None:
-    await node.wait_until(lambda: node.api.object_of("nodes", ("", node.name)), "the kubelet registers the Node")
+    await node.wait_until(lambda: node.api.store.find("nodes", ("", node.name)), "the kubelet registers the Node")
     raw = node.api.node(node.name)
     node.api.apply_node({**raw, "metadata": {**raw["metadata"], "labels": {OURS: value}}})
 

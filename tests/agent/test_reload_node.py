@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from gpushare_agent.agent.auto_isolation import NodeSettings
 from gpushare_agent.agent.composition import build
-from gpushare_agent.agent.gpus.part import open_driver
 from gpushare_agent.agent.program import run_generation
 from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.resources import ResourceKind
@@ -161,8 +161,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         node.api.create_pod(pod("between", container(cores=50, blocks=20)))
         await node.wait_until(lambda: node.calls.open_calls, "the kubelet asks")
         settings = load_settings(node.arguments("--simulated.gpus=2", "--resources.memory-block-mib=512"), {}).settings
-        second = build(settings, open_driver(settings), previous=first.parts)
-        second.take_over(first.parts)
+        second = build(NodeSettings(settings=settings), previous=first.parts)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(run_generation(second))
             await node.wait_running("between")

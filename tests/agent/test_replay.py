@@ -24,7 +24,7 @@ from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.agent.admission.decisions.decide import Decision
 from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.decisions.ledger import Policy
-from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
@@ -178,7 +178,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         runtime_classes=RuntimeClasses(),
         refused=refused,
         clock=time.monotonic,
-        timeouts=Timeouts(poll_again_s=0.0),
+        poll_again_s=0.0,
     )
     node.pods.subscribe(identification.pod_changed)
     node.cache.subscribe(identification.allocation_changed)

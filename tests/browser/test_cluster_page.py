@@ -88,7 +88,7 @@ async def choose(browser: Browser, name: str, value: str) -> None:
 async def busy(*, width: int = 1280, **media: str) -> AsyncIterator[tuple[Browser, FakeCluster, Agents, str]]:
     """Of the three nodes two agents answer: gpu-1 says that half is in use, gpu-3 that nothing is."""
     async with served_cluster() as (url, cluster), answering_agents(cluster, "gpu-1", "gpu-2", "gpu-3") as agents:
-        agents.documents["gpu-1"] = uses("gpu-1", dict.fromkeys(range(8), 0.5), team_a=0.4)
+        agents.documents["gpu-1"] = uses("gpu-1", dict.fromkeys(range(8), 0.5), team_a=0.4, team_b=None)
         agents.documents["gpu-3"] = uses("gpu-3", {0: 0.0, 1: 0.0})
         cluster.holds("gpu-2", ("uid-three", 0, 100, 64))
         cluster.put_quota({"team-a": {"vcore": 100}, "batch": {"quota": {}}})
@@ -219,13 +219,14 @@ async def test_the_order_and_the_kinds_of_nodes() -> None:
 
 
 async def test_the_totals_of_namespaces_and_their_quota() -> None:
-    """Allocated, in use and of the quota; also without pods; sorted by keyboard; unknown where it cannot be read."""
+    """Allocated, in use and of the quota; also without pods; sorted by keyboard; unknown where it cannot be read, or
+    as compute under MPS."""
     async with busy() as (browser, cluster, _, url):
         await browser.wait("document.querySelector('.of-namespaces tbody')?.innerText.includes('40')")
         assert await browser.script(ROWS) == [
             ["batch", "0", "0", "0", "–", "0 GiB", "–", "0 %no GPUs, none allowed"],
             ["team-a", "2", "0", "80", "40", "6 GiB", "1 GiB", "80 %80 of 100 vcore"],
-            ["team-b", "1", "2", "100", "–", "16 GiB", "–", "no limit"],
+            ["team-b", "1", "2", "100", "–", "16 GiB", "1 GiB", "no limit"],
         ]
         await browser.script("document.querySelectorAll('.of-namespaces thead button')[7].focus()")
         await browser.press(ENTER)
@@ -321,6 +322,9 @@ async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
             " && one.checkVisibility() && one.clientWidth < 100).map((one) => one.innerText)"
         )
         assert thin == []
+        # A short name has one line, also next to two badges.
+        name = "const one = document.querySelector(\"[data-node='gpu-3'] .node-name\"), style = getComputedStyle(one);"
+        assert await browser.script(f"{name} return one.clientHeight < 1.9 * parseFloat(style.lineHeight)")
         tiles = await browser.script(
             "return [...document.querySelectorAll('.tile')].map((one) => one.getBoundingClientRect().top)"
         )

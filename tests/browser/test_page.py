@@ -87,6 +87,17 @@ async def test_every_text_has_contrast(scheme: str) -> None:
         assert await browser.script("return faintMarks()") == []
 
 
+async def test_what_is_chosen_is_seen_in_forced_colours() -> None:
+    """There the system replaces all grounds by one, but of what keeps its own."""
+    async with opened(varied_node(), forced_colors="active") as (browser, _):
+        kept = "(one) => [one.previousElementSibling.checked, getComputedStyle(one).forcedColorAdjust === 'none']"
+        for name in ("theme", "span"):
+            found = await browser.script(
+                f"return [...document.querySelectorAll('input[name={name}] + span')].map({kept})"
+            )
+            assert sorted(map(tuple, found)) == [(False, False)] * (len(found) - 1) + [(True, True)], name
+
+
 async def test_the_contrast_check_finds_a_faint_text() -> None:
     """A check that finds nothing must be able to find something."""
     async with opened(varied_node()) as (browser, _):
@@ -221,6 +232,13 @@ async def test_each_width_shows_everything(width: int) -> None:
         await browser.script("scrollTo(0, document.documentElement.scrollHeight)")
         assert await browser.wait("scrollY > 300")
         assert await browser.script("return document.querySelector('#live').getBoundingClientRect().top") >= 0
+
+
+async def test_one_gpu_has_no_topology() -> None:
+    async with opened(SampleNode(gpus=1, containers=1)) as (browser, _):
+        assert (
+            await browser.script("return document.querySelector('#topology').innerText") == "One GPU, nothing to draw."
+        )
 
 
 async def test_a_narrow_window_has_the_topology_as_a_list() -> None:

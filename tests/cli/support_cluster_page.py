@@ -96,7 +96,7 @@ class Agents:
         return web.json_response({"at": time.time(), "agent": {"sampled_at": time.time()}, **self.documents[node]})
 
 
-def uses(node: str, gpus: Mapping[int, float], **of_namespaces: float) -> Raw:
+def uses(node: str, gpus: Mapping[int, float], **of_namespaces: float | None) -> Raw:
     """An agent's document of a node: the use of each GPU, and what each namespace uses of GPU 0."""
     return {
         "gpus": [

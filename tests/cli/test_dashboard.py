@@ -8,25 +8,30 @@ import threading
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
-from msgspec import Raw
 
+from gpushare_agent.core.kit import http_answers
 from gpushare_agent.core.kube.pods import MAX_SCHEDULER_CHARS, read_pod_json
 from gpushare_agent.core.model.allocations import Charge
+from gpushare_agent.core.model.gpus import GpuReport
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.core.node_report.documents import GpuState
+from gpushare_agent.core.node_report.reported import reported_state
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.objects import read_quota
-from gpushare_agent.kubectl import cluster_reading
+from gpushare_agent.kubectl import cluster_reading, dashboard
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
 from gpushare_agent.kubectl.explain_waiting import waiting_document
 from tests.cli.support_cluster_page import served_cluster, waiting
 from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
+from tests.cluster.support_kube import running
 from tests.extender.support_extender import raw_node, raw_pod
-from tests.fakes.api_server import raw_status
+from tests.fakes.api_server import Raw, raw_status
 from tests.support_deadline import DEADLINE_S
 
 
@@ -98,7 +103,7 @@ async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> Non
         assert change.startswith("ask for 700 cores (200 fewer): GPUs 1, 2, 3, 4, 5, 6, 7 of gpu-")
         assert dict(answer["lines"])["to start now, one of:"][0] == change
         gpus = [gpu["verdict"] for node in answer["nodes"] for gpu in node["gpus"]]
-        assert gpus.count("free, and the node does not suit the pod") == 7 and "fits" not in gpus
+        assert gpus.count("free, but the node does not suit the pod") == 7 and "fits" not in gpus
         away = waiting("away", (20, 8))
         away["spec"]["nodeSelector"] = {"pool": "b"}
         cluster.put("pods", away)
@@ -142,8 +147,9 @@ async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
         assert (await ask(f"{url}nodes/gpu-1/dashboard/app.js"))[0] == 200
         for path in ("metrics", "debug/state", "api/v1/..%2f..%2fsecrets"):
             assert (await ask(f"{url}nodes/gpu-1/{path}"))[0] == 404, path
-        status, answer, _ = await ask(f"{url}nodes/gpu-1/api/v1/node")
-        assert status == 404 and answer["error"].startswith("no agent runs on node gpu-1: ")
+        for what in ("node", "history", "changes", "decisions"):
+            status, answer, _ = await ask(f"{url}nodes/gpu-1/api/v1/{what}")
+            assert status == 404 and answer["error"].startswith("no agent runs on node gpu-1: "), what
         assert (await ask(f"{url}nodes/other/api/v1/node"))[1] == {"error": 'no node "other" is known'}
         assert (await ask(f"{url}nodes/gpu-1/api/v1/node", Origin="https://evil.example"))[0] == 403
 
@@ -264,7 +270,7 @@ async def test_a_large_quota_is_not_read_on_the_loop(monkeypatch: pytest.MonkeyP
     """A page, its informers and what it reads of agents go on meanwhile."""
     threads = []
 
-    def read(raw: Raw) -> Quota:
+    def read(raw: msgspec.Raw) -> Quota:
         threads.append(threading.current_thread())
         return read_quota(raw)
 
@@ -276,14 +282,41 @@ async def test_a_large_quota_is_not_read_on_the_loop(monkeypatch: pytest.MonkeyP
     assert threads and threading.current_thread() not in threads
 
 
+def divided_node(name: str) -> Raw:
+    """Of which all GPUs are for instances."""
+    node = raw_node(name)
+    reported = json.loads(node["metadata"]["annotations"][GPUS_ANNOTATION])
+    ill = {**reported["gpus"][0], "name": "A100", "is_healthy": False, "reason": "row remapping failed"}
+    node["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps({**reported, "gpus": [], "mig_gpus": [ill]})
+    return {**node, "status": {}}
+
+
+async def test_nodes_with_mig_on_demand_are_written_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them would hold the loop."""
+    monkeypatch.setattr(http_answers, "SLICE_S", 0.0)
+    made, turns = list[object](), set[int]()
+
+    def counted(gpu: GpuReport) -> GpuState:
+        made.append(gpu)
+        return reported_state(gpu)
+
+    async def count() -> None:
+        while True:
+            turns.add(len(made))
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(dashboard, "reported_state", counted)
+    async with served_cluster([divided_node(f"gpu-{number}") for number in range(3)]) as (url, _), running(count):
+        while (await ask(f"{url}api/v1/mig"))[1]["count"] < 3:
+            made.clear()
+            turns.clear()
+    assert turns >= {1, 2}
+
+
 async def test_mig_on_demand() -> None:
     """Its GPUs, also of a node without any other, until the node has gone; and the pods that wait for an instance, as
     `explain` explains them."""
-    divided = raw_node("gpu-4")
-    reported = json.loads(divided["metadata"]["annotations"][GPUS_ANNOTATION])
-    ill = {**reported["gpus"][0], "name": "A100", "is_healthy": False, "reason": "row remapping failed"}
-    divided["metadata"]["annotations"][GPUS_ANNOTATION] = json.dumps({**reported, "gpus": [], "mig_gpus": [ill]})
-    divided["status"] = {}
+    divided = divided_node("gpu-4")
     wants = {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
     waits = waiting("instance", (0, 0), namespace="ns")
     waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
@@ -300,16 +333,28 @@ async def test_mig_on_demand() -> None:
         while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
             await asyncio.sleep(0.01)
         assert (answer["pods"][2]["pod"], answer["pods"][2]["asked"]) == ("instance", "claim gpu")
+        # A page asks every few seconds, and claims may be many.
+        lists = [one.path for one in cluster.seen].count("/apis/resource.k8s.io/v1/resourceclaims")
+        assert (await ask(f"{url}api/v1/waiting"))[1]["count"] == 3
+        assert lists == [one.path for one in cluster.seen].count("/apis/resource.k8s.io/v1/resourceclaims") == 1
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-instance")
         assert "b" in dict(answer["lines"])["to start now, one of:"][0]
         assert (await ask(f"{url}api/v1/waiting?uid=uid-other"))[0] == 404
         while not (nodes := (await ask(f"{url}api/v1/mig"))[1]["nodes"]):
             await asyncio.sleep(0.01)
         gpu = nodes["gpu-4"]["mig_gpus"][0]
+        _, answer, _ = await ask(f"{url}nodes/gpu-4/api/v1/node")
+        assert answer["error"].startswith("no agent runs on node gpu-4: ")
         assert list(nodes) == ["gpu-4"] and (gpu["name"], gpu["health_reason"]) == ("A100", "row remapping failed")
         cluster.remove("nodes", "gpu-4")
         while (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
             await asyncio.sleep(0.01)
+        divided["metadata"]["name"] = "gpu-3"
+        cluster.put("nodes", divided)
+        while not (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
+            await asyncio.sleep(0.01)
+        # It has no shares any more.
+        assert [node["name"] for node in (await ask(f"{url}api/v1/cluster"))[1]["nodes"]] == ["gpu-1", "gpu-2"]
 
 
 async def test_claims_that_may_not_be_read_are_said() -> None:

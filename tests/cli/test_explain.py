@@ -303,9 +303,9 @@ async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.C
     """The pod that is asked for may be one of them."""
     unattributed = decision(
         2, pod="", container="", pod_uid="", namespace="", outcome=Outcome.REFUSED, reason="PodAmbiguous",
-        explanation="two pods would fit",
+        explanation="two pods would fit.",
     )  # fmt: skip
-    with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit"):
+    with pytest.raises(NotFound, match=r"refused 1 call for a pod that it could not identify, .*two pods would fit\. "):
         await explained(capsys, [unattributed, decision()], "ghost")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import json
 
+from gpushare_agent.kubectl.decisions.instances import ClaimCluster, ClaimJson, wanted_of
 from tests.cli.support_cli import raw_list
 from tests.cli.support_cluster_view import Cluster, Object, node, pod
 from tests.cli.test_explain_waiting import explained
@@ -317,3 +319,28 @@ async def test_hostile_slices_and_claims_end_nothing(short_dir: Path, capsys: py
     assert "The scheduler: nothing so far" in lines[0] and "memory-slice-0" in lines[0]
     lines = await told(short_dir, capsys, pools=[*slices([{"name": 3}]), *odd], claims=claims)
     assert any("no MIG instance 3g.40gb, and no place for one" in line for line in lines)
+
+
+class _Walked(list[ClaimJson]):
+    walks = 0
+
+    def __iter__(self) -> Iterator[ClaimJson]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_claims_are_walked_once_for_all_pods() -> None:
+    """The page of all nodes asks it of every pod that waits, and a cluster has thousands of both."""
+    wants = {"exactly": {"deviceClassName": "mig", "selectors": selector("3g.40gb")}}
+    of_class = {"metadata": {"name": "c"}, "spec": {"extendedResourceName": "x/y", "selectors": selector("1g.10gb")}}
+    claims, classes = (
+        _Walked(json.decode(json.encode(one), type=ClaimJson) for one in found)
+        for found in ([claim(f"c{number}", wants) for number in range(3)], [of_class])
+    )
+    cluster = ClaimCluster(slices=(), claims=claims, classes=classes)
+    for number in range(3):
+        (by_claim, by_class) = wanted_of(cluster, "ns", [f"c{number}", f"c{number}"], {"x/y": 2})[::-1]
+        assert (by_claim.profiles, by_claim.count) == ({"3g.40gb"}, 1)
+        assert (by_class.profiles, by_class.count) == ({"1g.10gb"}, 2)
+    assert not wanted_of(cluster, "other", ["c0"], {})
+    assert (claims.walks, classes.walks) == (1, 1)

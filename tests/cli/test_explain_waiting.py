@@ -396,6 +396,13 @@ async def test_a_wrong_request_is_answered_with_what_to_write(
     assert f"  request   {asked}" in told
     assert "  mistake   container c0: " in told and remedy in told
     assert "to start" not in told and "GPUs  " not in told
+    # An extender gives it for each node: it is said once.
+    [mistake] = [line.removeprefix("  mistake   ") for line in told.splitlines() if line.startswith("  mistake")]
+    said = f"0/9 nodes are available: 2 too few, 7 {mistake}. preemption: none"
+    mistaken["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": said}]
+    await explained(Cluster([node("n", [16, 16])], [mistaken]), short_dir, is_agent=is_agent)
+    told = capsys.readouterr().out
+    assert "  scheduler 0/9 nodes are available: 2 too few, 7 for the mistake below. preemption: none\n" in told
 
 
 async def test_more_gpus_than_any_node_has_is_a_mistake_and_has_changes(

@@ -91,7 +91,7 @@ def gpu_numbers() -> Table:
     """For the README: memory, compute alone and next to another share, and what the library costs."""
     alone = _percents([_pods("gpushare", f"compute {n}")[0] for n in (30, 60)], " and ")
     steps = [step for step in _together() if step in ("compute 30+60", "compute 30+60, again")]
-    together = ", again ".join(_percents(_pods("gpushare", step), " and ") for step in steps)
+    together = " %; a second time ".join(_percents(_pods("gpushare", step), " and ") for step in steps)
     kinds, bare = _memory_kinds("gpushare"), find("gpushare", "overhead")["bare"]["latency_us"]["launch"]["median"]
     rows = [
         ("share", "measured"),

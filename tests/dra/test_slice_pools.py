@@ -22,10 +22,10 @@ from gpushare_agent.core.kube.claims import (
     CounterConsumption,
     CounterSet,
     Device,
-    DeviceTaint,
     SliceContent,
 )
 from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.taints import Taint
 from tests.dra.support_claims import DRIVER, NODE
 from tests.dra.test_mig_devices import known_instance, on_demand, published, static
 from tests.dra.test_slices import FakeSlices, Published
@@ -37,7 +37,7 @@ BASE = f"{NODE}-{DRIVER}"
 
 def device(name: str, *taints: str) -> Device:
     consumed = [CounterConsumption("gpu-0", {"memory-slice-0": Counter("1")})]
-    made = [DeviceTaint(key, "why", "NoSchedule") for key in taints]
+    made = [Taint(key, "NoSchedule", "why") for key in taints]
     return Device(
         name=name,
         allow_multiple_allocations=True,

@@ -48,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--node", metavar="NODE", help="the one that is used, when more than one has the label or none")
     group.addoption("--image", metavar="IMAGE", default=agent, help="the agent's, as the node pulls it")
     group.addoption("--pod-image", metavar="IMAGE", default=pods, help="of the test pods: with sh and sleep")
-    group.addoption("--overlay", metavar="DIR", default="overlays/simulated", help="of manifests/, or base")
+    group.addoption(
+        "--overlay", metavar="DIR", default="overlays/simulated", help="of manifests/, or base (overlays/simulated)"
+    )
     group.addoption("--scheduler-image", metavar="IMAGE", help="default: registry.k8s.io's of the cluster's version")
     group.addoption("--runtime-class", metavar="NAME", help="of pods with a share, such as nvidia")
     group.addoption("--replace-installed", action="store_true", help="remove what an earlier run left, and go on")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.core.formats.simulated_gpus import Faults, encode_faults, encode_usage, parse_faults, parse_usage
+from gpushare_agent.core.formats.simulated_gpus import Faults, encode_usage, parse_faults, parse_usage
 from gpushare_agent.core.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.gpus import GpuInventory, Health
@@ -279,7 +280,7 @@ def test_faults_are_written_as_they_are_read() -> None:
             "xids": [XID_79, {"id": 2, "gpu": None, "kind": "double-bit-ecc"}],
         })
     )  # fmt: skip
-    assert parse_faults(encode_faults(faults)) == faults
+    assert parse_faults(encode(faults).decode()) == faults
     assert (faults.last_id, Faults().last_id) == (4, 0)
 
 
@@ -390,6 +391,6 @@ async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     assert await after(_0=["1g.10gb", "2g.20gb"]) == {second: (1, True), "1g.10gb": (2, True), "2g.20gb": (4, True)}
     assert (await after(_0=[]))[first] == (0, False)
     assert await after() == {first: (0, True), second: (1, True)}
-    assert parse_faults(encode_faults(Faults(mig={0: ("1g.10gb+me",)}))).mig == {0: ("1g.10gb+me",)}
+    assert parse_faults(encode(Faults(mig={0: ("1g.10gb+me",)})).decode()).mig == {0: ("1g.10gb+me",)}
     with pytest.raises(ValueError, match="profile"):
         parse_faults('{"mig": {"0": ["../../x"]}}')

@@ -365,7 +365,7 @@ async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
         return credentials
 
     async with await asyncio.start_unix_server(accepted, short_dir / "s"):
-        me = PeerCredentials(pid=os.getpid(), uid=os.getuid(), gid=os.getgid())
+        me = PeerCredentials(pid=os.getpid(), uid=os.getuid())
         assert await connect(asyncio.open_unix_connection, short_dir / "s") == me
     async with await asyncio.start_server(accepted, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.core.kit.watch_path import DirectoryWatch, open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from tests.kubelet.support_plugin import short_directory
 
 NEVER_S = 3600.0
@@ -39,9 +39,8 @@ async def drain(watch: DirectoryWatch) -> None:
 
 async def test_the_first_wait_ends_at_once() -> None:
     """What happened before the watch began is not known, so the caller has to compare."""
-    with short_directory() as directory:
-        async with open_directory_watch(directory, poll_s=NEVER_S) as watch:
-            await watch.wait_change()
+    with short_directory() as directory, closing(DirectoryWatch(directory, poll_s=NEVER_S)) as watch:
+        await watch.wait_change()
 
 
 async def test_creating_moving_and_deleting_a_file_each_end_a_wait() -> None:
@@ -49,7 +48,7 @@ async def test_creating_moving_and_deleting_a_file_each_end_a_wait() -> None:
     with short_directory() as directory:
         outside = directory.parent / f"{directory.name}-x"
         outside.touch()
-        async with open_directory_watch(directory, poll_s=NEVER_S) as watch:
+        with closing(DirectoryWatch(directory, poll_s=NEVER_S)) as watch:
             await watch.wait_change()
             for act in (
                 (directory / "a").touch,
@@ -67,7 +66,7 @@ async def test_a_directory_that_is_made_later_is_noticed_and_then_watched() -> N
     """While it is missing it is polled; once it is there, events count."""
     with short_directory() as top:
         directory = top / "later"
-        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+        with closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01)) as watch:
             await watch.wait_change()
             directory.mkdir()
             await drain(watch)
@@ -80,7 +79,7 @@ async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved:
     with short_directory() as top:
         directory = top / "dp"
         directory.mkdir()
-        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+        with closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01)) as watch:
             await watch.wait_change()
             if is_moved:
                 directory.rename(top / "old")
@@ -97,7 +96,7 @@ async def test_an_event_that_is_lost_with_its_wait_costs_no_later_one() -> None:
     with short_directory() as top:
         directory = top / "dp"
         directory.mkdir()
-        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01) as watch:
+        with closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01)) as watch:
             await watch.wait_change()
             async with asyncio.TaskGroup() as tasks:
                 waiting = tasks.create_task(watch.wait_change())
@@ -124,22 +123,26 @@ def no_free_descriptor() -> Iterator[None]:
 
 async def test_without_inotify_the_directory_is_polled_and_that_is_reported_once() -> None:
     """A process that may open no more files still notices."""
-    with short_directory() as directory:
-        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0) as watch:
-            with capture_logs() as logs, no_free_descriptor():
-                for _ in range(5):
-                    await watch.wait_change()
-            assert [entry["event"] for entry in logs] == ["directory_not_watched"]
+    with (
+        short_directory() as directory,
+        closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0)) as watch,
+    ):
+        with capture_logs() as logs, no_free_descriptor():
+            for _ in range(5):
+                await watch.wait_change()
+        assert [entry["event"] for entry in logs] == ["directory_not_watched"]
 
 
 async def test_inotify_is_tried_again() -> None:
     """Once descriptors are free, events count: the poll is slow then, and only an event can end the wait."""
-    with short_directory() as directory:
-        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0) as watch:
-            with no_free_descriptor():
-                await watch.wait_change()
+    with (
+        short_directory() as directory,
+        closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0)) as watch,
+    ):
+        with no_free_descriptor():
             await watch.wait_change()
-            await next_event(watch, (directory / "a").touch)
+        await watch.wait_change()
+        await next_event(watch, (directory / "a").touch)
 
 
 async def test_the_descriptor_is_closed_with_the_block() -> None:
@@ -150,7 +153,7 @@ async def test_the_descriptor_is_closed_with_the_block() -> None:
 
     with short_directory() as directory:
         before = open_files()
-        async with open_directory_watch(directory) as watch:
+        with closing(DirectoryWatch(directory)) as watch:
             await watch.wait_change()
             assert open_files() > before
         assert open_files() == before

@@ -76,7 +76,7 @@ async def test_a_successor_is_told_when_the_agent_has_left(method: str) -> None:
     with short_directory() as directory:
         handover, requested = Handover(), Recorder()
         handover.is_serving = True
-        handover.subscribe(lambda: requested.record("requested"))
+        handover.on_requested = lambda: requested.record("requested")
         async with serving(directory, handover), asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(ask_for_handover(directory, method, timeout_s=DEADLINE_S))
             while not handover.waiting:

@@ -67,10 +67,8 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
         poll_s=poll_s,
         backoff=backoff,
     )
-    registrar.subscribe(
-        on_registered=lambda resource: reported.record(("registered", resource)),
-        on_kubelet_restart=lambda: reported.record("kubelet-restart"),
-    )
+    registrar.on_registered = lambda resource: reported.record(("registered", resource))
+    registrar.on_kubelet_restart = lambda: reported.record("kubelet-restart")
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(registrar.run())
         try:

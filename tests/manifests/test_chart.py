@@ -185,6 +185,21 @@ def test_nvidias_replicas_under_mps_have_the_daemon_and_the_setting(tmp_path: Pa
     assert ("DaemonSet", "gpushare-mps") in found
 
 
+def test_settings_of_the_mps_daemon_reach_it(tmp_path: Path) -> None:
+    """It reads no file; a user who sets them for the agents alone would believe that they count."""
+    chosen = {"multi_user": True, "drain_timeout_s": 12.5, "default_active_thread_percentage": 50, "max_clients": 5}
+    settings = {"mps": {**chosen, "exclusive_process": None}}
+    found = chart_objects({"isolation": "mps", "settings": settings}, tmp_path)
+    variables = {one["name"]: one["value"] for one in _pod(found["DaemonSet", "gpushare-mps"])["containers"][0]["env"]}
+    assert {name: value for name, value in variables.items() if name.startswith("GPUSHARE_MPS__")} == {
+        "GPUSHARE_MPS__MULTI_USER": "true",
+        "GPUSHARE_MPS__DRAIN_TIMEOUT_S": "12.5",
+        "GPUSHARE_MPS__DEFAULT_ACTIVE_THREAD_PERCENTAGE": "50",
+    }
+    read = load_settings([], {name: value for name, value in variables.items() if name.startswith("GPUSHARE_MPS__")})
+    assert read.settings.mps.multi_user and read.settings.mps.drain_timeout_s == 12.5
+
+
 def test_nodes_with_cgroup_v1_get_the_hosts_pids_back(tmp_path: Path) -> None:
     """Under isolation none, which takes them away: a force-deleted pod's processes are seen in no other way."""
     for host_pid in (None, True):

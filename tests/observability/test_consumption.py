@@ -18,7 +18,7 @@ from gpushare_agent.core.model.allocations import (
     ResizedShare,
     ShareSize,
 )
-from gpushare_agent.core.model.names import MIB, device_id
+from gpushare_agent.core.model.names import MIB, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
@@ -211,7 +211,8 @@ def test_pods_that_end_at_once_leave_a_bounded_number_of_rows() -> None:
 
 
 def test_what_is_unknown_has_no_row() -> None:
-    """A GPU that lists no processes, and one that does not say how much they compute, such as a MIG instance."""
+    """A GPU that lists no processes, and one that does not say how much they compute, such as a MIG instance. Without
+    processes nothing is used, which is known."""
     node = Node()
     node.cache.put(allocation(key_of(1)))
     node.round((key_of(1), None, GIB))
@@ -223,6 +224,9 @@ def test_what_is_unknown_has_no_row() -> None:
     sample = GpuSample(uuid=UUIDS[0])
     node.counted.add(UsageRound(sampled_at=1.0, gpus={UUIDS[0]: sample}, containers={(key_of(1), UUIDS[0]): use}))
     assert set(node.rows()[1]) == {ALLOCATED}
+    idle = replace(use, sm_ratio=0.0, memory_bytes=0)
+    node.counted.add(UsageRound(sampled_at=2.0, gpus={UUIDS[0]: sample}, containers={(key_of(1), UUIDS[0]): idle}))
+    assert (set(node.seconds()), set(node.rows()[1])) == ({ALLOCATED, USED}, {ALLOCATED, USED})
     node.round((key_of(1), 0.1, GIB))
     assert set(node.seconds()) == {ALLOCATED, USED}
 
@@ -238,6 +242,18 @@ def test_a_gpu_that_is_not_known_yet_counts_once_it_is() -> None:
     node.counted.gpus_changed()
     node.wait(10)
     assert node.seconds()["p/main", "1", "allocated"] == 4.0
+
+
+def test_a_change_of_gpus_counts_each_pod_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of its containers, with all of them."""
+    node, counted = Node(), list[PodUid]()
+    for pod in range(3):
+        for container in range(4):
+            node.cache.put(allocation(key_of(pod, f"c{container}"), pod=f"p{pod}"))
+    of_pod = node.cache.of_pod
+    monkeypatch.setattr(node.cache, "of_pod", lambda uid: (counted.append(uid), of_pod(uid))[1])
+    node.counted.gpus_changed()
+    assert counted == [key_of(pod).pod_uid for pod in range(3)]
 
 
 def test_a_reload_counts_on_and_ends_what_ended_meanwhile() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode, uuid_of
-from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
+from gpushare_agent.agent.observability.http import node_api
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.core.kit import http_answers as web_answers
 from gpushare_agent.core.model.errors import NodeEventReason, Unavailable
@@ -103,6 +105,35 @@ class CrowdedContainer(SampleNode):
         gpu = replace(gpu, processes=(*taken.usage.unattributed.get(uuid, ()), *own))
         usage = replace(taken.usage, containers={key: use}, gpus={uuid: gpu}, sampled_boot_s=50.0)
         return replace(taken, usage=usage)
+
+
+async def test_a_document_of_many_processes_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what is known and its JSON; and no container's processes are searched for among all of the GPU."""
+    steps: list[str] = []
+
+    class Listed(tuple[ProcessSample, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[ProcessSample]:
+            raise AssertionError("all processes of the GPU were looked at")
+
+    def document(snapshot: NodeSnapshot, described: Any) -> Any:
+        assert snapshot.usage is not None
+        [use], [(uuid, gpu)] = snapshot.usage.containers.values(), snapshot.usage.gpus.items()
+        usage = replace(snapshot.usage, gpus={uuid: replace(gpu, processes=Listed(gpu.processes or ()))})
+        assert len(replace(snapshot, usage=usage).processes_of(use)) == 64
+        asyncio.get_running_loop().call_soon(steps.append, "the loop turns")
+        return node_document(snapshot, described)
+
+    def encoded(document: Any) -> Any:
+        steps.append("JSON")
+        return to_builtins(document)
+
+    monkeypatch.setattr(node_api, "node_document", document)
+    monkeypatch.setattr(node_api, "to_builtins", encoded)
+    async with served_node(CrowdedContainer(gpus=1, containers=1)) as served:
+        await _get(f"{served.url}/api/v1/node?processes=true")
+    assert steps == ["the loop turns", "JSON"]
 
 
 class StillNode(SampleNode):
@@ -229,8 +260,11 @@ async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
 
 
 async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many ask; a new round is seen at once."""
+    """However many ask; a new round is seen at once. So is the day, of which a step passes also without a point."""
     history = _curves()
+    past, wall = no_past(history), [86_400.0]
+    past.day.clock = lambda: wall[0]
+    past.day.fold(history)
     asked: list[int] = []
     pieces = UsageHistory.pieces
 
@@ -239,11 +273,16 @@ async def test_the_history_is_encoded_once_for_each_round(monkeypatch: pytest.Mo
         return pieces(history, **wanted)
 
     monkeypatch.setattr(UsageHistory, "pieces", counted)
-    async with served_node(SampleNode(gpus=1, containers=0), history=history) as served:
+    async with served_node(SampleNode(gpus=1, containers=0), history=history, past=past) as served:
         first = [(await _get(f"{served.url}/api/v1/history"))[1] for _ in range(3)]
         history.add(SampleNode(gpus=2, containers=2, moment=9).snapshot().usage)
         last = (await _get(f"{served.url}/api/v1/history"))[1]
-    assert asked == [1, 2]
+        assert asked == [1, 2]
+        day = f"{served.url}/api/v1/history?span=day"
+        found = [(await _get(day + half))[1]["at"] for half in ("", "&only=gpus", "", "&only=gpus")]
+        wall[0] += 300.0
+        assert (found, (await _get(day))[1]["at"]) == ([86_400.0] * 4, 86_700.0)
+    assert asked == [1, 2, 1, 1, 1]
     assert first[0] == first[1] == first[2] != last
 
 

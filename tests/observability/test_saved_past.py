@@ -36,7 +36,7 @@ from gpushare_agent.agent.observability.usage_history import (
     UsageHistory,
 )
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.errors import Corrupt, NodeEventReason
+from gpushare_agent.core.model.errors import Corrupt, NodeEventReason, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
@@ -297,6 +297,20 @@ async def test_a_file_that_is_not_the_agents_own_format_costs_the_past_alone(
     assert (await restarted(again, tmp_path)).ratios()[-1] == 0.25
 
 
+async def test_a_curve_that_claims_the_future_goes_with_its_day(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.after(0.5, A)
+    await node.past.save()
+    _changed(lambda document: document["containers"][0].update(last=1 << 40))(tmp_path / FILE)
+    again = Node(tmp_path, at=node.wall.now)
+    await again.past.load()
+    again.after(0.25)
+    assert again.document()["containers"]
+    again.wall.now += DAY_S
+    again.after(0.25)
+    assert not again.document()["containers"]
+
+
 async def test_a_directory_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     """The curves go on without it, as they do where the setting is empty."""
     (tmp_path / "file").touch()
@@ -323,13 +337,16 @@ async def test_the_largest_file_can_be_read_again(tmp_path: Path) -> None:
     for _, ratios, sizes in (*saved.gpus.values(), *saved.containers.values()):
         for place in range(DAY_POINTS):
             ratios[place], sizes[place] = noise.random(), noise.randrange(80 << 30)
-    owner = replace(saved.owners.get(A) or _owner(), namespace="n" * 63, pod="p" * 253)
+    # One character is two escapes of JSON; a container of MIG instances may have more of them than there are GPUs.
+    uuids = tuple(GpuUuid(f"MIG-{number:036}") for number in range(2 * MAX_GPUS))
+    owner = replace(saved.owners.get(A) or _owner(), namespace="n" * 63, pod="p" * 253, gpus=uuids)
     full = DayHistory(DAY_S, DAY_POINTS, clock=node.wall)
     full.restore(replace(saved, owners=dict.fromkeys(keys, owner)))
     node.past.day = full
     for gpu in range(MAX_GPUS):
         for number in range(MAX_CHANGES):
-            node.changes.health_changed(GpuUuid(f"GPU-{gpu}"), NodeEventReason.GPU_UNHEALTHY, f"{number} " + "x" * 999)
+            why = f"{number} " + "\U0001f525" * 999
+            node.changes.health_changed(GpuUuid(f"GPU-{gpu}"), NodeEventReason.GPU_UNHEALTHY, why)
     await node.past.save()
     assert (tmp_path / FILE).stat().st_size < MAX_BYTES
     again = Node(tmp_path, at=node.wall.now)
@@ -361,6 +378,55 @@ async def test_the_service_adds_a_point_and_writes_it_after_each_step_and_at_the
     last = Node(tmp_path, at=node.wall.now)
     await last.past.load()
     assert [one.reason for one in last.changes.newest()[UUIDS[0]]] == ["at the end"]
+
+
+class _FailsAtFirst:
+    """A disk that does not answer `times` times."""
+
+    def __init__(self, file: Any, times: int) -> None:
+        self.file, self.times = file, times
+
+    async def load(self, *parsers: Any) -> Any:
+        self.times -= 1
+        if self.times >= 0:
+            raise Unavailable("no answer")
+        return await self.file.load(*parsers)
+
+    async def save(self, document: Callable[[], dict[str, Any]]) -> None:
+        await self.file.save(document)
+
+
+async def test_a_disk_that_is_slow_at_the_start_costs_nothing(tmp_path: Path) -> None:
+    """What could not be read is read before the first point would replace it, and not replaced by an end before that."""
+    before = Node(tmp_path)
+    before.after(0.25)
+    before.changes.event_came(xid(31), 2)
+    await before.past.save()
+    node = Node(tmp_path, at=before.wall.now + STEP_S / 2)
+    node.past._file = _FailsAtFirst(node.past._file, 1)  # type: ignore[assignment]
+    async with running(node.past.run):
+        await poll_until(lambda: node.past._file.times == 0, "the first try")  # type: ignore[union-attr]
+        node.changes.health_changed(UUIDS[0], NodeEventReason.GPU_CORDONED, "fan")
+    again = Node(tmp_path, at=before.wall.now + STEP_S + 0.99)
+    again.past._file = _FailsAtFirst(again.past._file, 1)  # type: ignore[assignment]
+    again.add(0.5)
+    async with running(again.past.run):
+        await poll_until(lambda: again.day.version == 2, "the first point")
+    assert again.ratios()[-2:] == [0.25, 0.5]
+    assert [one.count for one in again.changes.newest()[UUIDS[0]]] == [2]
+
+
+async def test_what_an_agent_wrote_without_reading_is_not_read_after_a_reload(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.past._file = _FailsAtFirst(node.past._file, 1)  # type: ignore[assignment]
+    await node.past.load()
+    node.after(0.5)
+    node.changes.event_came(xid(31), 2)
+    await node.past.save()
+    again = Node(tmp_path, at=node.wall.now)
+    again.past.take_over(node.past)
+    await again.past.load()
+    assert [one.count for one in again.changes.newest()[UUIDS[0]]] == [2]
 
 
 def _saved_slot(directory: Path) -> int:

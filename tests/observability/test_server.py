@@ -16,7 +16,7 @@ from gpushare_agent import __version__
 from gpushare_agent.agent.observability.http.server import WebServer
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.metrics.node import ContainerSeries, node_series
-from gpushare_agent.agent.observability.metrics.text import NodePage
+from gpushare_agent.agent.observability.metrics.text import NodePage, Series
 from gpushare_agent.core.kit.http_answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import StartupError
@@ -61,6 +61,21 @@ async def test_metrics_are_served_under_both_names() -> None:
         assert [status for status, _ in answers] == [200, 200]
         assert [former in text for _, text in answers] == [all_series, True]
         assert all("gpushare_pod_lists_total 0.0\n" in text for _, text in answers)
+
+
+async def test_a_page_is_prepared_before_it_is_written() -> None:
+    """So that a full node's does not hold the loop; for the path that is asked."""
+    metrics, done = AgentMetrics(), list[object]()
+
+    def series(is_all: bool) -> list[Series]:
+        done.append(("written", is_all))
+        return []
+
+    metrics.show_node(NodePage(series, 0.0, lambda is_all: (done.append(is_all) for _ in range(2))))
+    async with served(metrics) as url:
+        for path in ("metrics", "metric"):
+            await _get(f"{url}/{path}")
+    assert done == [False, False, ("written", False), True, True, ("written", True)]
 
 
 async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:

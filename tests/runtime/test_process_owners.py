@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY
-from gpushare_agent.agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.agent.runtime.cgroups import Cgroups, ProcessOwners
 
 UID = "0f3c1e52-3c27-4b7e-9d0c-8b8f1d1f0a01"
 OTHER = "0f3c1e52-3c27-4b7e-9d0c-8b8f1d1f0a02"
@@ -100,6 +100,16 @@ def test_a_process_has_its_name_and_its_pid_in_the_container(proc: Path) -> None
         12: (1, "n" * 64),
         13: (7, None),
     }
+
+
+def test_no_number_of_groups_hides_a_process(proc: Path) -> None:
+    """Root in a container may give itself as many as the kernel takes."""
+    put_process(proc, 10)
+    status = proc / "10" / "status"
+    groups = b"Groups:\t%s\n" % (b"4294967294 " * 65_536)
+    status.write_bytes(status.read_bytes().replace(b"NSpid:", groups + b"NSpid:") + b"VmSize:\t1 kB\n")
+    assert ProcessOwners(proc).read_names([10], 60.0)[10].pid_in_container == 7
+    assert Cgroups(proc=proc).namespace_pids([10]) == {10: (7,)}
 
 
 def test_a_pid_that_another_process_has_since_the_round_names_nobody(proc: Path) -> None:

@@ -443,7 +443,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
 
     async def wait_allocatable(self, resource: str, count: int) -> None:
         def is_shown() -> bool:
-            raw = self.api.object_of("nodes", ("", self.name)) or {}
+            raw = self.api.store.find("nodes", ("", self.name)) or {}
             is_known = (
                 self.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
             )  # the Node object outlives the kubelet
@@ -455,7 +455,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         """The kubelet has healthy devices of both resources, and the scheduler knows it."""
 
         def is_shown() -> bool:
-            raw = (self.api.object_of("nodes", ("", self.name)) or {}).get("status", {}).get("allocatable", {})
+            raw = (self.api.store.find("nodes", ("", self.name)) or {}).get("status", {}).get("allocatable", {})
             healthy = {name: str(count) for name, (_, count) in self.kubelet.devices.capacity().items() if count}
             return all(name in healthy and raw.get(name) == healthy[name] for name in (CORE, MEMORY))
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         # One that comes and goes between two drawings is never shown.
         await read_until(process, "pod default/piped Running")
         assert (await sandbox("delete", "default/piped", *where)).out == "pod default/piped deleted\n"
-        await read_until(process, "gone: pod default/piped")
+        await read_until(process, "gone: pod default/piped\n")
         assert (await sandbox("kill-agent", *where)).code == 0
         await read_until(process, "the agent was killed by signal 9; starting it again")
         assert (await sandbox("restart-kubelet", *where)).code == 0
@@ -274,7 +275,7 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         await read_until(process, "gone: pod default/mine")
         second = await sandbox("--once", *where)
         assert second.code == 1
-        assert "another sandbox" in second.err
+        assert "another sandbox" in second.err and f"`{sys.executable} -m gpushare_agent sandbox status" in second.err
         process.send_signal(signal.SIGINT)
         done = await ended(process)
         assert done.code == 0, done.err

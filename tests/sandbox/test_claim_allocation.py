@@ -12,7 +12,7 @@ import yaml
 
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.placement.first_fit import Capacity, Device, allocate
-from gpushare_agent.sandbox.scheduler.cel import SelectorFailed, Version, parse_selector
+from gpushare_agent.sandbox.scheduler.cel import SelectorFailed, parse_selector
 from gpushare_agent.sandbox.scheduler.claim_objects import allocation_of, read_devices, read_requests, used_of
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ DEVICE = Device(
         "d/name": "NVIDIA A100-SXM4-80GB",
         "d/index": 3,
         "d/ok": True,
-        "d/driverVersion": Version((535, 0, 0)),
+        "d/driverVersion": (535, 0, 0),
     },
     capacity={"d/memory": Capacity(value=40 << 30, default=0)},
 )

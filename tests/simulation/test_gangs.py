@@ -154,3 +154,25 @@ def test_of_many_gangs_those_that_never_start_are_shown_first(
     begin = next(number for number, line in enumerate(lines) if line.startswith("GANG"))
     assert lines[begin + 1].split()[:2] == ["large", "binpack"]
     assert "3 more: -o json" in lines
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_what_a_gang_leaves_is_for_the_first_that_came_and_not_for_those_that_fit_a_part_of_it(policy: Policy) -> None:
+    """Both pods of `a` end at once, and `b`, which needs both GPUs, came before the single pod."""
+    workload = workload_of(*gang("a", 2, 100), *gang("b", 2, 100, at_s=1.5), arrival(50, 100, 500, name="single"))
+    result = replay(cluster_of(2), workload, policy)
+    assert result.tally.gangs["b"].started_at == 101
+    assert result.took_s == 701
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(("gpus", "cores"), [((2, 1), (100, 200)), ((1, 1), (50, 50, 100)), ((4, 3), (300, 200, 200))])
+def test_chance_does_not_decide_whether_a_gang_ever_starts(
+    policy: Policy, gpus: tuple[int, ...], cores: tuple[int, ...]
+) -> None:
+    """The smaller pods come first, and nodes that look alike are drawn: the largest pod may find its only node taken."""
+    pods = [arrival(0, one, 10, name=f"p{number}")._replace(gang="a") for number, one in enumerate(cores)]
+    for seed in range(8):
+        result = replay(cluster_of(*gpus), workload_of(*pods), policy, share_policy="spread", seed=seed)
+        assert result.tally.gangs["a"].started_at == 0, seed
+        assert result.tally.no_node == {}

@@ -43,6 +43,15 @@ def test_without_the_extender_the_agent_refuses_it_and_its_job_tries_again() -> 
     assert result.tally.gave_up == 0
 
 
+@pytest.mark.parametrize("other", ["x", "a-1"])
+def test_the_next_pod_of_a_job_is_none_of_the_file_whatever_that_is_called(other: str) -> None:
+    """It is tried at 11, 31 and 71 s, while two pods leave 40 cores on each GPU, and starts at the fourth time."""
+    pods = arrival(0, 60, 100, name=other), arrival(0, 60, 100, name="y"), arrival(1, 60, 10, name="a")
+    result = replay(cluster_of(2), workload_of(*pods), Policy.AGENT_ONLY)
+    assert waited(result) == [0, 0, 150]
+    assert result.tally.refusals == {RefusalReason.FRAGMENTED: 4}
+
+
 def test_a_job_whose_pods_are_always_refused_gives_up() -> None:
     """More memory than a GPU has, less than the node: kube-scheduler binds it each time."""
     share = arrival(0, 50, 10, blocks=GPU_BLOCKS + 1)

@@ -284,7 +284,7 @@ class Admission(Struct, kw_only=True, eq=False):
             return self._refuse(decision, gpus)
         edits: ContainerEdits | Refused = decision.edits
         if gpus != decision.gpus or set(ids) != set(decision.ids):  # the kubelet did not follow the preference
-            edits = edits_for_ids(target, gpus, ids, ledger, self.edits())
+            edits = edits_for_ids(target, gpus, ids, ledger.inventory, self.edits())
         if isinstance(edits, Refused):
             return self._refuse(decision, edits)
         if self.node.cache.get(target.key) is not None:  # a further resource: where it goes was decided with the first
@@ -340,14 +340,12 @@ class Admission(Struct, kw_only=True, eq=False):
         allocation = self.node.cache.get(next(iter(keys))) if len(keys) == 1 else None
         if allocation is None or allocation.ids_of(kind) != requested:
             return None
-        pod = self.node.pods.get(allocation.key.pod_uid)
-        container = pod.container(allocation.key.container) if pod is not None else None
-        if pod is None or container is None or container.name in pod.running:
+        target = self._target(allocation.key)
+        if target is None or target.container.name in target.pod.running:
             return None  # a container that runs needs nothing: the call is for another one
         if not kind.binds_gpu:
             return ContainerEdits()
-        target, ledger = Target(pod=pod, container=container), self.node.cache.ledger(self.node.plugins_gpus())
-        return edits_for_ids(target, allocation.gpus, ids, ledger, self.edits())
+        return edits_for_ids(target, allocation.gpus, ids, self.node.plugins_gpus(), self.edits())
 
     # --- PreStartContainer ---
 

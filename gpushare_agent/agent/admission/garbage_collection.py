@@ -40,7 +40,7 @@ from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodRe
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.cgroups import Cgroups
-from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, run_together, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
@@ -153,16 +153,11 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
 
     async def run(self) -> NoReturn:
         """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
-            release = partial(
-                self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None
-            )
-            reconcile = partial(
-                self._reconciler.run, self.reconcile, lambda: self.node.settings.allocation.check_period_s
-            )
-            start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
-        raise AssertionError("unreachable: neither task ends")
+        release = partial(self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None)
+        period_s = self.node.settings.allocation.check_period_s
+        reconcile = partial(self._reconciler.run, self.reconcile, lambda: period_s)
+        # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
+        await run_together({"release deleted pods": release, "reconcile": reconcile})
 
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""

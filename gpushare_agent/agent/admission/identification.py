@@ -54,15 +54,6 @@ ListInside = Callable[[], Awaitable[Sequence[ListedDevices]]]
 """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources.py)."""
 
 
-class Timeouts(Struct, frozen=True, kw_only=True):
-    """Seconds: for all questions to the API server about a pod and its RuntimeClass, for polling the kubelet again in doubt,
-    between two polls."""
-
-    lookup_s: float = 2.0
-    poll_again_s: float = 0.4
-    poll_pause_s: float = 0.03
-
-
 class _Lookup(Struct, kw_only=True):
     """How far the identification of one call is. `verified` are the pods fetched since the last List, `unanswered` is the
     refusal where the API server did not answer the last fetch. `unverifiable` are possible static pods that
@@ -77,13 +68,18 @@ class _Lookup(Struct, kw_only=True):
 
 
 class Identification(Struct, kw_only=True, eq=False):
+    """`lookup_s` bounds all questions to the API server about a pod and its RuntimeClass. In doubt the kubelet is polled
+    again for `poll_again_s`, with pauses of `poll_pause_s`."""
+
     node: Node
     fetcher: NodePods
     kubelet: KubeletFacts
     runtime_classes: RuntimeClasses
     refused: Container[PodUid]
     clock: Callable[[], float] = time.monotonic
-    timeouts: Timeouts
+    lookup_s: float = 2.0
+    poll_again_s: float = 0.4
+    poll_pause_s: float = 0.03
     _settled: dict[tuple[str, str], ListedDevices] = field(default_factory=dict)
     """By name, until the pod or an allocation of it changes; listed with other bytes it is another value."""
 
@@ -132,7 +128,7 @@ class Identification(Struct, kw_only=True, eq=False):
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
                 # Refused a little early: an answer must reach the kubelet within the bound that the node waits.
-                if self.clock() - lookup.started_at + RETRY_S >= self.timeouts.lookup_s:
+                if self.clock() - lookup.started_at + RETRY_S >= self.lookup_s:
                     return result
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -141,10 +137,10 @@ class Identification(Struct, kw_only=True, eq=False):
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
                 self.node.metrics.identified(_method(listed, lookup))
-                left_s = self.timeouts.lookup_s - (self.clock() - lookup.started_at)
+                left_s = self.lookup_s - (self.clock() - lookup.started_at)
                 await self.runtime_classes.learn([result.pod], left_s)
                 return result
-            if self.clock() - lookup.started_at >= self.timeouts.poll_again_s:
+            if self.clock() - lookup.started_at >= self.poll_again_s:
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, lookup.unverifiable)
@@ -168,7 +164,7 @@ class Identification(Struct, kw_only=True, eq=False):
             and lookup.fetches < MAX_FETCHES_IN_ALL
             # The first fetch always: a kubelet that took all the time for its List must not make the API server's
             # answer impossible.
-            and (not lookup.fetches or self.clock() - lookup.started_at < self.timeouts.lookup_s)
+            and (not lookup.fetches or self.clock() - lookup.started_at < self.lookup_s)
             and (names := _to_fetch(result, lookup.verified))
         ):
             lookup.fetches += len(names)
@@ -249,7 +245,7 @@ class Identification(Struct, kw_only=True, eq=False):
         return Refused(
             RefusalReason.POD_UNKNOWN,
             "The kubelet admits a pod that this agent does not know, and the API server did not answer for it within "
-            f"{self.timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
+            f"{self.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
             "API server answers.",
         )
 
@@ -261,11 +257,11 @@ class Identification(Struct, kw_only=True, eq=False):
             await self._fetch(names, lookup)
 
     def _left_s(self, lookup: _Lookup) -> float:
-        return max(LEAST_S, self.timeouts.lookup_s - (self.clock() - lookup.started_at))
+        return max(LEAST_S, self.lookup_s - (self.clock() - lookup.started_at))
 
     async def _pause(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.timeouts.poll_pause_s):
+            async with asyncio.timeout(self.poll_pause_s):
                 await self.node.pods.wait_change(self.node.pods.version)
 
 

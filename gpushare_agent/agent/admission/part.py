@@ -16,7 +16,7 @@ from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.agent.admission.device_tables import DeviceTables
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.agent.admission.identification import Identification, Timeouts
+from gpushare_agent.agent.admission.identification import Identification
 from gpushare_agent.agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.agent.admission.resizing import ResizeFile, ResizeReports, ShareResizing
 from gpushare_agent.agent.cluster.part import ClusterPart
@@ -101,7 +101,7 @@ class AdmissionPart:
             runtime_classes=cluster.runtime_classes,
             refused=self.refused_pods,
             # Less than the call's own bound, which would end it before the reason is kept for the Allocate.
-            timeouts=Timeouts(lookup_s=min(kubelet.pod_lookup_timeout_s, CALL_TIMEOUT_S - 1)),
+            lookup_s=min(kubelet.pod_lookup_timeout_s, CALL_TIMEOUT_S - 1),
         )
         self.admission = Admission(
             node=node,
@@ -123,7 +123,14 @@ class AdmissionPart:
             isolation=isolation,
             garbage=self.garbage,
         )
-        self.resizing = _build_resizing(node, cluster, isolation)
+        state = node.settings.state_directory
+        self.resizing = ShareResizing(
+            node=node,
+            policy=ResizePolicy(names=node.names, mode=node.settings.resize.mode),
+            file=ResizeFile(state / "resize.json") if state is not None else None,
+            enforcement=isolation,
+            reports=ResizeReports(node=node, annotations=cluster.annotations, events=cluster.pod_events),
+        )
         self.tables = DeviceTables(node=node, isolation=isolation, ids=ids)
         self.handover: Handover = previous.handover if previous is not None else Handover()
         self.calls: QueuedCalls = previous.calls if previous is not None else QueuedCalls()
@@ -258,18 +265,6 @@ class AdmissionPart:
             for resource in self.node.names.names
             if not self.registrar.is_registered(resource)
         ] + sorted(set(self.node.inventory.held.values()))
-
-
-def _build_resizing(node: Node, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
-    state = node.settings.state_directory
-    policy = ResizePolicy(names=node.names, mode=node.settings.resize.mode)
-    return ShareResizing(
-        node=node,
-        policy=policy,
-        file=ResizeFile(state / "resize.json") if state is not None else None,
-        enforcement=isolation,
-        reports=ResizeReports(node=node, annotations=cluster.annotations, events=cluster.pod_events),
-    )
 
 
 def _build_registrar(

@@ -241,9 +241,10 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     enforcement: Isolations
     reports: ResizeReports
     wall_clock: Callable[[], float] = time.time
+    request_usage: Callable[[], None] = lambda: None
+    """Called while a decision waits for a sample: samples may be rare."""
     _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
     _usage: UsageRound | None = None
-    _request_usage: Callable[[], None] = lambda: None
     _enforced: dict[ContainerKey, _Enforced] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _changed: frozenset[PodUid] | None = None
@@ -254,10 +255,6 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """Takes the newest sample. For UsageSampling.subscribe."""
         self._usage = usage
-
-    def request_usage_by(self, request: Callable[[], None]) -> None:
-        """`request` is called while a decision waits for a sample: samples may be rare."""
-        self._request_usage = request
 
     def changed(self, uid: PodUid | None = None) -> None:
         """A pod or claim, an allocation of it, or (None) a GPU."""
@@ -452,7 +449,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         if share.charged.memory > share.target.memory:
             # Memory that was allocated stays with its processes whatever the limit: only the driver can say that it is
             # less.
-            self._request_usage()
+            self.request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
         # An earlier sample says nothing: a process may have allocated up to the old limit since.
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import structlog
 from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.feature_labels import feature_labels
@@ -25,12 +24,11 @@ from gpushare_agent.agent.kubelet.static_pods import StaticPods
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Tasks, start_tasks
+from gpushare_agent.core.kit.supervision import Tasks, retried, start_tasks
 from gpushare_agent.core.kube.client import pods_of_node
 from gpushare_agent.core.kube.events import NodeEvents, PodEvents
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.pods import mistyped_annotations
-from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.node_report.annotations import AllocatedTo, allocations_annotation, allocations_by_pod
@@ -40,15 +38,9 @@ from gpushare_agent.core.settings.settings import Settings
 if TYPE_CHECKING:
     from gpushare_agent.core.kube.client import KubeApi
 
-log = structlog.get_logger(__name__)
-
 API_RETRY_S = 2.0
 PODS_BACKOFF = Backoff(base_s=0.5, cap_s=5.0)
 """After an outage everything else waits for the list of pods; a kubelet that cannot renew its lease tries every 7 s."""
-
-
-class _RunsOnApi(Protocol):
-    async def run(self, api: Any) -> object: ...
 
 
 class ClusterPart:
@@ -61,11 +53,6 @@ class ClusterPart:
             static_pods = StaticPods(
                 address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
             )
-
-        def desired_of_pod(pod: Pod) -> Mapping[str, str]:
-            # Read when a pod is compared, not now: allocations and GPUs change.
-            return pod_annotations(pod, node.cache.view(), node.gpus(), names)
-
         self.node = node
         self.node_pods = NodePods(store=node.pods, node_name=node_name, resources=names.names, kubelet=static_pods)
         self.informer = Informer(
@@ -76,7 +63,12 @@ class ClusterPart:
             backoff=PODS_BACKOFF,
         )
         self.runtime_classes = RuntimeClasses()
-        self.annotations = PodAnnotations(pods=node.pods, desired=desired_of_pod, metrics=node.metrics)
+        self.annotations = PodAnnotations(
+            pods=node.pods,
+            # Read when a pod is compared, not now: allocations and GPUs change.
+            desired=lambda pod: pod_annotations(pod, node.cache.view(), node.gpus(), names),
+            metrics=node.metrics,
+        )
         self.pod_events = PodEvents(node_name, count=node.metrics.pod_event)
         self.node_events = NodeEvents(node_name)
         self._allocations = AllocationsReport(node)
@@ -92,14 +84,11 @@ class ClusterPart:
         )
         self.may_write = asyncio.Event()
         """Set once this agent serves: one that waits for another to leave reads only."""
-        self.further: dict[str, _RunsOnApi | None] = {}
+        self.further: dict[str, Callable[[KubeApi], Awaitable[object]]] = {}
         """What else writes to the API server; more is put here by the composition."""
         if settings.allocation.cleanup_rejected_pods:
-            self.further["rejected pods"] = RejectedPods(
-                pods=node.pods,
-                resources=names.names,
-                metrics=node.metrics,
-            )
+            rejected = RejectedPods(pods=node.pods, resources=names.names, metrics=node.metrics)
+            self.further["rejected pods"] = rejected.run
 
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
@@ -146,41 +135,38 @@ class ClusterPart:
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""
         async with AsyncExitStack() as stack:
-            api = await self._open_api(stack)
+            from gpushare_agent.core.kube.client import open_kube_api
+
+            async def opened() -> KubeApi:
+                return await stack.enter_async_context(open_kube_api(kubeconfig=self.node.settings.kubeconfig))
+
+            # Credentials that are not there yet are waited for; a wrong configuration is not.
+            api = await retried(opened, API_RETRY_S, "kubernetes_not_ready")
             # An admission may wait for this already: it reads its pod by name, before the first list.
             self.node_pods.attach(api)
             if self.node.settings.runtime.sandboxed_handlers:
                 self.runtime_classes.attach(api)
             async with asyncio.TaskGroup() as group:
                 # Readers first: what is written follows from the pods.
-                start_tasks(group, _bound(api, {"pod informer": self.informer, "kubelet facts": self.kubelet_facts}))
+                start_tasks(
+                    group, _bound(api, {"pod informer": self.informer.run, "kubelet facts": self.kubelet_facts.run})
+                )
                 # During an update two agents run for a moment: the one that serves writes, or each would undo the
                 # other's fields.
                 await self.may_write.wait()
-                writers: dict[str, _RunsOnApi | None] = {
-                    "pod annotations": self.annotations,
-                    "pod events": self.pod_events,
-                    "node events": self.node_events,
-                    **{f"node {name}": writer for name, writer in self.node_fields.items()},
+                writers = {
+                    "pod annotations": self.annotations.run,
+                    "pod events": self.pod_events.run,
+                    "node events": self.node_events.run,
+                    **{f"node {name}": writer.run for name, writer in self.node_fields.items()},
                     **self.further,
                 }
                 start_tasks(group, _bound(api, writers))
         raise AssertionError("the tasks do not return")
 
-    async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
-        """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
-        from gpushare_agent.core.kube.client import open_kube_api
 
-        while True:
-            try:
-                return await stack.enter_async_context(open_kube_api(kubeconfig=self.node.settings.kubeconfig))
-            except Unavailable as e:
-                log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
-            await asyncio.sleep(API_RETRY_S)
-
-
-def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
-    return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
+def _bound(api: KubeApi, runs: Mapping[str, Callable[[KubeApi], Awaitable[object]]]) -> Tasks:
+    return {name: partial(run, api) for name, run in runs.items()}
 
 
 def _written_fields(

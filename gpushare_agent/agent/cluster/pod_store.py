@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 from msgspec import Raw, Struct, field
 
+from gpushare_agent.agent.kubelet.static_pods import StaticPods
 from gpushare_agent.core.kit.supervision import ReportOnce, bounded
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.informer import Handler
@@ -216,11 +216,6 @@ NO_STATIC_PODS = (
 )
 
 
-class KubeletPods(Protocol):
-    async def read(self, *, timeout_s: float) -> Sequence[Raw]:
-        """The kubelet's static pods as undecoded JSON. Raises Unavailable, Rejected, Corrupt."""
-
-
 class NodePods(Handler, Struct, kw_only=True, eq=False):
     """`attach` when the API server can be reached; `fetch` at any time, it waits for that within its bound. `kubelet` is
     None where the kubelet's list of pods is not to be read."""
@@ -228,7 +223,7 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
     store: PodStore
     node_name: str
     resources: Collection[str] | None = None
-    kubelet: KubeletPods | None = None
+    kubelet: StaticPods | None = None
     _unreadable: ReportOnce = field(default_factory=ReportOnce)
     _api: KubeApi | None = None
     _is_attached: asyncio.Event = field(default_factory=asyncio.Event)
@@ -314,9 +309,9 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
         elif self._unreadable.is_new(problem):
             log.warning("static_pods_unreadable", error=problem, then="they stay as they were last seen")
 
-    async def _read_static(self, kubelet: KubeletPods, timeout_s: float) -> tuple[list[Pod], str]:
+    async def _read_static(self, kubelet: StaticPods, timeout_s: float) -> tuple[list[Pod], str]:
         """The static pods as the store has them then, and why one of them cannot be read, empty where all can. Raises what
-        `KubeletPods.read` raises."""
+        `StaticPods.read` raises."""
         found, problem = [], ""
         for raw in await kubelet.read(timeout_s=timeout_s):
             try:

@@ -58,7 +58,9 @@ class RejectedPods(Struct, kw_only=True, eq=False):
 
     async def _clean(self, api: KubeApi) -> None:
         for pod in plan_deletions(self.pods.pods(), resources=self.resources):
-            if not self._may_delete():
+            while self._deleted_at and self.clock() - self._deleted_at[0] >= MINUTE_S:
+                self._deleted_at.popleft()
+            if len(self._deleted_at) >= self.per_minute:
                 return
             # Before the request: one without an answer may have deleted the pod.
             self._deleted_at.append(self.clock())
@@ -69,11 +71,6 @@ class RejectedPods(Struct, kw_only=True, eq=False):
                 continue  # deleted already, or another pod has the name now
             self.metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
-
-    def _may_delete(self) -> bool:
-        while self._deleted_at and self.clock() - self._deleted_at[0] >= MINUTE_S:
-            self._deleted_at.popleft()
-        return len(self._deleted_at) < self.per_minute
 
 
 def plan_deletions(pods: Iterable[Pod], *, resources: Collection[str], keep: int = 3) -> list[Pod]:

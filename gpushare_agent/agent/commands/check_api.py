@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
-from gpushare_agent.agent.kubelet.pod_resources import kubelet_version
+from gpushare_agent.agent.kubelet.pod_resources import OLDEST, kubelet_version, parsed_version
 from gpushare_agent.agent.mig.own_node import managed_by_another
 from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.json_schema import NULL
@@ -21,10 +20,6 @@ from gpushare_agent.core.settings.settings import Settings
 if TYPE_CHECKING:
     from gpushare_agent.core.kube.client import KubeApi
 
-OLDEST_KUBELET = (1, 30)
-"""Before it, a List during GetPreferredAllocation can panic the kubelet."""
-
-_VERSION = re.compile(r"v?(\d+)\.(\d+)")
 API_CURE = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
 _ROLE_REMEDY = "apply manifests/base/rbac.yaml, or give this account the right"
 _POLICY_REMEDY = (
@@ -92,12 +87,11 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
 
 def _kubelet_version(raw_node: Raw) -> Finding:
     text = kubelet_version(raw_node)
-    found = _VERSION.match(text)
-    if found is None:
+    if (found := parsed_version(text)) is None:
         return warning(
             "kubelet version", f"the node has none ({text!r})", "make sure that the kubelet is 1.30 or newer"
         )
-    if (int(found[1]), int(found[2])) >= OLDEST_KUBELET:
+    if found >= OLDEST:
         return ok("kubelet version", text)
     detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
     return error("kubelet version", detail, "update the kubelet")

@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
 
-from gpushare_agent.core.model.allocations import (
-    VOLUME_MOUNT_ROOT,
-    ContainerEdits,
-    ContainerMount,
-    DeviceNode,
-    merged,
-)
+from gpushare_agent.core.model.allocations import VOLUME_MOUNT_ROOT, ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import ENV_VISIBLE_DEVICES
@@ -133,7 +127,7 @@ def strategy_warnings(
         )
     if by_runtime and cdi:
         found.append(
-            f"{_list(by_runtime)} and {_list(cdi)} ask two programs, NVIDIA's runtime and the CDI support of the container"
+            f"{' and '.join((*by_runtime, *cdi))} ask two programs, NVIDIA's runtime and the CDI support of the container"
             " runtime, for the same GPU: a container may get it and the driver's files twice, and which of the two sets"
             " NVIDIA_VISIBLE_DEVICES depends on them. Configure only one of the ways"
         )
@@ -145,7 +139,3 @@ def strategy_warnings(
     if given == {DeviceListStrategy.DEVICE_NODES} and not has_gpu_nodes:
         found.append("device-nodes alone has no effect here: the simulated GPUs have no device nodes")
     return found
-
-
-def _list(names: Iterable[DeviceListStrategy]) -> str:
-    return " and ".join(names)

@@ -38,7 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
     prepare_claim,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances
+from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances, not_yet
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
@@ -244,7 +244,7 @@ class Claims(Struct, kw_only=True, eq=False):
             if isinstance(made, Refused) or made.places == claim.places:
                 return made
             why = shortage(made, self.node.cache.ledger(inventory), self.node.names)
-            return _not_ready(why) if why else made
+            return not_yet(why) if why else made
 
         return again
 
@@ -264,22 +264,14 @@ class Claims(Struct, kw_only=True, eq=False):
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
             self._has_spec[uid] = False
             return
-        # Only what changed is recorded: the record may be a newer agent's, which has more in it.
-        write = self.files.write_spec if made is claim else self.files.save
-        is_other, is_saving = made.places != claim.places, False
-        try:
-            if is_other:
-                # The host's files are made from the ledger. The record is last: cut off before, all is done again.
-                self._charge(made)
-                if (refused := await self._prepare_host(made)) is not None:
-                    raise Unavailable(refused.detail)
-            is_saving = True
-            await self._in_thread(partial(write, made), f"recording claim {name}")
-        except BaseException as e:
-            # Cut off while saving, it is recorded all the same, as in `_try`.
-            if is_other and not (is_saving and isinstance(e, asyncio.CancelledError)):
-                self._charge(claim)
-            raise
+        if made.places != claim.places:
+            # The host's files are made from the ledger. The record is last: cut off before, all is done again.
+            self._charge(made)
+            if (refused := await self._carry_out(made, lambda: self._charge(claim))) is not None:
+                raise Unavailable(refused.detail)
+        else:
+            # Only what changed is recorded: the record may be a newer agent's, which has more in it.
+            await self._save(made, self.files.write_spec if made is claim else self.files.save)
         self._prepared[uid], self._has_spec[uid] = made, True
         if made is not claim:
             why = "the driver numbers its GPUs otherwise now, or has made its instances again"
@@ -334,14 +326,14 @@ class Claims(Struct, kw_only=True, eq=False):
     async def _try(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         """A refusal other than FINAL may be gone in a moment."""
         if not self.node.inventory.is_read:
-            return _not_ready("the driver has not listed the GPUs yet")
+            return not_yet("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
             made = await self._made_again(known, ends_at - self.clock())
             await self._enter(known, made)
             if made is known:  # its record too: the call before may have been cut off
-                await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
+                await self._save(known, self.files.save)
             # One of those may be the claim's.
-            return _not_ready(made.detail) if isinstance(made, Refused) and self.node.gpus().unreadable else made
+            return not_yet(made.detail) if isinstance(made, Refused) and self.node.gpus().unreadable else made
         try:
             claim = await self._read(ref)
             pods = await self._pods_of(claim)
@@ -350,7 +342,7 @@ class Claims(Struct, kw_only=True, eq=False):
         except (NotFound, Corrupt) as e:
             return _invalid(str(e))
         except AgentError as e:
-            return _not_ready(str(e))
+            return not_yet(str(e))
         # Before it is decided: the edits name the instance. It stays the claim's until the kubelet unprepares it.
         places = sorted({one.device for one in claim.results if is_placement_name(one.device) and not one.is_admin})
         if places and (refused := await self.mig.hold(ref.uid, places, ends_at - self.clock())) is not None:
@@ -359,25 +351,34 @@ class Claims(Struct, kw_only=True, eq=False):
         if isinstance(made, Refused):
             return made
         # Charged already: the awaits that follow must not let another claim or pod take the same part.
-        is_saving = False
         try:
-            refused = await self._prepare_host(made)
-            if refused is None:
-                is_saving = True
-                await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
-        except BaseException as e:
-            # If cut off while saving, the record is still written and the next agent reads it: so it stays charged.
-            if not is_saving or not isinstance(e, asyncio.CancelledError):
-                self._release(ref.uid)
-            if isinstance(e, AgentError):
-                return _not_ready(str(e))
-            raise
-        if refused is not None:
-            self._release(ref.uid)
-            return refused
+            if (refused := await self._carry_out(made, lambda: self._release(ref.uid))) is not None:
+                return refused
+        except AgentError as e:
+            return not_yet(str(e))
         gpus = [_shown(gpu) for gpu in gpus_of(self.node, made)]
         log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod, gpus=gpus)
         return made
+
+    async def _carry_out(self, made: PreparedClaim, undo: Callable[[], object]) -> Refused | None:
+        """Prepares the host for what is charged, and records it; `undo` takes the charge back where that cannot be."""
+        is_saving = False
+        try:
+            if (refused := await self._prepare_host(made)) is not None:
+                undo()
+                return refused
+            is_saving = True
+            await self._save(made, self.files.save)
+        except BaseException as e:
+            # If cut off while saving, the record is still written and the next agent reads it: so it stays charged.
+            if not is_saving or not isinstance(e, asyncio.CancelledError):
+                undo()
+            raise
+        return None
+
+    async def _save(self, claim: PreparedClaim, write: Callable[[PreparedClaim], None]) -> None:
+        """Raises Unavailable."""
+        await self._in_thread(partial(write, claim), f"recording claim {claim.ref.name}")
 
     async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
         # The names of a new instance: the check that its appearance has requested may not have run yet.
@@ -448,17 +449,17 @@ class Claims(Struct, kw_only=True, eq=False):
             if gpu is None:
                 if inventory.unreadable or is_placement_name(result.device):
                     more = ", and admin access makes no instance there" if result.is_admin else ""
-                    return _not_ready(f"{result.device} is not in the inventory of node {pool}{more}")
+                    return not_yet(f"{result.device} is not in the inventory of node {pool}{more}")
                 return gone(result.device.replace("gpu-", "GPU-", 1).replace("mig-", "MIG-", 1))
             # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
-                return _not_ready(
+                return not_yet(
                     f"{result.device} is not offered to claims on node {pool} now (settings dra.gpus, mig.on_demand)"
                 )
         for name, other in others.items():
             # The pod's other claim makes its instance in another call; a container's list has the GPUs of all its claims.
             if any(is_placement_name(one.device) and one.device not in gpus for one in other.results):
-                return _not_ready(f"the MIG instance of claim {name}, which the pod has too, is not there yet")
+                return not_yet(f"the MIG instance of claim {name}, which the pod has too, is not there yet")
         known = {name: one for name, one in others.items() if all(r.device in gpus for r in one.results)}
         made = prepare_claim(claim, gpus, pods, self.policy(), self.node.names.memory_block_mib, known)
         if isinstance(made, Refused):
@@ -468,9 +469,9 @@ class Claims(Struct, kw_only=True, eq=False):
             return _invalid(why)
         for isolation in made.keys_by_isolation:
             if why := self.isolation.unavailable_reason(isolation):
-                return _not_ready(f"isolation {isolation}: {why}")
+                return not_yet(f"isolation {isolation}: {why}")
         if why := shortage(made, self.node.cache.ledger(inventory), self.node.names):
-            return _not_ready(why)
+            return not_yet(why)
         self._charge(made)
         return made
 
@@ -496,10 +497,6 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
-
-
-def _not_ready(why: str) -> Refused:
-    return Refused(RefusalReason.NOT_READY, f"{why.removesuffix('.')}. The kubelet tries again.")
 
 
 def _invalid(why: str) -> Refused:

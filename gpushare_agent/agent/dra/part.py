@@ -30,7 +30,7 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
 from gpushare_agent.core.claims.devices import DevicePolicy, is_placement_name, slice_devices
 from gpushare_agent.core.claims.mig_devices import pool_slices
-from gpushare_agent.core.kit.supervision import Tasks, start_tasks
+from gpushare_agent.core.kit.supervision import Tasks, run_together
 from gpushare_agent.core.kube.claims import SliceContent
 from gpushare_agent.core.kube.client import KubeApi, slices_of_node
 from gpushare_agent.core.kube.informer import Informer
@@ -176,9 +176,7 @@ class DraPart:
         }
         if self.settings.mig.on_demand:
             tasks["own node"] = partial(self.mig.own_node.run, api)
-        async with asyncio.TaskGroup() as group:
-            start_tasks(group, tasks)
-        raise AssertionError("the tasks do not return")
+        await run_together(tasks)
 
 
 def _slices(node: Node, mig: MigInstances, claims: Iterable[PreparedClaim]) -> list[SliceContent] | None:

@@ -17,7 +17,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,7 +31,7 @@ from gpushare_agent.core.claims.claim import DRIVER, checked_ref
 from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.supervision import ReportOnce, retried
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.allocations import ClaimRef
 from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu
@@ -116,32 +116,24 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
     def __init__(self, node: Node, mig: MigInstances) -> None:
         self._node = node
         self._mig = mig
-        self._has_changed: set[asyncio.Event] = set()
+        self._changed = asyncio.Event()
 
     def changed(self) -> None:
         """A GPU, perhaps: in a burst of claims each allocation comes here, and none changes a GPU's health."""
-        for event in self._has_changed:
-            event.set()
+        self._changed.set()
+        self._changed = asyncio.Event()  # each change wakes those who wait once
 
     async def node_watch_resources(
         self, message: v1alpha1.NodeWatchResourcesRequest
     ) -> AsyncIterator[v1alpha1.NodeWatchResourcesResponse]:
-        event = asyncio.Event()
-        self._has_changed.add(event)
-        try:
-            while True:
-                found = self._named()
-                devices = [self._health(name, gpu) for name, gpu in found]
-                yield v1alpha1.NodeWatchResourcesResponse(devices=devices)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(HEALTH_PERIOD_S):
-                        # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
-                        # it.
-                        while self._named() == found:
-                            await event.wait()
-                            event.clear()
-        finally:
-            self._has_changed.discard(event)
+        while True:
+            found = self._named()
+            yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(name, gpu) for name, gpu in found])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_PERIOD_S):
+                    # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of it.
+                    while self._named() == found:
+                        await self._changed.wait()
 
     def _named(self) -> list[tuple[str, Gpu]]:
         """By their devices' names: an instance that was made here has its place's."""
@@ -243,7 +235,7 @@ class DraRegistration:
             await self._driver_socket.stop()
 
     async def _keep(self) -> None:
-        async with open_directory_watch(self.registry, poll_s=POLL_S) as watch:
+        with closing(DirectoryWatch(self.registry, poll_s=POLL_S)) as watch:
             while True:
                 await self._serve_missing()
                 self._failure.is_over()

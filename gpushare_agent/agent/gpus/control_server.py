@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.agent.gpus.saved_health import HealthStateWriter
@@ -34,7 +33,7 @@ from gpushare_agent.core.kit.peer_credentials import peer_credentials
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
 from gpushare_agent.core.kit.supervision import retried, stop_task
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable, file_remedy
-from gpushare_agent.core.model.gpu_health import GpuHealth, HealthState
+from gpushare_agent.core.model.gpu_health import HealthState
 from gpushare_agent.core.model.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -180,13 +179,22 @@ class ControlServer(Struct, eq=False):
         return {"gpu": self._shown(now), "changed": changed, "not_kept": not_saved}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
-        return gpu_document(
-            gpu,
-            # An instance is cordoned with its GPU.
-            replace(self.inventory.healths[gpu.uuid], cordon=self.inventory.cordoned.get(gpu.uuid)),
-            unhealthy_reason=self.inventory.unhealthy_reasons.get(gpu.uuid, ""),
-            probes=self.inventory.policy.recovery_probes,
-        )
+        """`reason` is without the cordon; `probes` is how many polls must pass before the GPU is offered again."""
+        health = self.inventory.healths[gpu.uuid]
+        return {
+            "index": gpu.index,
+            "label": gpu.label,
+            "uuid": gpu.uuid,
+            "name": gpu.name,
+            "is_healthy": gpu.is_healthy,
+            "reason": self.inventory.unhealthy_reasons.get(gpu.uuid, ""),
+            "state": health.state.value,
+            "cause": health.cause,
+            "passes": health.passes,
+            "probes": self.inventory.policy.recovery_probes,
+            "relapses": health.relapses,
+            "cordoned": self.inventory.cordoned.get(gpu.uuid),  # an instance is cordoned with its GPU
+        }
 
     def _gpu(self, text: str) -> Gpu:
         gpus = self.inventory.current.known
@@ -246,21 +254,3 @@ def select_gpus(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((requested, PREFIX.lower() + requested))]
     # A whole UUID is unambiguous, also where it is the beginning of another.
     return exact or sorted(begins, key=lambda gpu: gpu.index)
-
-
-def gpu_document(gpu: Gpu, health: GpuHealth, *, unhealthy_reason: str, probes: int) -> dict[str, Any]:
-    """`unhealthy_reason` without the cordon; `probes` is how many polls must pass before the GPU is offered again."""
-    return {
-        "index": gpu.index,
-        "label": gpu.label,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "is_healthy": gpu.is_healthy,
-        "reason": unhealthy_reason,
-        "state": health.state.value,
-        "cause": health.cause,
-        "passes": health.passes,
-        "probes": probes,
-        "relapses": health.relapses,
-        "cordoned": health.cordon,
-    }

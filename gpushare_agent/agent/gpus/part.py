@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import structlog
@@ -11,13 +11,13 @@ import structlog
 from gpushare_agent.agent.gpus.control_server import ControlServer
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile, HealthStateWriter
 from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.agent.gpus.watch import GpuDriver, GpuWatch
+from gpushare_agent.agent.gpus.watch import GpuDriver, GpuWatch, log_found
 from gpushare_agent.agent.kubelet.device_table import check_lists
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import Tasks
 from gpushare_agent.core.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.core.model.gpu_health import HealthPolicy
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import MemoryLimiter
 from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
@@ -102,7 +102,7 @@ class GpusPart:
         if found is None:
             return
         self.node.inventory.read(found)
-        _log_gpus(self.node.inventory.current.known, found.unreadable)
+        log_found(self.node.inventory.current.known, found.unreadable)
 
     def tasks(self) -> Tasks:
         return {"gpu watch": self.watch.run, "health state": self.writer.run}
@@ -162,20 +162,3 @@ def open_driver(settings: Settings) -> NodeDriver:
         )
     except Corrupt as e:
         raise StartupError(f"topology file {simulated.topology}: {e}") from e
-
-
-def _log_gpus(gpus: Sequence[Gpu], unreadable: Sequence[tuple[int, str]]) -> None:
-    for gpu in gpus:
-        log.info(
-            "gpu_found",
-            index=gpu.index,
-            minor=gpu.minor,
-            uuid=gpu.uuid,
-            name=gpu.name,
-            memory_mib=gpu.memory_mib,
-            numa=gpu.numa_node,
-            health=gpu.health.value,
-            reason=gpu.unhealthy_reason,
-        )
-    for index, reason in unreadable:
-        log.error("gpu_unreadable", index=index, reason=reason)

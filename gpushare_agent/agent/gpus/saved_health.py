@@ -91,11 +91,7 @@ class HealthStateFile:
     def _document(self, saved: SavedHealth) -> dict[str, Any]:
         # Cut to what `_parsed` takes: a text that is too long must not cost all of the file at the next start.
         gpus = [
-            _Gpu(
-                uuid=uuid,
-                cordoned=_cut(saved.cordons.get(uuid)),
-                waits_for_reset=_cut(saved.waits.get(uuid)),
-            )
+            _Gpu(uuid=uuid, cordoned=_cut(saved.cordons.get(uuid)), waits_for_reset=_cut(saved.waits.get(uuid)))
             # Sorted: an unchanged state is the same text.
             for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
         ]
@@ -155,7 +151,10 @@ class HealthStateWriter:
             try:
                 await self._file.save(saved)
             except Unavailable as e:
-                self._report_failure(str(e))
+                # One text for all errors: a full disk alternates between several.
+                if self._failure.is_new("cannot be written"):
+                    then = "cordons and waits for a reset last until the agent ends; the write is retried"
+                    log.warning("health_state_not_saved", error=str(e), then=then)
                 return str(e)
             self._written = saved
             if self._failure.is_over():
@@ -177,12 +176,3 @@ class HealthStateWriter:
     def inventory_changed(self, inventory: GpuInventory) -> None:
         if self._inventory.saved != self._written:
             self._reconciler.request()
-
-    def _report_failure(self, error: str) -> None:
-        # One text for all errors: a full disk alternates between several.
-        if self._failure.is_new("cannot be written"):
-            log.warning(
-                "health_state_not_saved",
-                error=error,
-                then="cordons and waits for a reset last until the agent ends; the write is retried",
-            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -20,11 +20,10 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, forever
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, run_together
 from gpushare_agent.core.model.errors import AgentError, DriverLost
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, describe_event
-from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.usage import DriverSample
 
 log = structlog.get_logger(__name__)
@@ -69,13 +68,9 @@ class GpuWatch(Struct, eq=False):
 
     async def run(self) -> NoReturn:
         """Polls and fetches events until cancelled. A poll that fails makes the GPUs Unhealthy."""
-        async with asyncio.TaskGroup() as group:
-            # Two tasks: a poll of a GPU that hangs takes seconds, and an Xid must count before it ends.
-            group.create_task(forever("gpu events", self._run_events), name="gpu events")
-            group.create_task(
-                forever("gpu polls", partial(self._polls.run, self.poll, self._pause_s)), name="gpu polls"
-            )
-        raise AssertionError("unreachable: neither task returns")
+        polls = partial(self._polls.run, self.poll, self._pause_s)
+        # Two tasks: a poll of a GPU that hangs takes seconds, and an Xid must count before it ends.
+        await run_together({"gpu events": self._run_events, "gpu polls": polls})
 
     def poll_soon(self) -> None:
         """Starts the next poll without waiting for the period."""
@@ -100,7 +95,8 @@ class GpuWatch(Struct, eq=False):
                 is_read = False
             else:
                 if self.node.inventory.read(found):
-                    self._log_found(before)
+                    current = self.node.inventory.current
+                    log_found([gpu for gpu in current.known if gpu.uuid not in before], current.unreadable)
                 is_read = True
             self._report_restart()
             return is_read
@@ -175,12 +171,22 @@ class GpuWatch(Struct, eq=False):
         elif self._restart.is_new(why[0]):
             log.error("restart_needed", why=why[0])
 
-    def _log_found(self, before: Collection[GpuUuid]) -> None:
-        for gpu in self.node.inventory.current.known:
-            if gpu.uuid not in before:
-                log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
-        for index, reason in self.node.inventory.current.unreadable:
-            log.error("gpu_unreadable", index=index, reason=reason)
+
+def log_found(gpus: Iterable[Gpu], unreadable: Iterable[tuple[int, str]]) -> None:
+    for gpu in gpus:
+        log.info(
+            "gpu_found",
+            index=gpu.index,
+            minor=gpu.minor,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            memory_mib=gpu.memory_mib,
+            numa=gpu.numa_node,
+            health=gpu.health.value,
+            reason=gpu.unhealthy_reason,
+        )
+    for index, reason in unreadable:
+        log.error("gpu_unreadable", index=index, reason=reason)
 
 
 _LINES: Mapping[EventMeaning, tuple[int, str, Mapping[str, str]]] = {

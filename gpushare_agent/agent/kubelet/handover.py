@@ -24,7 +24,6 @@ import fcntl
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -40,7 +39,7 @@ from msgspec import Struct
 from gpushare_agent.agent.kubelet.device_plugin import AdmissionHandler
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
-from gpushare_agent.core.kit.sockets import connectable_path, file_identity, remove_socket
+from gpushare_agent.core.kit.sockets import file_identity, is_served, remove_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import DeviceId
@@ -84,7 +83,7 @@ class StaleSockets(Struct, frozen=True):
             identity = file_identity(path)
             # Connecting is the only way to know: a killed agent leaves its socket file, and the kernel refuses
             # connections to it.
-            if identity is None or time.time() - identity[2] / 1e9 < self.age_s or _accepts(path):
+            if identity is None or time.time() - identity[2] / 1e9 < self.age_s or is_served(path, in_doubt=True):
                 continue
             with suppress(OSError):
                 if remove_socket(path, identity):
@@ -135,12 +134,9 @@ class Handover:
 
     def __init__(self) -> None:
         self.is_serving = False
-        self._on_requested: Callable[[], None] = lambda: None
-        self._waiting: list[tuple[bool, asyncio.Future[None]]] = []
-
-    def subscribe(self, on_requested: Callable[[], None]) -> None:
+        self.on_requested: Callable[[], None] = lambda: None
         """Called when an incoming instance asks; must not block."""
-        self._on_requested = on_requested
+        self._waiting: list[tuple[bool, asyncio.Future[None]]] = []
 
     @property
     def waiting(self) -> int:
@@ -174,7 +170,7 @@ class Handover:
         self._waiting.append(waiting)
         # An agent that waits after its own handover must not make this one leave: the two would swap for ever.
         if is_incoming:
-            self._on_requested()
+            self.on_requested()
         try:
             await waiting[1]
             await stream.send_message(b"")
@@ -286,18 +282,3 @@ def _instance_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> Iter
     except OSError:
         return
     yield from (path for path in paths if names.fullmatch(path.name))
-
-
-def _accepts(path: Path) -> bool:
-    """False only where nobody listens at the socket any more."""
-    try:
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock,
-            connectable_path(path) as at,
-        ):
-            sock.connect(at)
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    except OSError:
-        return True
-    return True

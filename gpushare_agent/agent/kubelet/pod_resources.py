@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 from grpclib import Status
@@ -46,9 +46,15 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
 
+if TYPE_CHECKING:
+    from gpushare_agent.core.kube.client import KubeApi
+
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 OLDEST = (1, 30)
+"""Before it, a List during GetPreferredAllocation can panic the kubelet."""
 RETRY_S = 2.0
 ADMISSION_RETRY_S = 0.1
 """Between two reads of the Node while an admission waits for the version."""
@@ -75,8 +81,9 @@ def kubelet_version(raw_node: Raw) -> str:
     return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
 
 
-class ReadsNodes(Protocol):
-    async def get_node(self, name: str) -> Raw: ...
+def parsed_version(text: str) -> tuple[int, int] | None:
+    """The first two numbers of a version, None where it has none."""
+    return (int(match[1]), int(match[2])) if (match := _VERSION.match(text)) else None
 
 
 class KubeletFacts(Struct, kw_only=True, eq=False):
@@ -126,7 +133,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         finally:
             self._waiting -= 1
 
-    async def run(self, api: ReadsNodes) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
         kubelet that is too old."""
         while True:
@@ -152,7 +159,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
     def _read_version(self, text: str) -> None:
         # One that cannot be read passes: refusing every pod for a spelling would be worse. The log shows it.
-        if (match := _VERSION.match(text)) and (int(match[1]), int(match[2])) < OLDEST:
+        if (version := parsed_version(text)) is not None and version < OLDEST:
             raise StartupError(
                 f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources List "
                 "during an admission can crash it. Upgrade the kubelet."
@@ -242,26 +249,18 @@ class PodResourcesClient:
         Retries the kubelet's rate limit within the time. Raises Unavailable (socket absent, stalled, still limited),
         Corrupt (no PodResources message).
         """
-        data = await self._call("List", b"", timeout_s)
-        try:
-            return self._listings(data)
-        except MalformedMessageError as e:
-            raise Corrupt(f"PodResources List at {self._path} answered no valid message: {e}") from e
+        return await self._call("List", b"", timeout_s, self._listings)
 
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> PodListing:
         """One pod. Raises NotFound, Rejected (this kubelet has no Get), Unavailable, Corrupt."""
         request = bytes(GetPodResourcesRequest(pod_name=name, pod_namespace=namespace))
         try:
-            data = await self._call("Get", request, timeout_s)
+            entry = await self._call("Get", request, timeout_s, scan_single_pod)
         except Rejected:
             # Only the answer that says so: a stalled or missing socket says nothing about what the kubelet can do.
             self.has_get = False
             raise
         self.has_get = True
-        try:
-            entry = scan_single_pod(data)
-        except MalformedMessageError as e:
-            raise Corrupt(f"PodResources Get at {self._path} answered no valid message: {e}") from e
         if entry is None:
             raise NotFound(f"pod {namespace}/{name} is not known to the kubelet")
         return PodListing(entry, self._ids)
@@ -300,12 +299,12 @@ class PodResourcesClient:
         if channel is not None:
             channel.close()
 
-    async def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+    async def _call(self, method: str, request: bytes, timeout_s: float, read: Callable[[bytes], T]) -> T:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return await self._unary(method, request)
+                        return read(await self._unary(method, request))
                     except RpcFailed as e:
                         # A connection that failed is not used again; an error status leaves it usable.
                         if not e.is_answer:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,7 +31,7 @@ from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
-from gpushare_agent.core.kit.watch_path import open_directory_watch
+from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.wire import v1beta1
 
@@ -150,9 +150,11 @@ class Registrar:
         self.socket = device_plugin_path / KUBELET_SOCKET
         self.register = register
         self.backoff = backoff
-        self._on_kubelet_restart: Callable[[], None] = lambda: None
         self._poll_s = poll_s
-        self._on_registered: Callable[[str], None] = lambda _resource: None
+        self.on_registered: Callable[[str], None] = lambda _resource: None
+        """Called with the resource after each registration; must not block."""
+        self.on_kubelet_restart: Callable[[], None] = lambda: None
+        """Called when another kubelet socket has come after one with which a resource was registered; must not block."""
         self._registered_kubelet: FileIdentity | None = None
         self._resources = [ResourceRegistrar(endpoint, self) for endpoint in endpoints]
         self._missing = {endpoint.resource for endpoint in endpoints}
@@ -164,11 +166,6 @@ class Registrar:
         """The servers outlive `run`, so that another registrar can take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
         self._removed: list[ResourceRegistrar] = []
-
-    def subscribe(self, *, on_registered: Callable[[str], None], on_kubelet_restart: Callable[[], None]) -> None:
-        """`on_registered` is called with the resource after each registration, `on_kubelet_restart` when another kubelet
-        socket has come after one with which a resource was registered. Neither may block."""
-        self._on_registered, self._on_kubelet_restart = on_registered, on_kubelet_restart
 
     def is_registered(self, resource: str) -> bool:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
@@ -242,7 +239,7 @@ class Registrar:
         return [*self._resources, *self._removed]
 
     async def _watch(self) -> NoReturn:
-        async with open_directory_watch(self._directory, poll_s=self._poll_s) as watch:
+        with closing(DirectoryWatch(self._directory, poll_s=self._poll_s)) as watch:
             while True:
                 await watch.wait_change()
                 self._poll()
@@ -259,11 +256,11 @@ class Registrar:
         if is_restart:
             self._registered_kubelet = None
             log.info("kubelet_restarted", socket=str(self.socket))
-            self._on_kubelet_restart()
+            self.on_kubelet_restart()
 
     def registered(self, resource: str, kubelet: FileIdentity) -> None:
         self._registered_kubelet = kubelet
-        self._on_registered(resource)
+        self.on_registered(resource)
         self._has_accepted(resource)
 
     def _has_accepted(self, resource: str) -> None:

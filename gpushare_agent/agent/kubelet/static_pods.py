@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from msgspec.json import Decoder
 from gpushare_agent.core.kit.json_schema import NULL, decoded, decoded_or, texts
 from gpushare_agent.core.kit.supervision import bounded
 from gpushare_agent.core.kit.tcp_listeners import host_port
-from gpushare_agent.core.model.errors import AgentError, Corrupt, Rejected, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, Rejected, Unavailable
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
@@ -96,12 +95,12 @@ class StaticPods:
         return context, self._token_file.read_text(encoding="ascii").strip()
 
     async def _get(self, context: ssl.SSLContext, token: str) -> bytearray:
-        from aiohttp import ClientConnectorCertificateError, ClientSession, TCPConnector
+        from aiohttp import ClientConnectorCertificateError, ClientError, ClientSession, TCPConnector
 
         async with ClientSession(connector=TCPConnector(ssl=context), auto_decompress=False) as session:
             headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
-            with self._renamed():
-                get = partial(session.get, self._url, headers=headers, allow_redirects=False)
+            get = partial(session.get, self._url, headers=headers, allow_redirects=False)
+            try:
                 try:
                     async with get() as response:
                         return await self._content(response)
@@ -112,6 +111,13 @@ class StaticPods:
                         raise
                 async with get(server_hostname=self._node_name) as response:
                     return await self._content(response)
+            except ClientConnectorCertificateError as e:
+                raise Unavailable(
+                    f"cannot read {self._url}: the kubelet's certificate is not verified by {self._ca_file}: "
+                    f"{e.certificate_error}; name its CA in kubelet.api_ca, {REMEDY}"
+                ) from e
+            except (ClientError, OSError, ValueError) as e:
+                raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {REMEDY}") from e
 
     async def _content(self, response: ClientResponse) -> bytearray:
         if response.status in (401, 403):
@@ -129,22 +135,6 @@ class StaticPods:
             if len(content) > self._max_bytes:
                 raise Corrupt(f"cannot read {self._url}: the answer is longer than {self._max_bytes} bytes")
         return content
-
-    @contextmanager
-    def _renamed(self) -> Iterator[None]:
-        from aiohttp import ClientConnectorCertificateError, ClientError
-
-        try:
-            yield
-        except AgentError:
-            raise
-        except ClientConnectorCertificateError as e:
-            raise Unavailable(
-                f"cannot read {self._url}: the kubelet's certificate is not verified by {self._ca_file}: "
-                f"{e.certificate_error}; name its CA in kubelet.api_ca, {REMEDY}"
-            ) from e
-        except (ClientError, OSError, ValueError) as e:
-            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {REMEDY}") from e
 
 
 async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:

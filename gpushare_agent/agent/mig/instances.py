@@ -167,7 +167,7 @@ class MigInstances:
             for name in sorted(missing):
                 place = self._places[name]
                 if (layout := self._layouts().get(place.parent)) is None:
-                    return _not_yet(
+                    return not_yet(
                         f"GPU {place.parent} is not in MIG mode now, or the driver does not show it ({name})"
                     )
                 if place not in self._wanted and not self._is_ready(place):
@@ -175,7 +175,7 @@ class MigInstances:
                     self.changed()
                 # Of this GPU alone: many claims wait, and each is woken by each change.
                 if why := self._blocked_on(layout).get(place):
-                    return _not_yet(f"no instance can be made for {name}: {why}")
+                    return not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
             if left_s <= 0 or not await wait_for(has_changed, left_s):
                 late = (
@@ -183,9 +183,9 @@ class MigInstances:
                     if self.own_node.is_known
                     else f"node {self.own_node.name} could not be read, so the agent has"
                 )
-                return _not_yet(f"{late} not made {', '.join(sorted(missing))} yet")
+                return not_yet(f"{late} not made {', '.join(sorted(missing))} yet")
             if uid not in self._held:
-                return _not_yet("the claim was ended meanwhile")
+                return not_yet("the claim was ended meanwhile")
         return None
 
     def release(self, uid: str) -> None:
@@ -226,7 +226,7 @@ class MigInstances:
         the ledger has their parts of it."""
         unknown = sorted({*places} - self._places.keys())
         if unknown:
-            return _not_yet(
+            return not_yet(
                 f"no GPU of this node that makes MIG instances on demand has a place {', '.join(unknown)} now"
             )
         layouts, wanted = self._layouts(), [self._places[name] for name in places]
@@ -235,7 +235,7 @@ class MigInstances:
             for other, at in (*others, *((uid, at) for at in wanted)):
                 if exclude(layouts, at, place):
                     why = f"its instance cannot be next to that of claim {other} on GPU {place.parent}"
-                    return _not_yet(f"{why}, which has not ended yet")
+                    return not_yet(f"{why}, which has not ended yet")
         held = self._held.setdefault(uid, {})
         for name in places:
             held.setdefault(name, GpuUuid(""))
@@ -458,5 +458,6 @@ def _name(made: MadeInstance) -> str:
     return placement_device_name(made.place, made.profile)
 
 
-def _not_yet(why: str) -> Refused:
+def not_yet(why: str) -> Refused:
+    """What the caller tries again."""
     return Refused(RefusalReason.NOT_READY, f"{why.removesuffix('.')}. The kubelet tries again.")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from gpushare_agent.core.kit.supervision import ReportOnce, bounded
+from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 
@@ -25,10 +26,6 @@ WITHOUT_MANAGER_LABEL = "nvidia.com/gpu.deploy.mig-manager"
 PERIOD_S = 30.0
 RETRY_S = 3.0
 TIMEOUT_S = 10.0
-
-
-class ReadsNodes(Protocol):
-    async def get_node(self, name: str) -> Raw: ...
 
 
 class OwnNode(Struct, kw_only=True, eq=False):
@@ -43,7 +40,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
     managed: str = ""
     """Why no instance may be made or destroyed, empty where it may."""
 
-    async def run(self, api: ReadsNodes) -> NoReturn:
+    async def run(self, api: KubeApi) -> NoReturn:
         """Reads it until cancelled. One that cannot be read now stays as it was."""
         failure = ReportOnce()
         while True:

@@ -91,8 +91,8 @@ class Consumption(Struct, eq=False):
 
     def gpus_changed(self) -> None:
         """Sizes may follow: of a MIG instance that is made for a claim, or a GPU that comes back."""
-        for key in self.node.cache.view():
-            self._count(self.node.cache.of_pod(key.pod_uid))
+        for uid in {key.pod_uid: None for key in self.node.cache.view()}:
+            self._count(self.node.cache.of_pod(uid))
 
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round: the time until the next is unknown."""
@@ -110,9 +110,6 @@ class Consumption(Struct, eq=False):
         longest_s = idle_period_s + MISSED_ROUNDS * period_s
         since = before if before is not None and now - before <= longest_s else now - period_s
         for (key, uuid), use in usage.containers.items():
-            # Without processes nothing is used. This is most of a full node's containers, each second.
-            if not use.pids and use.memory_bytes is not None:
-                continue
             for name in self._held.get(key, ()):
                 if name[3] == uuid:
                     row = self._rows[name]

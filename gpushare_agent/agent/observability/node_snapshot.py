@@ -10,6 +10,7 @@ without either, for what has no notification (whether the agent is ready). State
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -139,8 +140,10 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
 
     def processes_of(self, use: ContainerUse) -> list[ProcessSample]:
         """Those that have the most memory."""
-        sample, pids = self.usage.gpus.get(use.uuid) if self.usage is not None else None, set(use.pids)
-        found = [one for one in (sample.processes if sample is not None else None) or () if one.pid in pids]
+        sample = self.usage.gpus.get(use.uuid) if self.usage is not None else None
+        listed = (sample.processes if sample is not None else None) or ()
+        # Not one look at all of the GPU's for each of its containers.
+        found = [listed[bisect_left(listed, pid, key=lambda one: one.pid)] for pid in use.pids] if listed else []
         return sorted(found, key=lambda one: (-(one.memory_bytes or 0), one.pid))[:MAX_PROCESSES]
 
 

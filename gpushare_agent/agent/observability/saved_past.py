@@ -53,7 +53,7 @@ from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 log = structlog.get_logger(__name__)
 
 FILE = "history.json"
-MAX_BYTES = 2 << 20
+MAX_BYTES = 10 << 20
 MAX_CHANGES = 32
 MAX_REASON_CHARS = 160
 _LAYOUT = struct.Struct(f"<{DAY_POINTS}H{DAY_POINTS}I")
@@ -184,10 +184,13 @@ class SavedPast(Struct, kw_only=True, eq=False):
         try:
             while True:
                 await asyncio.sleep(self.day.due_s())
+                if not self.day.version:  # the disk may have been slow at the boot
+                    await self.load()
                 self.day.fold(self.recent)
                 await self.save()
         finally:
-            await self.save()
+            if self._is_loaded or self.day.version:  # changes alone do not replace a past that could not be read
+                await self.save()
 
     def take_over(self, previous: SavedPast) -> None:
         """From the agent before a reload, which is newer than the file."""
@@ -221,12 +224,13 @@ class SavedPast(Struct, kw_only=True, eq=False):
                 log.warning("history_not_saved", error=str(e), then="it is tried again after the next step")
         else:
             self._failure.is_over()
+            self._is_loaded = True  # what is in it is known
 
 
 def _document(day: SavedDay, changes: list[GpuChange]) -> dict[str, Any]:
     def owner(key: ContainerKey) -> dict[str, Any]:
         known = day.owners.get(key)
-        return {} if known is None else {"namespace": known.namespace, "pod": known.pod, "gpus": list(known.gpus)}
+        return {} if known is None else {"namespace": known.namespace, "pod": known.pod, "gpus": known.gpus[:MAX_GPUS]}
 
     def curve(saved: SavedCurve) -> dict[str, Any]:
         last, ratios, sizes = saved

@@ -132,7 +132,7 @@ class UsageHistory(Struct, eq=False):
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
         between two. It shows the moment of the call, whatever is added meanwhile. Oldest point first; `at` is when the
         newest round was, None before the first. `container` names one, as the document does."""
-        at, newest = self._now()
+        at, newest = self.now()
         head = _json({"at": at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
         if gpus:
@@ -147,7 +147,7 @@ class UsageHistory(Struct, eq=False):
             ]
         return _pieces(head, halves)
 
-    def _now(self) -> tuple[float | None, int]:
+    def now(self) -> tuple[float | None, int]:
         """When the newest point was, and its slot."""
         return self._at, self._slot
 
@@ -182,7 +182,7 @@ class DayHistory(UsageHistory):
         """The time to the end of the present step, and a little: a timer that ends early must not find the step before."""
         return self._step_s - (self.clock() - _LATE_S) % self._step_s
 
-    def _now(self) -> tuple[float | None, int]:
+    def now(self) -> tuple[float | None, int]:
         # Also before the first step since a start has ended: what was saved long ago is not of now.
         newest = max(self._slot, math.floor(self.clock() / self._step_s) - 1)
         return (newest + 1) * self._step_s if self._slot else None, newest

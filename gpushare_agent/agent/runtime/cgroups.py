@@ -147,7 +147,8 @@ P = ParamSpec("P")
 MAX_DIRECTORIES_BELOW = 4_096
 """Below one container. A tenant that makes more cgroups in its own can hide processes from its own list only."""
 MAX_PROCS_BYTES = 1024 * 1024
-MAX_STATUS_BYTES = 16 * 1024
+MAX_STATUS_BYTES = 1024 * 1024
+"""A tenant may have 65,536 groups of ten digits, which come before its process's PIDs and memory."""
 MAX_NAME_CHARS = 64
 
 _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")

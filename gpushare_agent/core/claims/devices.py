@@ -12,11 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from gpushare_agent.core.kube.claims import Attribute, Device, DeviceCapacity, DeviceTaint, RequestPolicy, ValidRange
+from gpushare_agent.core.kube.claims import Attribute, Device, DeviceCapacity, RequestPolicy, ValidRange
+from gpushare_agent.core.kube.objects import binary_quantity
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.core.model.mig import MigPlacement
-from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.core.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.core.model.taints import Taint
 from gpushare_agent.core.placement.topology import components
 
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
@@ -210,12 +212,12 @@ def attributes_of(
     return dict(sorted(found.items()))
 
 
-def taints_of(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
+def taints_of(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[Taint]:
     # Before the health: a cordoned GPU counts as unhealthy too, and a claim may tolerate one taint and not the other.
     if gpu.uuid in cordoned:
-        return [DeviceTaint(CORDONED_TAINT, taint_value(cordoned[gpu.uuid]), policy.taint_effect)]
+        return [Taint(CORDONED_TAINT, policy.taint_effect, taint_value(cordoned[gpu.uuid]))]
     if not gpu.is_healthy:
-        return [DeviceTaint(UNHEALTHY_TAINT, taint_value(gpu.unhealthy_reason), policy.taint_effect)]
+        return [Taint(UNHEALTHY_TAINT, policy.taint_effect, taint_value(gpu.unhealthy_reason))]
     return ()
 
 
@@ -252,9 +254,4 @@ def _version(text: str) -> str:
 
 
 def quantity(mib: int) -> str:
-    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit that divides it."""
-    for unit in ("Mi", "Gi", "Ti"):
-        if mib % 1024 or unit == "Ti":
-            return f"{mib}{unit}"
-        mib //= 1024
-    raise AssertionError("the last unit ends the loop")
+    return binary_quantity(mib * MIB)

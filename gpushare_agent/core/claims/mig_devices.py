@@ -34,12 +34,12 @@ from gpushare_agent.core.kube.claims import (
     CounterSet,
     Device,
     DeviceCapacity,
-    DeviceTaint,
     SliceContent,
 )
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlace, MigPlacement, MigProfile
 from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.taints import Taint
 from gpushare_agent.core.placement.topology import build_topology
 
 CONFLICT_TAINT = "gpushare-agent/mig-conflict"
@@ -116,7 +116,7 @@ def _places(
     ]
 
 
-def _tainted(device: Device, *taints: DeviceTaint) -> Device:
+def _tainted(device: Device, *taints: Taint) -> Device:
     return replace(device, taints=[*taints]) if taints else device
 
 
@@ -144,9 +144,9 @@ def _at(parent: Gpu, profile: MigProfile, place: MigPlacement) -> Gpu:
     return replace(parent, uuid=GpuUuid(""), memory_mib=profile.attributes.memory_mib, mig=mig)
 
 
-def _conflict(reason: str) -> list[DeviceTaint]:
+def _conflict(reason: str) -> list[Taint]:
     # NoSchedule whatever the setting is: who has the place keeps it.
-    return [DeviceTaint(CONFLICT_TAINT, taint_value(reason), "NoSchedule")] if reason else []
+    return [Taint(CONFLICT_TAINT, "NoSchedule", taint_value(reason))] if reason else []
 
 
 def _totals(layout: MigLayout) -> dict[str, Counter]:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
@@ -39,7 +39,6 @@ ALL_SETTINGS = ("*",)
 AGENT_NAMESPACE = "gpushare-system"
 """Namespace of the agents' pods in the manifests; --agent-namespace names another."""
 Form = Literal["table", "wide", "json", "yaml"]
-FORMS: tuple[Form, ...] = ("table", "wide", "json", "yaml")
 Sort = Literal["gpu", "sm", "memory", "cores"]
 SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
 """Orders of `top`."""
@@ -124,7 +123,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 def add_output(parser: argparse.ArgumentParser, *, default: str = "table") -> None:
     """`-o`, with the same forms in every command."""
     text = "table for people, wide with more columns, json or yaml for programs (table)"
-    parser.add_argument("-o", "--output", choices=FORMS, default=default, help=text)
+    parser.add_argument("-o", "--output", choices=get_args(Form), default=default, help=text)
 
 
 class Invocation(Struct, frozen=True, kw_only=True):

@@ -200,11 +200,6 @@ def parse_faults(text: str) -> Faults:
     )
 
 
-def encode_faults(faults: Faults) -> str:
-    """The text that parse_faults reads."""
-    return encode(faults).decode()
-
-
 _MIG = Decoder(SimulatedMig)
 
 

@@ -7,13 +7,14 @@ The generated classes accept truncated and mistyped input silently; here it is f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import betterproto2
 from grpclib.encoding.base import CodecBase
 
 from gpushare_agent.core.kit.protobuf import Fields, MalformedMessageError, scan_fields
 
+M = TypeVar("M", bound=betterproto2.Message)
 Decoder = Callable[[bytes], Any]
 
 _WIRE_TYPES = (
@@ -58,9 +59,7 @@ class StrictCodec(CodecBase):
             raise MalformedMessageError(f"malformed {message_type.__name__} of {len(data)} bytes: {e}") from e
 
 
-def decode_generated(
-    data: bytes, message_type: type[betterproto2.Message], *, max_fields: int = _ANY_NUMBER
-) -> betterproto2.Message:
+def decode_generated(data: bytes, message_type: type[M], *, max_fields: int = _ANY_NUMBER) -> M:
     """Decodes with a generated class after checking what the class does not.
 
     Raises:

@@ -207,9 +207,9 @@ async def in_slices(pieces: Iterable[T]) -> list[T]:
     return found
 
 
-async def join_in_slices(pieces: Iterable[bytes]) -> bytes:
+async def join_in_slices(pieces: Iterable[bytes], between: bytes = b"") -> bytes:
     """All pieces joined, made `in_slices`. They must not change meanwhile."""
-    return b"".join(await in_slices(pieces))
+    return between.join(await in_slices(pieces))
 
 
 def packed(text: bytes) -> bytes:

@@ -25,7 +25,6 @@ class PeerCredentials(Struct, frozen=True, kw_only=True):
 
     pid: int
     uid: int
-    gid: int
 
 
 def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None:
@@ -43,8 +42,8 @@ def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None
 def socket_peer(sock: socket.socket) -> PeerCredentials:
     """The credentials of the peer of a connected unix socket; of a client's, the one who listens. Raises OSError where it
     is closed."""
-    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return PeerCredentials(pid=pid, uid=uid, gid=gid)
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return PeerCredentials(pid=pid, uid=uid)
 
 
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC

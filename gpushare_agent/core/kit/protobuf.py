@@ -6,8 +6,8 @@ general decoder: other messages go through the generated classes.
 
 Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length. A known
 field of the wrong wire type is malformed; an unknown field is skipped by its wire type; groups (wire types 3 and 4, gone
-since proto3) are malformed. There is no recursion. No state. Only the kubelet sends these messages, at most
-MAX_MESSAGE_BYTES of them; who reads another's counts `Fields`.
+since proto3) are malformed. There is no recursion. No state. Only the kubelet sends these messages, and
+the channel or server that receives them has bounded their size; who reads another's counts `Fields`.
 
 Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding is protobuf's own.
 """
@@ -19,9 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct
-
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""More is refused unread. A List answer has about 95 bytes per device ID: this is room for 170,000 of them."""
 
 MAX_FIELDS = 16_384
 
@@ -72,7 +69,7 @@ def decode_preferred_allocation(
     """Decodes a PreferredAllocationRequest: its container requests, in order. `known` has what an ID stands for by
     its field without the field's key: length and printable text. A length of 10 is written as 255 there."""
     found = []
-    for start, stop in _messages(data, "PreferredAllocationRequest"):
+    for start, stop in _messages(data):
         if known and (offered := _known_ids(data, start, stop, known)) is not None:
             found.append(offered)
             continue
@@ -107,19 +104,17 @@ def _known_ids(data: bytes, start: int, stop: int, known: Mapping[bytes, Any]) -
 
 def decode_allocate(data: bytes) -> list[list[str]]:
     """Decodes an AllocateRequest: the device IDs of each container request, in order."""
-    return [_device_ids(data, start, stop) for start, stop in _messages(data, "AllocateRequest")]
+    return [_device_ids(data, start, stop) for start, stop in _messages(data)]
 
 
 def decode_pre_start(data: bytes) -> list[str]:
     """Decodes a PreStartContainerRequest: the container's device IDs."""
-    _check_size(data, "PreStartContainerRequest")
     return _device_ids(data, 0, len(data))
 
 
 def decode_container_answer(data: bytes) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """Of a ContainerAllocateResponse: its variables, its mounts, the host's path by that in the container, and its device
     nodes on the host."""
-    _check_size(data, "ContainerAllocateResponse")
     env, mounts, nodes = dict[str, str](), dict[str, str](), list[str]()
     for key, _, start, stop in _known_fields(data, 0, len(data), (_FIELD_1_BYTES, _FIELD_2_BYTES, _FIELD_3_BYTES)):
         first, second = [""], [""]
@@ -135,12 +130,12 @@ def decode_container_answer(data: bytes) -> tuple[dict[str, str], dict[str, str]
 def scan_pods(data: bytes) -> list[tuple[int, int]]:
     """Where in a ListPodResourcesResponse its pods' messages start and end, in their order, for `scan_pod_entry` and
     `decode_pod_containers`."""
-    return _messages(data, "ListPodResourcesResponse")
+    return _messages(data)
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:
     """The pod of a GetPodResourcesResponse, None where the message holds none."""
-    entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data, "GetPodResourcesResponse")]
+    entries = [scan_pod_entry(data[start:stop]) for start, stop in _messages(data)]
     # protobuf: where a field is there several times, the last one counts.
     return entries[-1] if entries else None
 
@@ -157,7 +152,6 @@ def scan_pod_entry(body: bytes) -> PodEntry:
 def decode_pod_containers(body: bytes) -> list[ContainerDevices]:
     """The containers of one encoded PodResources message, with the several entries of one resource merged. A resource
     without any ID is kept as an empty set."""
-    _check_size(body, "PodResources")
     containers = []
     for key, _, start, stop in _known_fields(body, 0, len(body), (_FIELD_1_BYTES, _FIELD_2_BYTES, _FIELD_3_BYTES)):
         if key == _FIELD_3_BYTES:
@@ -218,9 +212,8 @@ def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
     return ids
 
 
-def _messages(data: bytes, message: str) -> list[tuple[int, int]]:
+def _messages(data: bytes) -> list[tuple[int, int]]:
     """The places of the submessages in field 1, for messages that have no other known field."""
-    _check_size(data, message)
     found, pos, last = [], 0, len(data) - 4
     # As a List answer has them, a thousand and more: with lengths of two bytes, or three.
     while pos < last and data[pos] == _FIELD_1_BYTES and data[pos + 1] > 127:
@@ -357,11 +350,6 @@ def _text(data: bytes, start: int, stop: int) -> str:
         return data[start:stop].decode()
     except UnicodeDecodeError as e:
         raise MalformedMessageError(f"the string at byte {start} is not UTF-8") from e
-
-
-def _check_size(data: bytes, message: str) -> None:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise MalformedMessageError(f"{message} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES} bytes")
 
 
 # --- writing: the generated classes need about 20 µs for a device ---

@@ -14,8 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpushare_agent.core.kit.directories import opened
+
 MAX_ADDRESS_BYTES = 107
 """sizeof(sockaddr_un.sun_path) less the terminating zero (unix(7))."""
+
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 FileIdentity = tuple[int, int, int]
 """Device, inode and time of the last inode change in ns. Inode numbers are reused at once; the time differs."""
@@ -45,7 +49,7 @@ def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
         FileExistsError: something that is no socket lies at `path`.
         OSError: the directory is missing or not writable, or the name is too long.
     """
-    with _open_directory(path) as directory:
+    with opened(path.parent, None, _DIRECTORY) as directory:
         # The kernel refuses to bind where a file is, and a killed process leaves its socket behind.
         _remove_stale(path, directory)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -63,7 +67,7 @@ def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
 def remove_socket(path: Path, identity: FileIdentity | None) -> bool:
     """Removes the socket at `path` if it still is this one; whether it was removed. None is no socket. Raises OSError."""
     try:
-        with _open_directory(path) as directory:
+        with opened(path.parent, None, _DIRECTORY) as directory:
             status = os.lstat(path.name, dir_fd=directory)
             # Another agent may have bound the name meanwhile: its socket must stay.
             if not stat.S_ISSOCK(status.st_mode) or _identity(status) != identity:
@@ -84,32 +88,28 @@ def connectable_path(path: Path) -> Iterator[str]:
     if len(os.fsencode(path)) <= MAX_ADDRESS_BYTES:
         yield str(path)
         return
-    with _open_directory(path) as directory:
+    with opened(path.parent, None, _DIRECTORY) as directory:
         yield _address(path, directory)
 
 
-def is_served(path: Path) -> bool:
-    """Whether a process listens at the socket `path`. A full backlog shows one, too."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            with connectable_path(path) as address:
-                probe.connect(address)
-        # EAGAIN of connect(2): the backlog is full, so somebody listens.
-        except BlockingIOError:
-            return True
-        # A crashed server leaves its file; only the refused connection tells that nobody serves it.
-        except OSError:
-            return False
-    return True
-
-
-@contextmanager
-def _open_directory(path: Path) -> Iterator[int]:
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def is_served(path: Path, *, in_doubt: bool = False) -> bool:
+    """Whether a process listens at the socket `path`. A full backlog shows one, too. `in_doubt` is the answer where that
+    cannot be known, as without a free descriptor."""
     try:
-        yield directory
-    finally:
-        os.close(directory)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe,
+            connectable_path(path) as address,
+        ):
+            probe.connect(address)
+    # EAGAIN of connect(2): the backlog is full, so somebody listens.
+    except BlockingIOError:
+        return True
+    # A crashed server leaves its file; only the refused connection tells that nobody serves it.
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        return in_doubt
+    return True
 
 
 def _address(path: Path, directory: int) -> str:

@@ -77,6 +77,13 @@ def start_tasks(group: asyncio.TaskGroup, tasks: Tasks) -> None:
         group.create_task(forever(name, body), name=name)
 
 
+async def run_together(tasks: Tasks) -> NoReturn:
+    """Starts these tasks, and waits until the caller is cancelled or one fails (then with an exception group)."""
+    async with asyncio.TaskGroup() as group:
+        start_tasks(group, tasks)
+    raise AssertionError("unreachable: the tasks do not end")
+
+
 async def stop_task(task: asyncio.Task[Any]) -> None:
     """Cancels a task and waits until it has ended. Its result or error stays with its TaskGroup.
 

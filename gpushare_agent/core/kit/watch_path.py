@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
@@ -26,12 +24,14 @@ _LOST = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
 
 
 class DirectoryWatch(Struct, eq=False):
-    """Watches the names in one directory. One waiter at a time; open it with `open_directory_watch`."""
+    """Watches the names in one directory, which need not exist yet. One waiter at a time; close it with `close`. While it is
+    missing or cannot be watched it is polled every `fast_poll_s`: a kubelet that starts admits pods a second later. Watching
+    is tried again every `retry_s`."""
 
     directory: Path
-    poll_s: float
-    fast_poll_s: float
-    retry_s: float
+    poll_s: float = 5.0
+    fast_poll_s: float = 0.25
+    retry_s: float = 30.0
     _retry_at: float = float("-inf")
     _failures: ReportOnce = field(default_factory=ReportOnce)
     _inotify: Inotify | None = None
@@ -115,16 +115,3 @@ def _directory_identity(directory: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-@asynccontextmanager
-async def open_directory_watch(
-    directory: Path, *, poll_s: float = 5.0, fast_poll_s: float = 0.25, retry_s: float = 30.0
-) -> AsyncIterator[DirectoryWatch]:
-    """Opens a watch of `directory`, which need not exist yet. While it is missing or cannot be watched it is polled every
-    `fast_poll_s`: a kubelet that starts admits pods a second later. Watching is tried again every `retry_s`."""
-    watch = DirectoryWatch(directory, poll_s=poll_s, fast_poll_s=fast_poll_s, retry_s=retry_s)
-    try:
-        yield watch
-    finally:
-        watch.close()

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
 from gpushare_agent.core.kit.json_schema import NULL, Entries, decoded, texts
-from gpushare_agent.core.kube.objects import KubeObject
+from gpushare_agent.core.kube.objects import ObjectMeta
 from gpushare_agent.core.kube.scheduling import Requirement
 from gpushare_agent.core.kube.session import Watched
 
@@ -52,33 +52,29 @@ class _Status(Struct, rename="camel"):
     observed_generation: int = 0
 
 
-class _Meta(Struct):
+class _Meta(ObjectMeta, rename="camel"):
     generation: int = 0
 
 
-class _Generation(Struct):
+class _Json(Struct, kw_only=True):
     metadata: _Meta
-
-
-class _Json(KubeObject):
     spec: _Spec | None = None
     status: _Status | None = None
 
 
-_BUDGET, _GENERATION = Decoder(_Json), Decoder(_Generation)
+_BUDGET = Decoder(_Json)
 
 
 def read_budget(raw: Raw) -> Budget | None:
     """None where it chooses no pod. Raises Corrupt: what cannot be read might forbid any eviction."""
     read = decoded(_BUDGET, raw, "PodDisruptionBudget")
-    meta, selector, status = read.meta, read.spec.selector if read.spec else None, read.status or _Status()
+    meta, selector, status = read.metadata, read.spec.selector if read.spec else None, read.status or _Status()
     if selector is None:
         return None
-    is_seen = status.observed_generation >= decoded(_GENERATION, raw, "PodDisruptionBudget").metadata.generation
     return Budget(
         namespace=meta.namespace or "",
         name=meta.name or "",
         labels=texts(selector.raw_labels),
         requirements=tuple(selector.expressions),
-        allowed=max(0, status.disruptions_allowed) if is_seen else 0,
+        allowed=max(0, status.disruptions_allowed) if status.observed_generation >= meta.generation else 0,
     )

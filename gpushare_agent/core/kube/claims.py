@@ -12,6 +12,7 @@ from msgspec import Raw, Struct, field
 
 from gpushare_agent.core.kit.json_schema import NULL
 from gpushare_agent.core.kube.objects import KubeObject, Quantity
+from gpushare_agent.core.model.taints import Taint
 
 API_VERSION = "resource.k8s.io/v1"
 
@@ -110,12 +111,6 @@ class Attribute(Struct, omit_defaults=True, kw_only=True):
     number: int | None = field(name="int", default=None)
 
 
-class DeviceTaint(Struct):
-    key: str
-    value: str
-    effect: str
-
-
 class Counter(Struct):
     value: str
 
@@ -138,7 +133,7 @@ class Device(Struct, rename="camel", omit_defaults=True, kw_only=True):
     attributes: Mapping[str, Attribute]
     capacity: Mapping[str, DeviceCapacity]
     consumes_counters: Sequence[CounterConsumption] = ()
-    taints: Sequence[DeviceTaint] = ()
+    taints: Sequence[Taint] = ()
 
 
 class Pool(Struct, rename="camel"):

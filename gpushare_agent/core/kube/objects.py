@@ -200,6 +200,15 @@ def amount(quantity: object) -> Fraction | None:
     return value * scale if power >= 0 else value / scale
 
 
+def binary_quantity(number: int) -> str:
+    """The canonical form, as Kubernetes writes it: in the greatest binary unit that divides the number."""
+    units = list(_BINARY_POWERS)
+    power = 0
+    while number and number % 1024 == 0 and power < len(units):
+        number, power = number // 1024, power + 1
+    return f"{number}{units[power - 1] if power else ''}"
+
+
 def shown(value: object) -> str:
     """The value as a message quotes it, bounded."""
     text = repr(value)

@@ -45,9 +45,8 @@ from gpushare_agent.core.model.names import (
 )
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
-READ_ANNOTATION_PREFIX = "tencent.com/"
 _OWN_PREFIX = "gpushare-agent/"
-_READ_PREFIXES = (READ_ANNOTATION_PREFIX, _OWN_PREFIX)
+_READ_PREFIXES = ("tencent.com/", _OWN_PREFIX)
 PREDICATE_PREFIX = "tencent.com/predicate-"
 READ_ANNOTATIONS = (
     "clusterName",

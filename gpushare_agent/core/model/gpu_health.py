@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
-from typing import assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -146,7 +145,6 @@ def meaning_of(event: GpuEvent, known: Collection[GpuUuid], policy: HealthPolicy
         # No setting ignores it: the GPU's memory is wrong until a reset.
         case GpuEventKind.DOUBLE_BIT_ECC:
             return EventMeaning.NEEDS_RESET
-    assert_never(event.kind)
 
 
 def describe_event(event: GpuEvent) -> str:
@@ -157,7 +155,6 @@ def describe_event(event: GpuEvent) -> str:
             return f"Xid {event.xid}" + (f" ({name})" if name else "")
         case GpuEventKind.DOUBLE_BIT_ECC:
             return "a double-bit ECC error"
-    assert_never(event.kind)
 
 
 def after_event(
@@ -199,7 +196,6 @@ def after_poll(health: GpuHealth, seen: Gpu, policy: HealthPolicy, now: float) -
             return health
         case HealthState.LOST | HealthState.PROBING:
             return _after_passed_poll(health, policy, now)
-    assert_never(health.state)
 
 
 def after_driver_lost(health: GpuHealth, reason: str, policy: HealthPolicy, now: float) -> GpuHealth:
@@ -294,7 +290,6 @@ def _unhealthy_reason(health: GpuHealth, policy: HealthPolicy, label: str) -> st
         case HealthState.NEEDS_RESET:
             command = f"gpushare-agent uncordon {label}{policy.control}"
             return f"{health.cause.rstrip('. ')}; waits for a reset of the GPU, or for `{command}`"
-    assert_never(health.state)
 
 
 def _after_failed_poll(health: GpuHealth, reason: str, policy: HealthPolicy, now: float) -> GpuHealth:

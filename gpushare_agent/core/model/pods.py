@@ -54,9 +54,6 @@ class HostRequest(NamedTuple):
     models: tuple[str, ...] = ()
 
 
-NO_HOST_REQUEST = HostRequest()
-
-
 class Rank(NamedTuple):
     """What decides whether a pod ends for another one: its priority, when the kubelet has seen it (RFC 3339, empty before),
     whether it may end others itself, and the node that others were ended on for it, empty where they were not."""
@@ -65,9 +62,6 @@ class Rank(NamedTuple):
     started_at: str = ""
     preempts: bool = True
     nominated_node: str = ""
-
-
-NO_RANK = Rank()
 
 
 class Pod(Struct, frozen=True, kw_only=True):
@@ -107,8 +101,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """The names of its existing ResourceClaims, by their names in the pod."""
-    host_request: HostRequest = NO_HOST_REQUEST
-    rank: Rank = NO_RANK
+    host_request: HostRequest = HostRequest()
+    rank: Rank = Rank()
     """Both read by the extender alone."""
 
     @property

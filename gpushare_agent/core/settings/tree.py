@@ -164,31 +164,18 @@ class Settings(BaseSettings):
         return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
 
     @model_validator(mode="after")
-    def _resources_differ(self) -> Self:
+    def _fits_together(self) -> Self:
         names = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, GPUSHARE_COUNT_RESOURCE}
         if len(names) < 4:
             raise ValueError("the names of gpushare and of resources must all differ")
-        return self
-
-    @model_validator(mode="after")
-    def _offers_something(self) -> Self:
         if not (self.resources.enabled or self.gpushare.enabled or self.nvidia.enabled or self.has_claims):
             raise ValueError(
                 "resources.enabled is false, and nothing else is offered: set gpushare.enabled, nvidia.enabled, dra.gpus or"
                 " mig.on_demand"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_claims(self) -> Self:
         if self.has_claims and self.state_directory is None:
             raise ValueError("dra.gpus and mig.on_demand need state_directory, which keeps the claims over a restart")
-        return self
-
-    @model_validator(mode="after")
-    def _nvidia_names_are_its_own(self) -> Self:
-        others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, GPUSHARE_COUNT_RESOURCE}
-        if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):
+        if self.nvidia.enabled and (taken := sorted(names.intersection(self.nvidia.resource_names))):
             raise ValueError(f"nvidia and another section both have the resource {taken[0]}")
         # One replica of a GPU is the whole GPU, which share_mode=false allows.
         if self.nvidia.enabled and not self.share_mode and any(count > 1 for _, count in self.nvidia.replica_counts):

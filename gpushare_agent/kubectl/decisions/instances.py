@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cached_property
 
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
@@ -83,12 +84,25 @@ class Wanted(Struct, frozen=True):
         return ""
 
 
-class ClaimCluster(Struct, frozen=True):
+class ClaimCluster(Struct, frozen=True, dict=True):
     """All that decides which instances a pod can get."""
 
     slices: Sequence[SliceJson]
     claims: Sequence[ClaimJson]
     classes: Sequence[ClaimJson]
+
+    # Once for all pods that wait: a cluster may have thousands of them and of claims.
+    @cached_property
+    def by_name(self) -> Mapping[tuple[str | None, str | None], ClaimJson]:
+        return {(claim.meta.namespace, claim.meta.name): claim for claim in self.claims}
+
+    @cached_property
+    def class_texts(self) -> Mapping[str | None, str]:
+        return {one.meta.name: _text(one.raw_spec) for one in self.classes}
+
+    @cached_property
+    def by_resource(self) -> Mapping[str, str]:
+        return {name: text for text in self.class_texts.values() for name in _RESOURCE.findall(text)[:1]}
 
 
 def _sum(counters: Iterable[tuple[str, Mapping[str, Amount]]]) -> Counter[tuple[str, str]]:
@@ -158,15 +172,14 @@ def wanted_of(
     cluster: ClaimCluster, namespace: str, claims: Sequence[str], resources: Mapping[str, int]
 ) -> Sequence[Wanted]:
     """What a pod asks for of MIG, by its claims and its resources. Raises nothing."""
-    classes = {one.meta.name: _text(one.raw_spec) for one in cluster.classes}
+    classes, of_resources = cluster.class_texts, cluster.by_resource
     found = [
-        _wanted(text, [text], resources[name], on_one_gpu=False)
-        for text in classes.values()
-        for name in _RESOURCE.findall(text)[:1]
-        if name in resources
+        _wanted(of_resources[name], [of_resources[name]], count, on_one_gpu=False)
+        for name, count in resources.items()
+        if name in of_resources
     ]
-    for claim in cluster.claims:
-        if claim.meta.namespace != namespace or claim.meta.name not in claims:
+    for claim in (cluster.by_name.get((namespace, name)) for name in dict.fromkeys(claims)):
+        if claim is None:
             continue
         devices = decoded_or(_CLAIM_SPEC, claim.raw_spec, _ClaimSpec).devices
         on_one_gpu = _ONE_GPU.search(_text(devices.constraints)) is not None
@@ -256,8 +269,8 @@ def instead_of(resource: str, cluster: ClaimCluster) -> str:
     have = {NVIDIA_MIG_PREFIX + found.replace("+", ".") for place in places if (found := _attribute(place, "profile"))}
     if resource in have:
         return "; GPUs have this profile: the component dra-mig-profiles (Helm: dra.migProfiles) makes its class"
-    classes = {name for one in cluster.classes for name in _RESOURCE.findall(_text(one.raw_spec))}
-    return f"; claims give {_joined(have & classes)}" if have & classes else ""
+    classes = have & cluster.by_resource.keys()
+    return f"; claims give {_joined(classes)}" if classes else ""
 
 
 def attributes_of_instances(cluster: ClaimCluster) -> str:

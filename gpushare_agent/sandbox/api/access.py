@@ -4,7 +4,7 @@ A pod of image `sandbox/host` is a command that runs with the rights of the sand
 reaches the port, and so does every page in a browser of that user. So a request needs the token, a Host header of this
 server (a foreign name that resolves to 127.0.0.1 has another), and a body of a type that a page cannot send by itself.
 Versions and health are open, as in a real API server. kubectl and client-go send a token over TLS alone, so the program
-`openssl` makes a self-signed certificate for each run. State owned: the token, a new one for each server, and two files.
+`openssl` makes a self-signed certificate for each run. State owned: two files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hmac
 import json
 import os
 import re
-import secrets
 import shutil
 import ssl
 import subprocess
@@ -44,32 +43,25 @@ current-context: sandbox
 """
 
 
-class ApiAccess:
-    """`headers` are what a client must send."""
+def check_access(request: web.Request, port: int, authorization: str) -> None:
+    """Raises RefusedRequest for a request that is not admitted: `authorization` is the header that a client must send."""
+    # First: a page of a foreign name that resolves to 127.0.0.1 must not even learn what is served here.
+    if request.headers.getall("Host", []) not in [[f"{name}:{port}"] for name in _HOST_NAMES]:
+        named = request.headers.get("Host", "")
+        message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
+        raise RefusedRequest(403, "Forbidden", message)
+    # As a real API server: its probes come without credentials.
+    if request.path not in OPEN_PATHS and not _is_known(request.headers.getall("Authorization", []), authorization):
+        raise RefusedRequest(401, "Unauthorized", "Unauthorized")
+    # A browser's form can send text/plain to any address. It sends JSON only after a preflight, which is refused here.
+    if request.body_exists and _TYPES.fullmatch(request.content_type) is None:
+        text = f"the body of the request is {request.content_type}; accepted are application/json and its patches"
+        raise RefusedRequest(415, "UnsupportedMediaType", text)
 
-    def __init__(self) -> None:
-        self.token = secrets.token_urlsafe(32)
-        self.headers = {"Authorization": f"Bearer {self.token}"}
 
-    def check(self, request: web.Request, port: int) -> None:
-        """Raises RefusedRequest for a request that is not admitted."""
-        # First: a page of a foreign name that resolves to 127.0.0.1 must not even learn what is served here.
-        if request.headers.getall("Host", []) not in [[f"{name}:{port}"] for name in _HOST_NAMES]:
-            named = request.headers.get("Host", "")
-            message = f"the Host header {named!r} is not this server's: ask for 127.0.0.1:{port} or localhost:{port}"
-            raise RefusedRequest(403, "Forbidden", message)
-        # As a real API server: its probes come without credentials.
-        if request.path not in OPEN_PATHS and not self._is_known(request.headers.getall("Authorization", [])):
-            raise RefusedRequest(401, "Unauthorized", "Unauthorized")
-        # A browser's form can send text/plain to any address. It sends JSON only after a preflight, which is refused here.
-        if request.body_exists and _TYPES.fullmatch(request.content_type) is None:
-            text = f"the body of the request is {request.content_type}; accepted are application/json and its patches"
-            raise RefusedRequest(415, "UnsupportedMediaType", text)
-
-    def _is_known(self, sent: list[str]) -> bool:
-        expected = self.headers["Authorization"].encode()
-        # In constant time, and only with one header: with two it is not clear which counts.
-        return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected)
+def _is_known(sent: list[str], expected: str) -> bool:
+    # In constant time, and only with one header: with two it is not clear which counts.
+    return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected.encode())
 
 
 def write_kubeconfig(path: Path, url: str, token: str, certificate: Path | None = None) -> None:

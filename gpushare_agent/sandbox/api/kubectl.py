@@ -262,19 +262,6 @@ def _claim_state(raw: RawObject) -> str:
     return ",".join(name for name, is_so in states.items() if is_so) or "pending"
 
 
-def _scale_target(raw: RawObject) -> str:
-    return f"{at(raw, 'spec.scaleTargetRef.kind', UNKNOWN)}/{at(raw, 'spec.scaleTargetRef.name', UNKNOWN)}"
-
-
-def _quota(*, is_limit: bool) -> Reader:
-    """Nothing counts here what is used."""
-    return lambda raw: ", ".join(
-        f"{name}: {UNKNOWN}/{most}"
-        for name, most in sorted(at(raw, "spec.hard", {}).items())
-        if name.startswith("limits.") is is_limit
-    )
-
-
 def _job_status(raw: RawObject) -> str:
     met = {c["type"] for c in at(raw, "status.conditions", []) if c.get("status") == "True"}
     return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in met), "Running")
@@ -317,7 +304,6 @@ _COLUMNS: dict[str, dict[str, Reader]] = {
     },
     "namespaces": {**_NAME, "Status": ("status.phase", "Active"), **_AGE},
     "configmaps": {**_NAME, "Data": lambda raw: len(at(raw, "data", {})) + len(at(raw, "binaryData", {})), **_AGE},
-    "leases": {**_NAME, "Holder": ("spec.holderIdentity", ""), **_AGE},
     "deployments": {
         **_NAME, "Ready": _READY, "Up-to-date": ("status.updatedReplicas", 0),
         "Available": ("status.availableReplicas", 0), **_AGE, **_OF_TEMPLATE,
@@ -328,12 +314,6 @@ _COLUMNS: dict[str, dict[str, Reader]] = {
     },
     "statefulsets": {**_NAME, "Ready": _READY, **_AGE, **_OF_TEMPLATE},
     "services": {**_NAME, "Type": ("spec.type", "ClusterIP"), "Cluster-IP": "spec.clusterIP", **_AGE},
-    "resourcequotas": {**_NAME, "Request": _quota(is_limit=False), "Limit": _quota(is_limit=True), **_AGE},
-    "horizontalpodautoscalers": {
-        **_NAME, "Reference": _scale_target,
-        "Targets": lambda raw: f"cpu: {UNKNOWN}/{at(raw, 'spec.targetCPUUtilizationPercentage', 80)}%",
-        "MinPods": ("spec.minReplicas", 1), "MaxPods": "spec.maxReplicas", "Replicas": lambda _: 0, **_AGE,
-    },
     "jobs": {
         **_NAME, "Status": _job_status, "Completions": _of("status.succeeded", "spec.completions", 1),
         "Duration": _job_duration, **_AGE, **_OF_TEMPLATE,

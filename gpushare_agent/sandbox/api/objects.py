@@ -72,9 +72,6 @@ class ApiObjects:
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
 
-    def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:
-        return self.store.find(resource, key)
-
     def pods(self) -> list[RawObject]:
         return self.store.all("pods")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +25,7 @@ from multidict import CIMultiDict
 from gpushare_agent.core.model.errors import AgentError, Rejected, StartupError
 from gpushare_agent.core.settings.yaml import UnreadableYaml, parse_yaml
 from gpushare_agent.sandbox.api import patch
-from gpushare_agent.sandbox.api.access import ApiAccess, ServerCertificate, write_kubeconfig
+from gpushare_agent.sandbox.api.access import ServerCertificate, check_access, write_kubeconfig
 from gpushare_agent.sandbox.api.kinds import KINDS, Kind
 from gpushare_agent.sandbox.api.kubectl import discovery, table
 from gpushare_agent.sandbox.api.objects import LASTING_NAMESPACES, ApiObjects
@@ -66,14 +67,105 @@ _PATCH_TYPES = (patch.MERGE, patch.STRATEGIC, patch.JSON_PATCH)
 Verb = Callable[[web.Request, Kind], Awaitable[web.StreamResponse]]
 
 
-class ApiHandlers(ApiObjects):
-    """One handler per verb, bound to a resource when the routes are made."""
+class EmbeddedApiServer(ApiObjects):
+    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`. Plain HTTP without
+    a certificate: for tests, and no kubectl."""
 
-    running: asyncio.Event
-    """While it is cleared, requests are accepted and not answered, and open watches send nothing."""
-    bookmark_interval_s: float
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        version: str = "1.36",
+        history_limit: int = 2000,
+        bookmark_interval_s: float = 60.0,
+        certificate: ServerCertificate | None = None,
+    ) -> None:
+        super().__init__(version=version, history_limit=history_limit)
+        self.port = port
+        self.certificate = certificate
+        self.token = secrets.token_urlsafe(32)
+        self.headers = {"Authorization": f"Bearer {self.token}"}
+        """What a client must send."""
+        self.running = asyncio.Event()
+        """While it is cleared, requests are accepted and not answered, and open watches send nothing."""
+        self.running.set()
+        self.bookmark_interval_s = bookmark_interval_s
+        self.requests = deque[tuple[str, str]](maxlen=10_000)
+        """Method and path of the newest requests that were admitted, in order of arrival."""
+        self._runner: web.AppRunner | None = None
+        self._port_holder: socket.socket | None = None
+        """While the server does not listen, nobody else gets the port."""
 
-    def add_routes(self, app: web.Application) -> None:
+    @property
+    def url(self) -> str:
+        return f"{'http' if self.certificate is None else 'https'}://{HOST}:{self.port}"
+
+    def write_kubeconfig(self, path: Path) -> None:
+        """Raises OSError."""
+        trusted = self.certificate.certificate if self.certificate is not None else None
+        write_kubeconfig(path, self.url, self.token, trusted)
+
+    async def __aenter__(self) -> Self:
+        await self.start_listening()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop_listening()
+        # Only here: between stop and start the port stays this server's.
+        if self._port_holder is not None:
+            self._port_holder.close()
+
+    async def start_listening(self) -> None:
+        """Listens on the port of the first start. Raises StartupError where the port is in use."""
+        # At each start: an aiohttp application serves once.
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admitted])
+        self._add_routes(app)
+        # Handlers are cancelled with their client: a watch would wait for the next change.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
+        await runner.setup()
+        try:
+            if self._port_holder is None:
+                self._port_holder = hold_port(self.port)
+                self.port = self._port_holder.getsockname()[1]
+            context = self.certificate.server_context() if self.certificate is not None else None
+            # SO_REUSEADDR: the port is bound by its holder, which never listens.
+            await web.TCPSite(runner, HOST, self.port, reuse_address=True, ssl_context=context).start()
+        except OSError as error:
+            await runner.cleanup()
+            if self._port_holder is not None:
+                self._port_holder.close()
+            raise StartupError(
+                f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
+            ) from error
+        self._runner = runner
+
+    async def stop_listening(self) -> None:
+        """Closes the port and every connection; objects and versions stay."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        # Aborted, for tests of outages: a client must see the connection break.
+        for connection in runner.server.connections if runner.server is not None else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    @web.middleware
+    async def _admitted(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            check_access(request, self.port, self.headers["Authorization"])
+            # After the refusals, before the wait: tests count what a client has asked for.
+            self.requests.append((request.method, request.path))
+            # For all requests alike, in process nobody is delayed.
+            await self.running.wait()
+            response: web.StreamResponse = await handler(request)
+            return response
+        except RefusedRequest as refusal:
+            return refusal.response()
+
+    # --- requests: one handler for each verb, bound to a resource when the routes are made ---
+
+    def _add_routes(self, app: web.Application) -> None:
         """Each address of a kind has the verbs of this table."""
         on_object: dict[str, Verb] = {"PATCH": self._patch, "PUT": self._put}
         for kind in KINDS.values():
@@ -336,99 +428,3 @@ def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:
 
 def _key(request: web.Request, kind: Kind) -> ObjectKey:
     return (request.match_info["namespace"] if kind.is_namespaced else ""), request.match_info["name"]
-
-
-class EmbeddedApiServer(ApiHandlers):
-    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`. Plain HTTP without
-    a certificate: for tests, and no kubectl."""
-
-    def __init__(
-        self,
-        *,
-        port: int = 0,
-        version: str = "1.36",
-        history_limit: int = 2000,
-        bookmark_interval_s: float = 60.0,
-        certificate: ServerCertificate | None = None,
-    ) -> None:
-        super().__init__(version=version, history_limit=history_limit)
-        self.port = port
-        self.certificate = certificate
-        self.access = ApiAccess()
-        self.token, self.headers = self.access.token, self.access.headers
-        """What a client must send."""
-        self.running = asyncio.Event()
-        self.running.set()
-        self.bookmark_interval_s = bookmark_interval_s
-        self.requests = deque[tuple[str, str]](maxlen=10_000)
-        """Method and path of the newest requests that were admitted, in order of arrival."""
-        self._runner: web.AppRunner | None = None
-        self._port_holder: socket.socket | None = None
-        """While the server does not listen, nobody else gets the port."""
-
-    @property
-    def url(self) -> str:
-        return f"{'http' if self.certificate is None else 'https'}://{HOST}:{self.port}"
-
-    def write_kubeconfig(self, path: Path) -> None:
-        """Raises OSError."""
-        trusted = self.certificate.certificate if self.certificate is not None else None
-        write_kubeconfig(path, self.url, self.token, trusted)
-
-    async def __aenter__(self) -> Self:
-        await self.start_listening()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop_listening()
-        # Only here: between stop and start the port stays this server's.
-        if self._port_holder is not None:
-            self._port_holder.close()
-
-    async def start_listening(self) -> None:
-        """Listens on the port of the first start. Raises StartupError where the port is in use."""
-        # At each start: an aiohttp application serves once.
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admitted])
-        self.add_routes(app)
-        # Handlers are cancelled with their client: a watch would wait for the next change.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
-        await runner.setup()
-        try:
-            if self._port_holder is None:
-                self._port_holder = hold_port(self.port)
-                self.port = self._port_holder.getsockname()[1]
-            context = self.certificate.server_context() if self.certificate is not None else None
-            # SO_REUSEADDR: the port is bound by its holder, which never listens.
-            await web.TCPSite(runner, HOST, self.port, reuse_address=True, ssl_context=context).start()
-        except OSError as error:
-            await runner.cleanup()
-            if self._port_holder is not None:
-                self._port_holder.close()
-            raise StartupError(
-                f"the embedded API server cannot listen on {HOST}:{self.port}: {error}; choose another port"
-            ) from error
-        self._runner = runner
-
-    async def stop_listening(self) -> None:
-        """Closes the port and every connection; objects and versions stay."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        # Aborted, for tests of outages: a client must see the connection break.
-        for connection in runner.server.connections if runner.server is not None else ():
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
-
-    @web.middleware
-    async def _admitted(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        try:
-            self.access.check(request, self.port)
-            # After the refusals, before the wait: tests count what a client has asked for.
-            self.requests.append((request.method, request.path))
-            # For all requests alike, in process nobody is delayed.
-            await self.running.wait()
-            response: web.StreamResponse = await handler(request)
-            return response
-        except RefusedRequest as refusal:
-            return refusal.response()

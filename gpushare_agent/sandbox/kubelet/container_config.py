@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def container_config(
         # A program of sandbox/host is the person's own, who may want large files; others are run for what they print.
         has_bounded_log=container.get("image") != HOST_IMAGE,
         note="" if command else _note(container, run_s),
-        env=environment(container, parsed) | _injected(parsed, cdi, claimed),
+        env=_environment(container, parsed, cdi, claimed),
         run_s=run_s,
         ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
@@ -86,36 +86,31 @@ def parsed_answer(answer: bytes) -> ContainerAllocateResponse:
     return ContainerAllocateResponse.parse(answer)
 
 
-def environment(container: Mapping[str, Any], answers: Iterable[ContainerAllocateResponse]) -> dict[str, str]:
-    """The variables; later ones win: our own, the manifest's, the plugins'."""
+def _environment(
+    container: Mapping[str, Any], answers: Sequence[ContainerAllocateResponse], cdi: Path, claimed: Sequence[str]
+) -> dict[str, str]:
+    """The variables, later ones win: our own, the manifest's, the plugins', those of CDI; and where things would be that
+    nobody mounts here. Raises Rejected."""
     # The agent's commands first: a container's command may be `gpushare-agent vdevice`.
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}", "HOME": "/", "LANG": "C.UTF-8"}
     # A variable without a value is empty, as in Kubernetes.
     env |= {v["name"]: str(v.get("value") or "") for v in container.get("env") or () if "valueFrom" not in v}
+    names, nodes, mounts = list(claimed), list[str](), list[tuple[str, str]]()
     for answer in answers:
         env |= answer.envs
-        for mount in answer.mounts:
-            # No mount is made here, so the directory on the host is named instead.
-            if mount.container_path.rstrip("/") == _VCUDA_DIRECTORY:
-                env[VDEVICE_VARIABLE] = f"{mount.host_path}/{SOCKET_NAME}"
-    return env
-
-
-def _injected(answers: Sequence[ContainerAllocateResponse], cdi: Path, claimed: Sequence[str]) -> dict[str, str]:
-    """The variables that CDI sets, which override all before, and the device nodes."""
-    nodes: list[str] = []
-    names = list(claimed)
-    for answer in answers:
         nodes += [device.container_path for device in answer.devices]
+        mounts += [(mount.host_path, mount.container_path) for mount in answer.mounts]
         # Older plugins name CDI devices by annotation, newer ones by the field: both count.
         names += requested_names([device.name for device in answer.cdi_devices], answer.annotations.items())
     edits = resolve_cdi([cdi], names)
-    nodes += edits.device_nodes
-    listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
-    for host, inner in edits.mounts:
+    env |= dict(edits.env)
+    if nodes := [*nodes, *edits.device_nodes]:
+        env[DEVICE_NODES_VARIABLE] = ",".join(dict.fromkeys(nodes))
+    for host, inner in (*mounts, *edits.mounts):
+        # No mount is made here, so the directory on the host is named instead.
         if inner.rstrip("/") == _VCUDA_DIRECTORY:
-            listed[VDEVICE_VARIABLE] = f"{host}/{SOCKET_NAME}"
-    return dict(edits.env) | listed
+            env[VDEVICE_VARIABLE] = f"{host}/{SOCKET_NAME}"
+    return env
 
 
 def _run_s(raw: RawObject, kind: ContainerKind) -> float | None:

@@ -26,11 +26,10 @@ import msgspec
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.core.kit.protobuf import bytes_field, string_list
+from gpushare_agent.core.kit.protobuf import bytes_field, integer_field, string_list
 from gpushare_agent.core.kit.regular_file import replace_whole
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.sandbox.kubelet import wire_frames
 from gpushare_agent.sandbox.kubelet.calls import CallSubject, NodeParts
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
@@ -81,7 +80,8 @@ def make_record(
 def listed_device(resource: str, device: str, nodes: tuple[int, ...]) -> bytes:
     """A ContainerDevices message with one ID."""
     name = bytes_field(1, resource.encode()) + bytes_field(2, device.encode())
-    return name + (bytes_field(3, wire_frames.topology_message(nodes)) if nodes else b"")
+    topology = b"".join(bytes_field(1, integer_field(1, node) if node else b"") for node in nodes)
+    return name + (bytes_field(3, topology) if nodes else b"")
 
 
 class DeviceRecords:

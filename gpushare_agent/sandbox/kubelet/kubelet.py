@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import structlog
 from grpclib import GRPCError, Status
-from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.protobuf import bytes_field
@@ -27,7 +26,7 @@ from gpushare_agent.core.kit.rate import TokenBucket
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.kit.supervision import wait_for
 from gpushare_agent.core.model.pods import ContainerKind
-from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
+from gpushare_agent.core.wire.v1 import GetPodResourcesRequest, ListPodResourcesRequest, PodResourcesListerBase
 from gpushare_agent.sandbox.held_port import HOST
 from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.device_manager import CHECKPOINT_NAME, AllocationFailed, DeviceManager
@@ -40,32 +39,23 @@ log = structlog.get_logger(__name__)
 
 POD_RESOURCES_CALLS_PER_S = 100.0
 POD_RESOURCES_BURST = 10.0
-_SERVICE = "/v1.PodResourcesLister"
 
 
-class PodResourcesService:
-    """PodResources v1 of the pods that the kubelet knows."""
+class PodResourcesService(PodResourcesListerBase):
+    """PodResources v1 of the pods that the kubelet knows. Its answers, with thousands of devices, are encoded by hand."""
 
     def __init__(self, kubelet: EmbeddedKubelet) -> None:
         self._kubelet = kubelet
         self._parts = kubelet.parts
         self._tokens = TokenBucket(rate=POD_RESOURCES_CALLS_PER_S, burst=POD_RESOURCES_BURST, clock=time.monotonic)
 
-    def __mapping__(self) -> dict[str, Handler]:
-        methods = {"List": self._list, "Get": self._get}
-        return {f"{_SERVICE}/{name}": self._handler(name, method) for name, method in methods.items()}
+    def _take_token(self, name: str) -> None:
+        self._parts.calls.pod_resources_call(name)
+        if not self._tokens.take():
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
 
-    def _handler(self, name: str, method: Callable[[bytes], bytes]) -> Handler:
-        async def handle(stream: Any) -> None:
-            request = await stream.recv_message()
-            self._parts.calls.pod_resources_call(name)
-            if not self._tokens.take():
-                raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
-            await stream.send_message(method(request or b""))
-
-        return Handler(handle, Cardinality.UNARY_UNARY, bytes, bytes)
-
-    def _list(self, _request: bytes) -> bytes:
+    async def list(self, message: ListPodResourcesRequest) -> Any:
+        self._take_token("List")
         pods = self._kubelet.listed_pods()
         # Also in the middle of an Allocate. Its IDs are then free again: a fault of the real kubelet (device_manager.py).
         self._kubelet.devices.update_allocated()
@@ -73,16 +63,16 @@ class PodResourcesService:
         self._parts.rng.shuffle(pods)
         return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
 
-    def _get(self, raw_request: bytes) -> bytes:
+    async def get(self, message: GetPodResourcesRequest) -> Any:
+        self._take_token("Get")
         # A kubelet without the feature gate answers with this status and text, not with UNIMPLEMENTED.
         if not self._parts.api.behaviour.has_pod_resources_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
-        request = GetPodResourcesRequest.parse(raw_request)
-        named = request.pod_namespace, request.pod_name
+        named = message.pod_namespace, message.pod_name
         for pod in self._kubelet.pods.values():
             if (pod.identity.namespace, pod.identity.name) == named:
                 return bytes_field(1, self._pod_message(pod))
-        raise GRPCError(Status.UNKNOWN, f"pod {request.pod_name} in namespace {request.pod_namespace} not found")
+        raise GRPCError(Status.UNKNOWN, f"pod {message.pod_name} in namespace {message.pod_namespace} not found")
 
     def _pod_message(self, pod: PodWorker) -> bytes:
         """A PodResources message of the pod's main containers and sidecars."""
@@ -353,7 +343,7 @@ class EmbeddedKubelet:
         """A plugin's resource stays once reported, with zero. What others put into the capacity stays and is copied to
         allocatable, except that a kubelet without a checkpoint begins with zero of all (`reconcileExtendedResource`)."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
-        known = (self.api.object_of("nodes", ("", self.parts.name)) or {}).get("status", {})
+        known = (self.api.store.find("nodes", ("", self.parts.name)) or {}).get("status", {})
         devices = self.devices.capacity()
         # Without a checkpoint the node's extended resources begin at zero, until a plugin registers.
         is_reset = not self._has_pushed and not devices

@@ -18,10 +18,15 @@ from grpclib.const import Cardinality, Handler
 from msgspec import Struct
 
 from gpushare_agent.core.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
-from gpushare_agent.core.kit.protobuf import MalformedMessageError, bytes_field, integer_field, string_list
+from gpushare_agent.core.kit.grpc_codec import decode_generated
+from gpushare_agent.core.kit.protobuf import MalformedMessageError, bytes_field, integer_field, scan_fields, string_list
 from gpushare_agent.core.model.errors import Unavailable
-from gpushare_agent.core.wire.v1beta1 import DevicePluginOptions, RegisterRequest
-from gpushare_agent.sandbox.kubelet import wire_frames
+from gpushare_agent.core.wire.v1beta1 import (
+    DevicePluginOptions,
+    PreferredAllocationResponse,
+    RegisterRequest,
+    TopologyInfo,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +38,8 @@ PRE_START_TIMEOUT_S = 30.0
 MESSAGE_LIMIT = 4 * 2**20
 """grpc-go's default for messages received; the kubelet does not raise it."""
 _SERVICE = "/v1beta1.DevicePlugin"
+_BYTES = 2
+"""The wire type of texts and messages."""
 
 
 class PluginCallError(Unavailable):
@@ -73,16 +80,30 @@ def _plugin_errors() -> Iterator[None]:
 
 def parse_devices(message: bytes) -> Mapping[str, PluginDevice]:
     """A ListAndWatchResponse, by ID in the plugin's order. Raises MalformedMessageError."""
-    return {device.id: device for device in map(_device, wire_frames.submessages(message, 1))}
+    return {device.id: device for device in (_device(content) for number, content in _fields(message) if number == 1)}
 
 
 @lru_cache(maxsize=MESSAGE_LIMIT // 32)  # all devices of the largest list
 def _device(message: bytes) -> PluginDevice:
     """A plugin sends all its devices at each change of one."""
-    parts = {number: value for number, value in wire_frames.fields(message) if isinstance(value, bytes)}
-    name, health = (parts.get(number, b"").decode(errors="replace") for number in (1, 2))
-    nodes = wire_frames.numa_nodes(parts.get(3, b""))
-    return PluginDevice(id=name, is_healthy=health == "Healthy", numa_nodes=nodes, frame=bytes_field(1, name.encode()))
+    parts = dict(_fields(message))
+    name, health, topology = (parts.get(number, b"") for number in (1, 2, 3))
+    identity, nodes = name.decode(errors="replace"), _numa_nodes(topology)
+    frame = bytes_field(1, identity.encode())
+    return PluginDevice(id=identity, is_healthy=health == b"Healthy", numa_nodes=nodes, frame=frame)
+
+
+@lru_cache(maxsize=64)
+def _numa_nodes(topology: bytes) -> tuple[int, ...]:
+    """The node IDs of a TopologyInfo message, of which a node has a few: zero is an absent field."""
+    return tuple(node.id for node in decode_generated(topology, TopologyInfo).nodes)
+
+
+def _fields(message: bytes) -> list[tuple[int, bytes]]:
+    """Number and content of each text or message in it. The generated classes need tens of milliseconds for the thousands of
+    devices of 8 GPUs, a kubelet less than one, which bounds a message's bytes alone: any number of fields may be in it."""
+    fields = scan_fields(message, 0, len(message))
+    return [(key >> 3, message[start:stop]) for key, _, start, stop in fields if key & 7 == _BYTES]
 
 
 class PluginEndpoint:
@@ -129,15 +150,17 @@ class PluginEndpoint:
         """`available` is field 1 of the container request, ready to send. No deadline, as measured."""
         request = bytes_field(1, b"".join([available, string_list(2, must_include), integer_field(3, size)]))
         with _plugin_errors():
-            answer = await self._channel.unary(f"{_SERVICE}/GetPreferredAllocation", request, bytes)
+            method = f"{_SERVICE}/GetPreferredAllocation"
+            answer = await self._channel.unary(method, request, PreferredAllocationResponse)
             # One container request was sent: further answers mean nothing.
-            return [i for c in wire_frames.submessages(answer, 1)[:1] for i in wire_frames.texts(c, 1)]
+            return [device for container in answer.container_responses[:1] for device in container.device_ids]
 
     async def allocate(self, ids: list[str]) -> bytes | None:
         """The first container response, None where there is none. No deadline, as measured."""
         request = bytes_field(1, string_list(1, ids))
         with _plugin_errors():
-            responses = wire_frames.submessages(await self._channel.unary(f"{_SERVICE}/Allocate", request, bytes), 1)
+            answer = await self._channel.unary(f"{_SERVICE}/Allocate", request, bytes)
+            responses = [content for number, content in _fields(answer) if number == 1]
         # A Go client takes an answer without containers; the caller rejects the pod for it.
         return responses[0] if responses else None
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from msgspec import Struct
-
 from gpushare_agent.core.kube.objects import whole_number
 from gpushare_agent.core.model.errors import Corrupt, Rejected
 from gpushare_agent.core.placement.first_fit import Capacity, Device
@@ -43,10 +41,7 @@ _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 AttributeValue = str | int | bool
 """The value types of a device's attributes, except a version."""
-
-
-class Version(Struct, frozen=True, order=True):
-    numbers: tuple[int, ...]
+Version = tuple[int, ...]
 
 
 class SelectorFailed(Rejected):
@@ -58,7 +53,7 @@ def version(text: str) -> Version:
     match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text)
     if match is None:
         raise SelectorFailed(f"{text!r:.80} is no version of three numbers")
-    return Version(tuple(map(int, match.groups())))
+    return tuple(map(int, match.groups()))
 
 
 def parse_selector(expression: str) -> Callable[[Device], bool]:

@@ -16,6 +16,7 @@ from msgspec import convert
 
 from gpushare_agent.core.claims.claim import MAX_RESULTS
 from gpushare_agent.core.kube.claims import DeviceResult
+from gpushare_agent.core.kube.objects import binary_quantity
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.taints import Taint, Toleration
 from gpushare_agent.core.placement.first_fit import (
@@ -38,7 +39,6 @@ from gpushare_agent.sandbox.scheduler.cel import (
     whole,
 )
 
-_UNITS = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 """The errors from reading an object that a real API server would have refused."""
 
@@ -260,7 +260,9 @@ def allocation_of(claim: RawObject, shares: Sequence[Share], node: str, classes:
 def _result(share: Share, tolerations: Sequence[RawObject] | None) -> RawObject:
     driver, pool, device = share.device.key
     amounts = {
-        name.removeprefix(f"{driver}/"): _quantity(amount, is_binary=share.device.capacity[name].is_binary)
+        name.removeprefix(f"{driver}/"): binary_quantity(amount)
+        if share.device.capacity[name].is_binary
+        else str(amount)
         for name, amount in share.consumed.items()
     }
     return {
@@ -269,12 +271,3 @@ def _result(share: Share, tolerations: Sequence[RawObject] | None) -> RawObject:
         **({"shareID": str(uuid.uuid4())} if share.device.is_shared else {}),
         **({"consumedCapacity": amounts} if amounts else {}),
     }  # fmt: skip
-
-
-def _quantity(number: int, *, is_binary: bool) -> str:
-    """The quantity in its canonical form: in the greatest unit that divides it."""
-    power = 0
-    # As Kubernetes writes quantities: the greatest unit that leaves a whole number.
-    while is_binary and number and number % 1024 == 0 and power < len(_UNITS) - 1:
-        number, power = number // 1024, power + 1
-    return f"{number}{_UNITS[power]}"

@@ -69,7 +69,11 @@ def edits_for(
     # The driver no longer shows the GPU of allocated IDs: an answer without a device would start the container on no
     # GPU.
     if not gpus:
-        return _without_gpus(pod, container)
+        return Refused(
+            RefusalReason.NOT_READY,
+            f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
+            "Create the pod again.",
+        )
     isolated = ISOLATIONS[name].edits(_isolation_request(pod, container, asked, gpus, policy, units))
     if isinstance(isolated, Refused):
         return isolated
@@ -126,14 +130,6 @@ def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy:
     """The isolation of the container: MPS for replicas by MPS, even if the node's is another."""
     name = choose_isolation(annotations, policy.isolation, policy.allowed)
     return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
-
-
-def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
-    return Refused(
-        RefusalReason.NOT_READY,
-        f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
-        "Create the pod again.",
-    )
 
 
 def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Collection[str]) -> Refused | None:

@@ -33,6 +33,7 @@ from gpushare_agent.agent.admission.decisions.ledger import Case, Ledger, Policy
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.decision_records import Asked, Candidate
 from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.names import (
     CORES_PER_GPU,
@@ -59,7 +60,7 @@ from gpushare_agent.core.model.resources import (
     request_of,
 )
 from gpushare_agent.core.placement import GpuAccount, Placed, place, validate_request
-from gpushare_agent.core.placement.gpu_account import Cause, Lack, capacity_of, describe_request
+from gpushare_agent.core.placement.gpu_account import Cause, capacity_of, describe_request
 from gpushare_agent.core.placement.place import effective_request, why_not_chosen
 
 _ABOUT_CAPACITY = frozenset(
@@ -129,7 +130,7 @@ def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], st
         # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated. Memory that
         # follows the cores needs none: they are in the answer with the resource that binds the GPU.
         if isinstance(outcome, Decision) and (case.kind.binds_gpu or case.own is None):
-            made = edits_for_ids(case.target, outcome.gpus, outcome.ids, case.ledger, edits)
+            made = edits_for_ids(case.target, outcome.gpus, outcome.ids, case.ledger.inventory, edits)
             if not isinstance(made, Refused):
                 made = _unavailable(case, outcome, edits, unavailable_reason) or made
             outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
@@ -157,10 +158,10 @@ def _further_ids(case: Case) -> Decision | None:
 
 
 def edits_for_ids(
-    target: Target, gpus: Collection[GpuUuid], ids: Sequence[DeviceId], ledger: Ledger, edits: EditPolicy
+    target: Target, gpus: Collection[GpuUuid], ids: Sequence[DeviceId], inventory: GpuInventory, edits: EditPolicy
 ) -> ContainerEdits | Refused:
     """The edits for a container that has these IDs on these GPUs; `ids` matter only if they are NVIDIA's units."""
-    known = ledger.inventory.by_uuid()
+    known = inventory.by_uuid()
     units = units_asked(target.container, ids, edits.names)
     return edits_for(target.pod, target.container, [known[gpu] for gpu in gpus if gpu in known], edits, units)
 
@@ -419,13 +420,10 @@ def _check_gpus(case: Case, gpus: tuple[GpuUuid, ...]) -> Refused | None:
                 "the pod again: it will be placed elsewhere.",
             )
         if lack is not None:
-            return _lacking(f"{asks}, which GPU {account.label} cannot serve: {lack.of_gpu_in_detail()}", lack)
+            state = f"which GPU {account.label} cannot serve: {lack.of_gpu_in_detail()}"
+            return Refused(lack.reason, f"{asks}, {state}. {lack.remedy}")
     lack = capacity_of(accounts).lack(request)  # the memory of whole GPUs together
-    return _lacking(f"{asks}: {lack.of_node()}", lack) if lack is not None else None
-
-
-def _lacking(state: str, lack: Lack) -> Refused:
-    return Refused(lack.reason, f"{state}. {lack.remedy}")
+    return Refused(lack.reason, f"{asks}: {lack.of_node()}. {lack.remedy}") if lack is not None else None
 
 
 # --- units under NVIDIA's names ---

@@ -189,11 +189,16 @@ def _from_checkpoint(
 ) -> dict[ContainerKey, dict[ResourceKind, frozenset[DeviceId]]]:
     written: dict[ContainerKey, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for entry in entries:
-        ids = frozenset(DeviceId(d) for d in entry.device_ids if split_device_id(d) is not None)
-        kind = _kind(entry.resource, ids, names)
-        if kind is not None and ids:
-            written.setdefault(ContainerKey(entry.pod_uid, entry.container), {})[kind] = ids
+        if ids := _ids(entry.resource, entry.device_ids, names):
+            written.setdefault(ContainerKey(entry.pod_uid, entry.container), {}).update(ids)
     return written
+
+
+def _ids(resource: str, devices: Collection[str], names: ResourceNames) -> dict[ResourceKind, frozenset[DeviceId]]:
+    """The devices of one resource that are ours, by its kind; empty where none is."""
+    ids = frozenset(DeviceId(device) for device in devices if split_device_id(device) is not None)
+    kind = _kind(resource, ids, names)
+    return {kind: ids} if kind is not None and ids else {}
 
 
 _FORMER_KINDS = {"core": ResourceKind.VCORE, "memory": ResourceKind.VMEMORY, "unit": ResourceKind.GPU_MEM}
@@ -212,19 +217,12 @@ def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> Reso
     return ResourceKind.GPU if all(map(unit_suffix, ids)) else None
 
 
-def _from_listed(
-    pod: ListedPod,
-    records: Records,
-    names: ResourceNames,
-    uids: _Uids,
-) -> dict[ContainerKey, _Recorded]:
+def _from_listed(pod: ListedPod, records: Records, names: ResourceNames, uids: _Uids) -> dict[ContainerKey, _Recorded]:
     by_container: dict[str, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for container in pod.containers:
-        for resource, raw_ids in container.devices.items():
-            ids = frozenset(DeviceId(d) for d in raw_ids if split_device_id(d) is not None)
-            kind = _kind(resource, ids, names)
-            if kind is not None and ids:
-                by_container.setdefault(container.name, {})[kind] = ids
+        for resource, devices in container.devices.items():
+            if ids := _ids(resource, devices, names):
+                by_container.setdefault(container.name, {}).update(ids)
     if not by_container:
         return {}
     uid = _uid(pod, by_container, records.pods, uids)

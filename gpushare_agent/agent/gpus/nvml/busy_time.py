@@ -145,10 +145,6 @@ class GpuBusyTime(Struct):
         return gap if gap <= _GOES_ON * self.period.us else self.period.us
 
 
-MOST_KEPT = 256
-"""GPUs and MIG instances, also those that are not asked for now: more than a node has at once."""
-
-
 class NvmlBusyTime:
     """The busy time on the GPUs that are asked for."""
 
@@ -164,11 +160,8 @@ class NvmlBusyTime:
             if self._opening != self._session.openings:
                 self._opening = self._session.openings
                 self._gpus.clear()
-            # Each life of a MIG instance has another UUID.
-            if len(self._gpus) > MOST_KEPT:
-                self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in gpus}
             handles, found = self._session.handles(), {}
-            # Of GPUs that nobody asks for any more nothing is kept: MIG instances come and go.
+            # Of GPUs that nobody asks for any more nothing is kept: each life of a MIG instance has another UUID.
             self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in gpus}
             for uuid in sorted(set(gpus)):
                 gpu = self._gpus.get(uuid) or GpuBusyTime()

@@ -147,12 +147,7 @@ def profile_name(profile: DriverProfile | None, attributes: MigAttributes, paren
 
 
 def read_place(
-    found: FoundInstance,
-    *,
-    parent: Gpu,
-    parent_handle: Any,
-    profiles: Mapping[int, DriverProfile],
-    caps: CapMinors,
+    found: FoundInstance, *, parent: Gpu, parent_handle: Any, profiles: Mapping[int, DriverProfile], caps: CapMinors
 ) -> MigPlace:
     """Raises CallError, DriverLostError."""
     gi = call("nvmlDeviceGetGpuInstanceId", found.handle)
@@ -176,23 +171,23 @@ def read_place(
 
 def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
     """The minor numbers, of lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
-    try:
-        with path.open(encoding="ascii", errors="replace") as file:
-            lines = file.read(_MAX_MINORS_BYTES).splitlines()
-    except OSError:
-        return {}
-    found = [match.groups() for line in lines if (match := _MINOR.fullmatch(line.strip()))]
+    found = [match.groups() for line in _text(path).splitlines() if (match := _MINOR.fullmatch(line.strip()))]
     return {(int(gpu), int(gi), int(ci) if ci else None): int(minor) for gpu, gi, ci, minor in found}
 
 
 def read_caps_major(path: Path) -> int:
     """The major number of all nodes in /dev/nvidia-caps, of a line such as `511 nvidia-caps` of /proc/devices; 0 without."""
+    found = re.search(r"^ *([1-9][0-9]{0,3}) nvidia-caps$", _text(path), flags=re.M)
+    return int(found[1]) if found is not None else 0
+
+
+def _text(path: Path) -> str:
+    """Empty without the file."""
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            found = re.search(r"^ *([1-9][0-9]{0,3}) nvidia-caps$", file.read(_MAX_MINORS_BYTES), flags=re.M)
+            return file.read(_MAX_MINORS_BYTES)
     except OSError:
-        return 0
-    return int(found[1]) if found is not None else 0
+        return ""
 
 
 def _attributes(handle: Any) -> MigAttributes:

@@ -24,13 +24,7 @@ import pynvml
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.agent.gpus.nvml.mig import (
-    DriverProfile,
-    call_versions,
-    find_instances,
-    profile_name,
-    read_profiles,
-)
+from gpushare_agent.agent.gpus.nvml.mig import DriverProfile, call_versions, find_instances, profile_name, read_profiles
 from gpushare_agent.agent.gpus.nvml.session import UUID_TEXT, CallError, NvmlSession, ask, call, unusable
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import Gpu

@@ -31,13 +31,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
-from gpushare_agent.core.model.gpus import (
-    Gpu,
-    GpuInventory,
-    Link,
-    LinkKind,
-    NvLink,
-)
+from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Link, LinkKind, NvLink
 from gpushare_agent.core.model.isolation import LimitOutcome, MemoryLimit
 from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid

@@ -7,6 +7,7 @@ long one is encoded in slices, and once for all requests. A client that has the 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
     describe: Callable[[Collection[int], float], Awaitable[Mapping[int, ProcessFacts]]] | None = None
     """What is known of processes that began before a moment of CLOCK_BOOTTIME. Raises Unavailable."""
     _node: dict[bool, tuple[NodeSnapshot, JsonBody]] = field(default_factory=dict)
-    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
+    _curves: dict[tuple[str, str], tuple[object, JsonBody]] = field(default_factory=dict)
     _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
     def routes(self) -> list[Route]:
@@ -87,7 +88,9 @@ class NodeApi(Struct, kw_only=True, eq=False):
         known = self._node.get(has_processes)
         if known is None or known[0] is not snapshot:
             described = await self._described(snapshot) if has_processes else None
-            known = snapshot, _node_answer(node_document(snapshot, described))
+            document = node_document(snapshot, described)
+            await asyncio.sleep(0)  # each half of the work takes tens of milliseconds for thousands of processes
+            known = snapshot, _node_answer(document)
             # The other kind's, which nobody may ask for again, is not kept beyond its moment.
             self._node = {is_of: one for is_of, one in self._node.items() if one[0] is snapshot} | {
                 has_processes: known
@@ -105,23 +108,23 @@ class NodeApi(Struct, kw_only=True, eq=False):
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
         only, span, container = query["only"], query["span"], query["container"]
         history = self.past.day if span else self.history
-        # What is asked for rarely is not kept: the day, which moves on without a new point, and one container.
-        known, version = None if span or container else self._curves.get(only), history.version
+        # One container's is asked for rarely, and not kept. The day moves on also without a new point.
+        asked, version = (span, only), (history.version, history.now())
+        known = None if container else self._curves.get(asked)
         if known is not None and known[0] == version:
             return known[1]
         pieces = history.pieces(gpus=only != "containers", containers=only != "gpus", container=container)
         body = JsonBody(await join_in_slices(pieces))
-        if not (span or container):
+        if not container:
             # Before the length is known: a history that has grown past the limit must not leave its former body behind.
-            self._curves.pop(only, None)
+            self._curves.pop(asked, None)
             if len(body.text) <= MOST_KEPT_BYTES:
-                self._curves[only] = version, body
+                self._curves[asked] = version, body
         return body
 
     async def _changes_body(self, _query: Mapping[str, Any]) -> JsonBody:
         pieces = (encode({uuid: found})[1:-1] for uuid, found in self.past.changes.newest().items())
-        joined = (b"," + piece if index else piece for index, piece in enumerate(pieces))
-        return JsonBody(b'{"changes":{' + await join_in_slices(joined) + b"}}")
+        return JsonBody(b'{"changes":{' + await join_in_slices(pieces, b",") + b"}}")
 
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}

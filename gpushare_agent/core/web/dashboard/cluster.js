@@ -7,7 +7,7 @@ import { isCordoned, isUnhealthy, kindOf } from "./health.js";
 import { hueOf } from "./hues.js";
 import { read } from "./reading.js";
 import { startTheme } from "./theme.js";
-import { Uses } from "./uses.js";
+import { plus, Uses } from "./uses.js";
 
 const PERIOD_MS = 5000;
 const SLOW_MS = 30000; // a large cluster's answer is made in slices, and an agent's comes through the API server
@@ -238,8 +238,8 @@ function sumsOfNamespaces() {
     for (const one of node.reservations) sumsOf(namespaceOf(one)).pods += 1;
     for (const [name, used] of uses.of(node.name)?.namespaces ?? []) {
       if (!found.has(name)) continue;
-      sumsOf(name).usedCores += used.cores;
-      sumsOf(name).usedMemory += used.memory;
+      sumsOf(name).usedCores = plus(sumsOf(name).usedCores, used.cores);
+      sumsOf(name).usedMemory = plus(sumsOf(name).usedMemory, used.memory);
     }
   }
   return [...found.values()];

@@ -25,8 +25,8 @@ export class TopologyView {
     if (state === this.drawn) return;
     this.drawn = state;
     const place = byId("topology");
-    if (!gpus.length) {
-      place.replaceChildren(h("p", { class: "empty" }, "No GPU, nothing to draw."));
+    if (gpus.length < 2) {
+      place.replaceChildren(h("p", { class: "empty" }, `${gpus.length ? "One" : "No"} GPU, nothing to draw.`));
       return;
     }
     const wasOpen = place.querySelector("details")?.open ?? false;

@@ -120,10 +120,11 @@ function usesIn({ at, agent, gpus, containers, mig_gpus: onDemand }) {
     found.gpus.set(uuid, { sm: bounded(usage?.sm_ratio, 1), memory: bounded(usage?.memory_used_bytes, capacity) });
   }
   for (const { namespace, gpus: shares } of containers.slice(0, MOST_CONTAINERS)) {
-    const sums = found.namespaces.get(namespace) ?? { cores: 0, memory: 0 };
+    const sums = found.namespaces.get(namespace) ?? { cores: null, memory: null };
     for (const { uuid, usage } of shares.slice(0, MOST_GPUS)) {
-      sums.cores += 100 * (bounded(usage?.sm_ratio, 1) ?? 0);
-      sums.memory += bounded(usage?.memory_bytes, sizes.get(uuid) ?? 0) ?? 0;
+      const sm = bounded(usage?.sm_ratio, 1);
+      sums.cores = plus(sums.cores, sm === null ? null : 100 * sm);
+      sums.memory = plus(sums.memory, bounded(usage?.memory_bytes, sizes.get(uuid) ?? 0));
     }
     found.namespaces.set(String(namespace), sums);
   }
@@ -132,5 +133,8 @@ function usesIn({ at, agent, gpus, containers, mig_gpus: onDemand }) {
       .filter(Boolean).map((text) => String(text).slice(0, MOST_CHARACTERS)).join(" · "));
   return found;
 }
+
+/** What is not known, as the compute under MPS, is no zero. */
+export const plus = (sum, more) => (more === null ? sum : sum + more);
 
 const bounded = (value, most) => (Number.isFinite(value) && value >= 0 ? Math.min(value, most) : null);
