@@ -143,10 +143,17 @@ async def take(
     await browser.script(
         "return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
     )
+    await browser.script(WITHOUT_SOCKET)
     picture = await browser.screenshot(most_height=most_height, part=part)
     path.write_bytes(indexed(await browser.script(INDEXED, base64.b64encode(picture).decode())))
     sys.stdout.write(f"{path}: {path.stat().st_size // 1000} kB\n")
 
+
+WITHOUT_SOCKET = """
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replace(/ --socket [^` ]+/, "");
+"""
+"""An agent with the default socket does not name it."""
 
 INDEXED = """
     const bytes = Uint8Array.from(atob(arguments[0]), (letter) => letter.charCodeAt(0));

@@ -403,7 +403,7 @@ class NodeView {
       ...modelsOf(node),
       `${sumOf(gpus, coresOf)}/${sumOf(gpus, (gpu) => gpu.cores.capacity)} allocated`,
       used === null ? problem && "use not known" : `${format.percent(used)} in use${use.isStale ? ` (${format.duration(use.age)} ago)` : ""}`,
-      `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly",
+      `${format.count(own, "pod", "pods").replace(" ", "\u00a0")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly",
     ];
     write(this.facts, facts.filter(Boolean).join(" · "));
     set(this.element, "data-stale", use?.isStale);
