@@ -472,7 +472,7 @@ def test_changes_are_kept_with_their_time_and_reason_newest_first() -> None:
         (100.0, "unhealthy", 0),
         (100.0, "xid", 79),
     ]
-    assert changes.newest()[UUIDS[0]][0].reason == "x" * MAX_REASON_CHARS
+    assert changes.newest()[UUIDS[0]][0].reason == "x" * (MAX_REASON_CHARS - 1) + "…"
     for number in range(2 * MAX_CHANGES):
         changes.health_changed(UUIDS[0], NodeEventReason.GPU_CORDONED, str(number))
     assert [one[1] for one in texts(changes)] == [

@@ -116,7 +116,8 @@ class GpuChanges(Struct, eq=False):
         self._changes = previous._changes
 
     def _add(self, change: GpuChange) -> None:
-        change = replace(change, reason=change.reason[:MAX_REASON_CHARS])
+        if len(change.reason) > MAX_REASON_CHARS:
+            change = replace(change, reason=f"{change.reason[: MAX_REASON_CHARS - 1]}…")
         found = self._changes.pop(change.uuid, [])
         if change.what in _STATES:
             last = next((one for one in reversed(found) if one.what in _STATES), None)
