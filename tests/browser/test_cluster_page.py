@@ -450,7 +450,7 @@ async def test_it_follows_the_cluster() -> None:
     async with opened() as (browser, cluster):
         cluster.put("pods", raw_pod("needs-much", (20, 65), namespace="team-b", node="gpu-2"))
         await browser.wait("document.querySelectorAll('.waits').length === 1")
-        await browser.wait("document.querySelector(\"[data-node='gpu-2']\").textContent.includes('2 pods')")
+        await browser.wait("document.querySelector(\"[data-node='gpu-2']\").textContent.includes('2\u00a0pods')")
 
 
 async def test_the_keyboard_goes_on_where_what_it_was_in_has_gone() -> None:

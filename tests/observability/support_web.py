@@ -37,6 +37,9 @@ class FakeHistory:
     document: dict[str, Any]
     version: int = 1
 
+    def now(self) -> tuple[float | None, int]:
+        return self.document["at"], 0
+
     def pieces(self, *, gpus: bool, containers: bool, container: str) -> Iterator[bytes]:
         assert gpus or containers
         yield encode(self.document)
