@@ -255,10 +255,12 @@ async def test_a_long_reason_has_three_lines_until_it_is_opened() -> None:
             "const one = document.querySelector('summary.reason > span');"
             " return one.offsetHeight / parseFloat(getComputedStyle(one).lineHeight)"
         )
+        await browser.wait("document.querySelector('summary.reason > span')?.offsetHeight")
         assert round(await browser.script(height), 1) == 3
         assert (await browser.script("return document.querySelector('summary.reason').textContent")) == LONG[:256]
         await browser.script("document.querySelector('summary.reason').focus()")
         await browser.press(ENTER)
+        await browser.wait("document.querySelector('[open] > summary.reason')")
         assert await browser.script(height) > 3.5
         cluster.change("nodes", "gpu-1", lambda raw: raw.setdefault("spec", {}).update(unschedulable=True))
         await browser.wait("document.querySelector('.node .badges').innerText.includes('Node cordoned')")

@@ -524,6 +524,8 @@ async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
     node.change = lambda _: divided_node(shares_in_mig=False)
     async with opened(node, width=1920) as (browser, _):
         titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        for place in (".gpu h3", "svg.topology .leaf text", "#topology tbody th"):
+            await browser.wait("document.querySelectorAll(arguments[0]).length === 3", place)
         assert sorted(await browser.script(titles, ".gpu h3")) == ["GPU 0", "GPU 1:0", "GPU 1:1"]
         assert (await browser.script(titles, ".tile"))[0].startswith("GPUs2")
         assert await browser.script(titles, "svg.topology .leaf text") == ["0", "1:0", "1:1"]
