@@ -171,6 +171,7 @@ def name_of(place: Place) -> str:
     return placement_device_name(MigPlacement(GpuUuid(f"GPU-{gpu}"), profile.id, start), profile.name)
 
 
+@pytest.mark.slow
 async def test_two_hundred_claims_under_twenty_kills(library: Path, tmp_path: Path) -> None:
     (tmp_path / "mig-minors").write_text(MINORS)
     becomes(tmp_path / "script", MACHINE)

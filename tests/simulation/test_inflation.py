@@ -113,6 +113,7 @@ def test_the_same_seed_gives_the_same_figures(trace: Trace) -> None:
     ("policy", "name"),
     [("best-fit", "05-BestFit"), ("dot-product", "02-DotProd"), ("packing", "04-GpuPacking"), ("random", "01-Random")],
 )
+@pytest.mark.slow
 def test_baselines_meet_the_published_figures(policy: str, name: str) -> None:
     """Within half a point of the mean of the authors' ten runs, at every mark, by three here: that is what makes our
     own figures mean anything."""
