@@ -153,11 +153,11 @@ class _Nodes(NodesFeed, kw_only=True, eq=False):
         ledger = self.state.node_ledger(name) if has_shares else None
         facts = node_facts(raw, ledger.node if ledger is not None else None)
         # The informer tells the end of those alone of which this returned True.
-        if is_kept := has_shares or bool(facts.mig_gpus):
+        if has_gpus := has_shares or bool(facts.mig_gpus):
             self.facts[name] = facts
             if not has_shares:
                 super().remove(name)  # it may have had some until now
-        return is_kept
+        return has_gpus
 
     def remove(self, key: str) -> None:
         super().remove(key)

@@ -236,10 +236,10 @@ def with_history(
         if any(sm) or (any(memory) and set(sm) <= {None}):
             drawn[gpu["uuid"]] = partial(_curves, sm, memory, history["step_seconds"])
     count = min(MOST_CURVE_LINES, room // max(1, sum(line.uuid in drawn for line in lines)))
-    beside = width - _needs(columns_for(lines, width))
+    columns = width - _needs(columns_for(lines, width))
     found = []
     for line in lines:
-        rows = drawn[line.uuid](width if count > 0 else beside, max(1, count)) if line.uuid in drawn else []
+        rows = drawn[line.uuid](width if count > 0 else columns, max(1, count)) if line.uuid in drawn else []
         if count > 0:
             found += [line, *(Line(cells={}, curves=row) for row in rows)]
         else:

@@ -108,7 +108,7 @@ const coresOf = (gpu) => gpu.cores.allocated;
 const memoryOf = (gpu) => gpu.memory.allocated_bytes;
 const sumOf = (items, value) => items.reduce((sum, one) => sum + value(one), 0);
 
-/** How many GPUs of a node are wholly free, for a pod that comes now. */
+/** How many GPUs of a node are entirely free, for a pod that comes now. */
 const freeOf = (node) => (node.is_ready && !node.is_cordoned ? node.gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length : 0);
 
 function drawSummary(nodes, waiting) {

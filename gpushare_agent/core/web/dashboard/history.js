@@ -13,7 +13,7 @@ const POINTS_UNLESS_TOLD = 180;
 const DAY_STEP_S = 300;
 const LATE_S = 5; // the agent makes the point of a step of the day a moment after its end
 
-/** The agent's curves of a span, `recent` or `day`; nothing where it does not answer: the connection's state is told elsewhere. */
+/** The agent's curves of a span, `recent` or `day`; nothing where it does not answer: the connection's state is shown by store.js. */
 export async function readCurves(span, query) {
   try {
     const answer = await fetch(`api/v1/history?${query}${span === "day" ? "&span=day" : ""}`, { cache: "no-store" });

@@ -15,7 +15,7 @@ const MOST_TEXTS = 16;
 const MOST_CHARACTERS = 300;
 
 export class Uses {
-  /** `ask` gives an agent's document of a node; `onUse` is told of each answer. */
+  /** `ask` gives an agent's document of a node; `onUse` is called after each answer. */
   constructor(ask, onUse) {
     Object.assign(this, { ask, onUse });
     this.nodes = new Map(); // name -> {at, askedAt, problem, gpus, namespaces, mig}
