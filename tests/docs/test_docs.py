@@ -185,11 +185,11 @@ def test_the_isolation_document_has_every_term_of_what_is_not_kept() -> None:
     assert rows == {term.value: words for term, words in NOT_KEPT_TEXTS.items()}
 
 
-def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
+def test_the_isolation_document_has_an_item_for_each_isolation() -> None:
     """A new one needs what it enforces and what it requires."""
     text = (ROOT / "docs/explanation/isolation.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^[|] `([a-z+-]+)`(?: .the default.)? [|]", text, flags=re.M)
-    assert [name for name in rows if name in set(ISOLATIONS)] == list(ISOLATIONS)
+    items = re.findall(r"^- `([a-z+-]+)`(?: .the default.)?: ", text, flags=re.M)
+    assert [name for name in items if name in set(ISOLATIONS)] == list(ISOLATIONS)
     assert f"`{Settings().isolation}` (the default)" in text
 
 

@@ -34,9 +34,9 @@ def test_the_guide_to_isolations_has_what_mps_did() -> None:
     lost = 1 - found["mps", "torch"]["matmul"]["tflops"] / found["bare", "torch"]["matmul"]["tflops"]
     page = (Path(__file__).parents[2] / "docs/how-to/choose-isolation.md").read_text(encoding="utf-8")
     for words in (
-        f"| {compute} %, the same in each half second |",
-        f"| at most {max(memory.values()):,.0f} MiB; managed memory {managed:,.0f} |",
-        f"| {100 * lost:.0f} %; a launch takes as long",
+        f": {compute} %, the same in each half second\n",
+        f": at most {max(memory.values()):,.0f} MiB; managed memory {managed:,.0f}\n",
+        f": {100 * lost:.0f} %; a launch takes as long",
         f"had {100 * found['bare', 'two programs']['p0']['of_bare']:.0f} % of the bare rate each",
     ):
         assert words in page

@@ -58,9 +58,9 @@ def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
         assert path.startswith(OWN_KUSTOMIZATION) or (ROOT / path).exists(), path
     keys = {key.name for key in all_keys()} | {name for name, _, _ in chart_table().rows()}
     sections = {key.partition(".")[0] for key in keys}
-    # What its users have of another program has such names too: only what stands behind that in a row is ours.
+    # What its users have of another program has such names too: only what stands behind that in an item is ours.
     if page.name.startswith("migrate-from-"):
-        text = "\n".join(re.findall(r"^\| .*? \| (.*)", text, flags=re.M))
+        text = "\n".join(re.findall(r"^- \*\*.*?\*\*:? (.*(?:\n  .*)*)", text, flags=re.M))
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", text):
         is_ours = name.partition(".")[0] in sections
         assert name in keys or not is_ours or name.endswith((".md", ".yaml", ".json", ".so")), name
@@ -114,5 +114,5 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
 def test_every_reason_of_a_refusal_is_explained() -> None:
     """The Event shows the same word."""
     text = text_of(GUIDE / "find-out-why-refused.md")
-    rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, flags=re.M)
+    rows = re.findall(r"^- ((?:`[A-Z]\w+`(?:, )?)+):", text, flags=re.M)
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(reason.value for reason in RefusalReason)
