@@ -27,7 +27,7 @@ class Readme(MetadataHookInterface):
 
 def page_of(readme: str, repository: str, tag: str) -> str:
     """The readme with links of one page that stands elsewhere; `repository` is the address of its root, or empty."""
-    readme = re.sub(r"^<!-- .* -->\n", "", readme, flags=re.M)
+    readme = re.sub(r"^<!--.*-->\n", "", readme, flags=re.M)
     # Of two pictures the light one: an index shows its page in no other colours.
     readme = re.sub(
         r'<picture>.*?<img alt="([^"]*)" src="([^"]*)">\s*</picture>\n*',

@@ -1,6 +1,6 @@
 """The pages that code makes, whole or between two lines: `nox -s pages -- --write` writes them, a test compares.
 
-A line `<!-- generated: NAME -->` begins what BLOCKS[NAME] makes, `<!-- end -->` ends it.
+A line `<!--generated:NAME-->` begins what BLOCKS[NAME] makes, `<!--end-->` ends it: a word each of what is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.inflation import CpuPods, InflationPolicy
 from bench.packing import SEEDS as PACKING_SEEDS
 from bench.packing import TRACES
 from bench.real_packing import CPU_NODES, NODES, WAYS, Filled
-from bench.results import from_json, shown
+from bench.results import Row, from_json, shown
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.agent.observability.consumption import Consumption
@@ -94,9 +94,10 @@ _JSON_TYPES = {
 }
 _FURTHER_WORDS = {"driver": ("nvidia",)}
 """Former words, which a file may still have and no choice lists."""
-_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
+_BLOCK = re.compile(r"(<!--generated:(\w+)-->\n).*?(<!--end-->\n)", re.S)
 
 
+_CONTAINER_LABELS = frozenset(("namespace", "pod", "container", "node", "gpu", "uuid"))
 DCGM_LABELS = frozenset(
     ("UUID", "gpu", "device", "modelName", "Hostname", "pci_bus_id", "namespace", "pod", "container")
 )
@@ -148,9 +149,13 @@ def families(text: str = "") -> list[Metric]:
     return found
 
 
-def _metrics(prefix: str, common: frozenset[str] = frozenset()) -> str:
-    """The families of this group; the text above the table has the `common` labels."""
-    return _metrics_table([one for one in families() if _group(one.name) == prefix], common)
+def _metrics(prefix: str, common: frozenset[str] = frozenset(), *, has_them: bool = True) -> str:
+    """The families of this group that have the `common` labels, which the text above the list names, or have them not."""
+    return _metrics_list([one for one in _of_group(prefix) if (common <= _labels(one)) == has_them], common)
+
+
+def _of_group(prefix: str) -> list[Metric]:
+    return [one for one in families() if _group(one.name) == prefix]
 
 
 def _extender_metrics() -> str:
@@ -158,19 +163,29 @@ def _extender_metrics() -> str:
     metrics = ExtenderMetrics()
     show_state(build(Settings(), cast(Any, None)), metrics)
     shown = families(metrics.exposition("")[1].decode())
-    return _metrics_table([one for one in shown if one.name.startswith("gpushare_extender_")])
+    return _metrics_list([one for one in shown if one.name.startswith("gpushare_extender_")])
 
 
-def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset()) -> str:
-    lines = ["| metric | labels | meaning |", "|---|---|---|"]
+def _metrics_list(chosen: Sequence[Metric], common: frozenset[str] = frozenset()) -> str:
+    lines = []
     for family in chosen:
-        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        assert common <= labels, family.name
         name = family.name + ("_total" if family.type == "counter" else "")
         # The type is known by the name: metrics.md says how.
         assert (family.type == "histogram") == name.endswith("_duration_seconds"), name
-        lines.append(f"| `{name}` | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |")
+        own = ", ".join(sorted(_labels(family) - common))
+        lines.append(f"- **`{name}`**{own and f' ({own})'}: {family.documentation.rstrip('.')}")
     return "\n".join(lines) + "\n"
+
+
+def _labels(family: Metric) -> set[str]:
+    return {label for sample in family.samples for label in sample.labels} - {"le"}
+
+
+def _dcgm_names() -> str:
+    """What each means the exporter's users know."""
+    chosen = _of_group("DCGM_")
+    assert [one.name for one in chosen if not _labels(one) >= DCGM_LABELS] == []
+    return ", ".join(f"`{one.name}`" for one in chosen)
 
 
 def _group(name: str) -> str:
@@ -353,39 +368,20 @@ def _span_of_errors(cells: Sequence[str]) -> str:
     return f"{min(means)} to {max(means)} ({max(most)})"
 
 
-_COSTS = (
-    ("the start of a pod with a share: the kubelet's four calls", "whole pod: both resources, four calls"),
-    ("the same: preparing the container", "PreStartContainer of a share"),
-    ("the node: processor time of the agent, idle", "processor time, idle, NVML"),
-    ("the same with 100 shares of 20 processes each", "· the same with 100 shares with 20 processes each"),
-    ("isolation gpushare, while all of 100 shares compute", "· all compute"),
-    ("the node: resident memory of the agent", "resident memory, idle"),
-)
-"""What the page says of a row of the agent's benchmark, and the row."""
-
-
 def _costs() -> str:
-    """Of the agent's benchmark, of a real GPU, and of the measured tables of isolations the rows of libgpushare."""
-    rows = {re.sub(r"^  (· )?", "· ", one.name): one for one in _PARTS["agent"].rows}
-    table = [["what", "median", "p99"]]
-    for what, name in _COSTS:
+    """Of the agent's benchmark and of a real GPU."""
+    rows = {one.name.strip(): one for one in _PARTS["agent"].rows}
+
+    def took(name: str) -> str:
         one = rows[name]
-        p99 = shown(one.p99, one.unit) if one.runs > 1 else ""
-        table.append([what, shown(one.median, one.unit), p99])
-    on_gpu = gpu_page.gpu_added()
-    table += [[f"a program on one {gpu_page.gpu_name()}: {call}", f"{us} µs more", ""] for call, us in on_gpu.items()]
-    for kind in ("short", "wave"):
-        means, most = _errors_of(kind)
-        span = f"{means[0]} to {means[-1]} ({most})"
-        table.append([f"the share: error of its compute, {kind} kernels", span, ""])
-    return _joined(table)
+        return f"{shown(one.median, one.unit)}, p99 {shown(one.p99, one.unit)}"
 
-
-def _errors_of(kind: str) -> tuple[list[float], float]:
-    """Of libgpushare and that kind of kernel: the means of each number of SMs, ascending, and the largest error."""
-    [cells] = [row[1:] for row in _measured("132 SMs")[2:] if row[0] == f"{kind}: gpushare"]
-    errors = [[float(number) for number in re.findall(r"[\d.]+", cell.partition(",")[0])] for cell in cells]
-    return sorted(mean for mean, _ in errors), max(most for _, most in errors)
+    calls = ", ".join(f"{call} {us}" for call, us in gpu_page.gpu_added().items())
+    return (
+        f"- At the start of its pod the kubelet's four calls: {took('whole pod: both resources, four calls')}; "
+        f"preparing the container, in them: {took('PreStartContainer of a share')}.\n"
+        f"- In its programs, µs more on one {gpu_page.gpu_name()}: {calls}."
+    )
 
 
 def _measured(column: str) -> list[list[str]]:
@@ -605,14 +601,15 @@ def _packing_scheduler() -> str:
 
 def _benchmark(name: str) -> str:
     """The rows of one part of the benchmark's run that an operator compares, and all that missed their target."""
-    table = [["what", "median", "p99", "target"]]
+    table = [["what", "median", "p99", "missed target"]]
     for one in _PARTS[name].rows:
-        if one.verdict.startswith("missed") or _COMPARED.match(one.name.strip()):
-            targets = dict.fromkeys(shown(target, one.unit) for target in (one.target_median, one.target_p99))
-            missed = one.verdict if one.verdict.startswith("missed") else ""
-            p99 = shown(one.p99, one.unit) if one.runs > 1 and one.unit not in ("MiB", "%") else ""
-            what = re.sub(r"^  (· )?", "· ", re.sub("5,000 nodes, |extender: ", "", one.name))
-            table.append([what, shown(one.median, one.unit), p99, ", ".join(filter(None, (*targets, missed)))])
+        is_missed = one.verdict.startswith("missed")
+        if is_missed or _COMPARED.match(one.name.strip()):
+            targets = dict.fromkeys(_number_of(one, target) for target in (one.target_median, one.target_p99))
+            missed = one.failed or ", ".join(filter(None, targets)) if is_missed else ""
+            p99 = _number_of(one, one.p99) if one.runs > 1 and one.unit not in ("MiB", "%") else ""
+            what = re.sub(r"^  (· )?", "· ", re.sub("^(  )?5,000 nodes, |extender: ", "", one.name))
+            table.append([_with_unit(what, one), _number_of(one, one.median), p99, missed])
     return _joined(table)
 
 
@@ -625,7 +622,7 @@ _COMPARED = re.compile(
 def _compared(name: str, here: str, there: str, only: str = "") -> str:
     """Rows of one part whose names differ by `here` and `there` alone, those of the pattern: what one run measured twice."""
     rows = {one.name.strip(): one for one in _PARTS[name].rows}
-    table = [["what", here, there, "ratio"]]
+    table = [["what", here, there]]
     for what, one in rows.items():
         other = rows.get(what.replace(here, there)) if here in what and re.search(only, what) else None
         if other is not None and other.median > 0:
@@ -635,9 +632,17 @@ def _compared(name: str, here: str, there: str, only: str = "") -> str:
                 .replace(f": {here}", "")
                 .replace(f"{here}: ", "")
             )
-            cells = [shown(side.median, side.unit).strip() for side in (one, other)]
-            table.append([text, *cells, f"{one.median / other.median:.2f}"])
+            table.append([_with_unit(text, one), *(_number_of(side, side.median) for side in (one, other))])
     return _joined(table)
+
+
+def _with_unit(what: str, one: Row) -> str:
+    """Once for the row."""
+    return f"{what}, {one.unit}" if one.unit else what
+
+
+def _number_of(one: Row, value: float | None) -> str:
+    return shown(value, one.unit).removesuffix(one.unit).strip()
 
 
 _ENDURANCE = {
@@ -702,11 +707,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "endurance": _endurance,
     "measured_plain": lambda: _compared("scheduler", "extender", "plain", "pods a second|all programs"),
     "measured_scheduler": lambda: _benchmark("scheduler"),
-    "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
+    "containers": lambda: _metrics("gpushare_container_", _CONTAINER_LABELS, has_them=False),
+    "containers_on_gpus": lambda: _metrics("gpushare_container_", _CONTAINER_LABELS),
     "gpus": lambda: _metrics("gpushare_gpu_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
-    "dcgm": lambda: _metrics("DCGM_", DCGM_LABELS),
+    "dcgm": _dcgm_names,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "surface": surface_lists,
     "settings": settings_lists,

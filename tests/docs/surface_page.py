@@ -38,17 +38,16 @@ def surface() -> Mapping[str, tuple[str, Sequence[str]]]:
 def surface_lists() -> str:
     """How many there are of each kind, and the page that has them; the names of those that no page has all of."""
     kinds = surface()
-    lines = ["| kind | number | page |", "|---|---|---|"]
-    lines += [f"| {kind} | {len(found)} | [{Path(page).name}]({page}) |" for kind, (page, found) in kinds.items()]
-    names = " · ".join(f"`{name}`" for name in kinds[_WITH_DOMAINS][1])
+    lines = [f"- [{kind}]({page}): {len(found)}" for kind, (page, found) in kinds.items()]
+    names = ", ".join(f"`{name}`" for name in kinds[_WITH_DOMAINS][1])
     lines += ["", f"The {_WITH_DOMAINS}:", "", *textwrap.wrap(names, 160, break_on_hyphens=False)]
     return "\n".join(lines)
 
 
 def _rows(page: str, name: str = r"(?:gpushare|container)_\w+") -> list[str]:
-    """What stands first in the rows of a page's tables, which code makes."""
+    """What stands first in the rows of a page's table, or of its lists, which code makes."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return sorted(set(re.findall(rf"^\| `({name})` \|", text, flags=re.M)))
+    return sorted(set(re.findall(rf"^(?:\| |- \*\*)`({name})`(?: \||\*\*)", text, flags=re.M)))
 
 
 def _names_with_domain() -> list[str]:

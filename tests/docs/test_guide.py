@@ -68,7 +68,7 @@ def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
 
 def test_the_metrics_that_the_guide_names_exist() -> None:
     """A query of a metric that nobody has is answered with nothing, and no error."""
-    known = re.findall(r"^\| `([a-z_]+)` \|", text_of(ROOT / "docs/reference/metrics.md"), flags=re.M)
+    known = re.findall(r"^- \*\*`([a-z_]+)`\*\*", text_of(ROOT / "docs/reference/metrics.md"), flags=re.M)
     named = [
         name for page in PAGES for name in re.findall(r"\b(?<!:)(gpushare_(?!agent|extender)[a-z_]+)", text_of(page))
     ]

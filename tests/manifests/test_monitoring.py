@@ -55,7 +55,7 @@ def metric_names(text: str) -> set[str]:
 
 def documented() -> set[str]:
     pages = ((ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8") for page in ("metrics", "extender"))
-    return {name for text in pages for name in re.findall(r"^\| `([a-z_]+)` \|", text, flags=re.M)}
+    return {name for text in pages for name in re.findall(r"^- \*\*`([a-z_]+)`\*\*", text, flags=re.M)}
 
 
 @needs_promtool
