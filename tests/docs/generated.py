@@ -444,30 +444,20 @@ def _linked(text: str, folder: str) -> str:
 
 
 _STATES = {
-    HealthState.HEALTHY: ("Healthy", "the driver finds the GPU usable, and no error is pending", "—"),
-    HealthState.LOST: (
-        "Unhealthy",
-        "the last poll did not find the GPU, or found it not usable",
-        "a poll that finds it usable: then it is `probing`",
-    ),
-    HealthState.PROBING: (
-        "Unhealthy",
-        "the GPU was unhealthy and is being probed; a failed poll makes it `lost`, an event starts the count again",
-        "`health.recovery_probes` polls in a row that find it usable, `health.recovery_period_s` apart",
-    ),
-    HealthState.NEEDS_RESET: (
-        "Unhealthy",
-        "an error happened after which the GPU answers but must not be used",
-        "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
-    ),
+    HealthState.HEALTHY: "the driver finds the GPU usable, and no error is pending. In every other state it is Unhealthy to"
+    " the kubelet",
+    HealthState.LOST: "the last poll did not find the GPU, or found it not usable. One that does makes it `probing`",
+    HealthState.PROBING: "it was unhealthy and is being probed, until `health.recovery_probes` polls in a row, "
+    "`health.recovery_period_s` apart, find it usable. A failed poll makes it `lost`, an event starts the count again",
+    HealthState.NEEDS_RESET: "an error happened after which the GPU answers but must not be used. A reset (a poll finds the"
+    " GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon` (`probing`) ends it",
 }
-"""For each state: the health in ListAndWatch, what the state means, and what ends it."""
+"""For each state what it means, and what ends it."""
 
 
 def _health_states() -> str:
     assert set(_STATES) == set(HealthState)
-    head = ["state", "in ListAndWatch", "meaning", "ended by"]
-    return _joined([head, *([f"`{state}`", *texts] for state, texts in _STATES.items())])
+    return "\n".join(f"- `{state}`: {text}." for state, text in _STATES.items())
 
 
 def _xids() -> str:
@@ -480,12 +470,10 @@ def _xids() -> str:
         does: [f"**{number}** {XID_NAMES[number]}" for number, its in sorted(done.items()) if its == does]
         for does in _XIDS
     }
-    return _joined(
-        [["by default", "Xids, and what the driver means"], *([_XIDS[does], "; ".join(of[does])] for does in of)]
-    )
+    return "\n".join(f"- {_XIDS[does]}: {'; '.join(of[does])}" for does in of)
 
 
-_XIDS = {"ignored": "ignored", "probes": "Unhealthy until it has passed the probes", "reset": "Unhealthy until a reset"}
+_XIDS = {"ignored": "Ignored", "probes": "Unhealthy until it has passed the probes", "reset": "Unhealthy until a reset"}
 
 
 def _navigation() -> list[Any]:
@@ -508,23 +496,22 @@ def _guides() -> str:
 
 
 def _alerts() -> str:
-    """Each alert's severity, and the page that it names. It says itself what it means."""
-    table = [["alert", "severity", "more"]]
+    """By severity, each as a link to the page that it names. It says itself what it means."""
+    found: dict[str, list[str]] = {"critical": [], "warning": [], "info": []}
     for group in yaml.safe_load((ROOT / "manifests/monitoring/alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             texts = rule["annotations"]
             page, _, anchor = texts["runbook"].partition("#")
-            link = _linked(page, "how-to").replace(")", f"#{anchor})" if anchor else ")")
-            table.append([f"`{rule['alert']}`", rule["labels"]["severity"], link])
-    return _joined(table)
+            target = _linked(page, "how-to").partition("](")[2].replace(")", f"#{anchor})" if anchor else ")")
+            found[rule["labels"]["severity"]].append(f"[`{rule['alert']}`]({target}")
+    return "\n".join(f"- **{severity}**: {', '.join(links)}" for severity, links in found.items())
 
 
 def _link_costs() -> str:
     nvlinks = (1, 2, 4, 12, 18)
     examples = ", ".join(f"NV{n} {link_cost(Link(kind=LinkKind.NVLINK, nvlinks=n)):,}" for n in nvlinks)
-    rows = [["NV#", f"{NVLINK_COST:,} / number of NVLinks: {examples}"]]
-    rows += [[kind.name, f"{cost:,}"] for kind, cost in LINK_COSTS.items() if kind is not LinkKind.SELF]
-    return _joined([["link", "cost of a pair"], *rows])
+    others = ", ".join(f"{kind.name} {cost:,}" for kind, cost in LINK_COSTS.items() if kind is not LinkKind.SELF)
+    return f"A pair costs {NVLINK_COST:,} / number of NVLinks ({examples}); {others}."
 
 
 def _workload() -> str:
@@ -544,7 +531,7 @@ def _workload() -> str:
         ),
         "arrivals": (f"Poisson, {swings}", "`--load` 1 asks for all cores on average"),
     }
-    return _joined([["generated", "distribution"], *([name, ", ".join(parts)] for name, parts in rows.items())])
+    return "\n".join(f"- **{name}**: {', '.join(parts)}" for name, parts in rows.items())
 
 
 def _nvidia_dra_suites() -> str:

@@ -184,14 +184,14 @@ def refused(rule: Rule, found: Sequence[tuple[str, str, Spec]]) -> dict[str, lis
 
 
 def policies() -> str:
-    """The table: a row for each rule that refuses anything."""
+    """An item for each rule that refuses anything."""
     found = list(pods())
-    lines = ["| Kyverno | Gatekeeper | refuses |", "|---|---|---|"]
+    lines = []
     for rule in RULES:
         cells = [
             f"`{name}`" + (f" ({', '.join(components)})" if components else "")
             for name, components in refused(rule, found).items()
         ]
         if cells:
-            lines.append(f"| {rule[0]} | {rule[1]} | {', '.join(cells)} |")
+            lines.append(f"- **{rule[0]}; {rule[1]}**: {', '.join(cells)}".replace("–; ", ""))
     return "\n".join(lines)

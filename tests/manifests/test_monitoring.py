@@ -168,7 +168,7 @@ def test_alerts_and_dashboard_name_only_metrics_that_exist() -> None:
 
 
 def test_every_alert_says_what_to_do_and_is_explained() -> None:
-    """Severity, summary, description, and a row in docs/how-to/monitor.md."""
+    """Severity, summary, description, and a link in docs/how-to/monitor.md."""
     text = (ROOT / "docs/how-to/monitor.md").read_text(encoding="utf-8")
     for rule in alerts():
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
@@ -176,7 +176,7 @@ def test_every_alert_says_what_to_do_and_is_explained() -> None:
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
         assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
-        assert f"| `{rule['alert']}` |" in text
+        assert f"[`{rule['alert']}`](" in text
 
 
 def test_the_operators_rule_has_the_same_groups() -> None:
