@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
 from pathlib import Path
 from statistics import mean
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, cast, get_type_hints
 
-import pytest
 import yaml
 from annotated_types import Ge, Le
 from msgspec import convert
@@ -61,7 +60,6 @@ from tests.docs.policies_page import policies
 from tests.docs.regulator_page import regulator_cells
 from tests.docs.settings_page import settings_lists
 from tests.docs.surface_page import surface_lists
-from tests.e2e.conftest import pytest_addoption
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS
 from tests.observability.support_usage import (
     UUIDS,
@@ -210,14 +208,6 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=command.name, add_help=False)
     command.add_arguments(parser)
     return parser
-
-
-def _e2e_options() -> str:
-    """Of `nox -s e2e --`, as pytest is told them."""
-    parser = argparse.ArgumentParser(prog="nox -s e2e --", add_help=False)
-    group = SimpleNamespace(addoption=parser.add_argument)
-    pytest_addoption(cast(pytest.Parser, SimpleNamespace(getgroup=lambda _: group)))
-    return "\n".join(_rows(parser))
 
 
 def _listed(rows: Sequence[str]) -> list[str]:
@@ -466,11 +456,8 @@ def _xids() -> str:
     done = dict.fromkeys(XID_NAMES, "probes") | dict.fromkeys(health.reset_xids, "reset")
     # A number in both lists is ignored.
     done |= dict.fromkeys(health.ignored_xids, "ignored")
-    of = {
-        does: [f"**{number}** {XID_NAMES[number]}" for number, its in sorted(done.items()) if its == does]
-        for does in _XIDS
-    }
-    return "\n".join(f"- {_XIDS[does]}: {'; '.join(of[does])}" for does in of)
+    of = {does: [str(number) for number, its in sorted(done.items()) if its == does] for does in _XIDS}
+    return "\n".join(f"- {_XIDS[does]}: {', '.join(of[does])}" for does in of)
 
 
 _XIDS = {"ignored": "Ignored", "probes": "Unhealthy until it has passed the probes", "reset": "Unhealthy until a reset"}
@@ -490,8 +477,8 @@ def _guides() -> str:
     lines = []
     for group in (part for part in parts if isinstance(next(iter(part.values())), list)):
         [(title, pages)] = group.items()
-        lines.append(f"- **{title}**")
-        lines += (f"  - [{name}]({page.removeprefix('how-to/')})" for one in pages for name, page in one.items())
+        links = (f"[{name}]({page.removeprefix('how-to/')})" for one in pages for name, page in one.items())
+        lines.append(f"- **{title}**: {'; '.join(links)}")
     return "\n".join(lines)
 
 
@@ -549,7 +536,7 @@ def _packing() -> str:
     """The rows that `python -m bench.packing TRACES --json bench/measured/packing.json` wrote: percent of all, in brackets
     the published figure."""
     rows = json.loads((ROOT / "bench/measured/packing.json").read_text(encoding="utf-8"))
-    rows = [row for row in rows if row["cpu_pods"] == CpuPods.GPU_AWARE]
+    rows = [row for row in rows if row["cpu_pods"] == CpuPods.GPU_AWARE and row["policy"] in _SHOWN]
     rows.sort(key=lambda row: list(InflationPolicy).index(row["policy"]))
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -562,18 +549,22 @@ def _packing() -> str:
     )
 
 
+_SHOWN = (InflationPolicy.FGD, InflationPolicy.BINPACK, InflationPolicy.BEST_FIT, InflationPolicy.RANDOM)
+"""Ours, and the authors' best and worst other one."""
+
+
 def _packing_scheduler() -> str:
     """The rows that `python -m bench.packing --scheduler DIR TRACES --json bench/measured/packing_scheduler.json` wrote."""
     runs = convert(
         json.loads((ROOT / "bench/measured/packing_scheduler.json").read_text(encoding="utf-8")), list[Filled]
     )
-    cells: dict[tuple[str, ...], list[str]] = {}
+    cells: dict[str, list[str]] = {}
     for way in WAYS:
         of_way = [run for run in runs if run.way == way]
         kept = (
-            "NoSchedule"
+            ", NoSchedule"
             if way.is_reserved
-            else f"`facts.taint_above` {way.taint_above:g}"
+            else f", `facts.taint_above` {way.taint_above:g}"
             if way.taint_above < 1
             else ""
         )
@@ -581,9 +572,10 @@ def _packing_scheduler() -> str:
         cell = f"{mean(allocated):.1f}"
         waiting = "" if any(run.cpu_pods for run in of_way) else ", pods without GPUs wait"
         policy = f"`{way.policy}`" if way.policy else "kube-scheduler alone, whole GPUs"
-        cells.setdefault((policy, kept or "nothing"), []).append(f"{cell}{waiting}")
-    nodes = [f"{NODES} nodes", f"and {CPU_NODES} without GPUs"]
-    return _joined([["policy", "kept away by", *nodes], *([*names, *parts] for names, parts in cells.items())])
+        cells.setdefault(f"{policy}{kept}", []).append(f"{cell}{waiting}")
+    text = f"With {NODES} nodes, and with {CPU_NODES} more that have no GPUs:"
+    items = (f"- {name}: {'; '.join(parts)}" for name, parts in cells.items())
+    return "\n".join([text, "", *items])
 
 
 def _benchmark(name: str) -> str:
@@ -657,6 +649,18 @@ def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.1f}".removesuffix(".0")
 
 
+def _gpu_measured() -> str:
+    """What isolation gpushare kept; in brackets mps, where that was measured."""
+    text, ((unit, *_), *rows) = gpu_page.gpu_measured()
+    items = (f"- **{name}**: {own}" + (f" (mps: {mps})" if mps else "") for name, own, mps in rows)
+    return "\n".join([f"{text.rstrip(':')}. In {unit}:", "", *items])
+
+
+def _numbers() -> str:
+    text, (_, *rows) = gpu_page.gpu_numbers()
+    return "\n".join([text, "", *(f"- **{share}**: {measured}" for share, measured in rows)])
+
+
 def _with_text(text: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{text}\n\n{_joined(rows)}"
 
@@ -671,12 +675,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "libraries": _libraries,
     "components": _components,
     "costs": _costs,
-    "gpu_measured": lambda: _with_text(*gpu_page.gpu_measured()),
+    "gpu_measured": _gpu_measured,
     "regulator_cells": regulator_cells,
     "gpu_regulator": lambda: (
         gpu_page.gpu_regulator()[0] if gpu_page.is_former() else _with_text(*gpu_page.gpu_regulator())
     ),
-    "numbers": lambda: _with_text(*gpu_page.gpu_numbers()),
+    "numbers": _numbers,
     "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
@@ -704,7 +708,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "surface": surface_lists,
     "settings": settings_lists,
     "commands": _commands,
-    "e2e_options": _e2e_options,
     "nvidia_dra_suites": _nvidia_dra_suites,
 }
 
@@ -722,7 +725,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/how-to/monitor.md": _filled,
     "docs/how-to/platforms.md": _filled,
     "docs/how-to/simulate.md": _filled,
-    "docs/how-to/test-your-cluster.md": _filled,
     "docs/explanation/isolation.md": _filled,
     "docs/explanation/regulator.md": _filled,
     "docs/reference/settings.md": _filled,

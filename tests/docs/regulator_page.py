@@ -49,14 +49,15 @@ def regulator_groups() -> list[list[str]]:
 
 
 def regulator_cells() -> str:
-    """The groups that have a cell outside."""
+    """Some cells' percent of the GPU's time, and the groups that have a cell outside."""
     numbers = _numbers()
-    rows = [["cells", "of them", "outside", "worst, points"], *(row for row in regulator_groups() if row[2] != "0")]
-    headlines = [
-        ["", "percent of the GPU's time"],
-        *([text, _later(numbers, name)] for text, name in _HEADLINES.items()),
+    lines = [f"- {text}: {_later(numbers, name)}" for text, name in _HEADLINES.items()]
+    *groups, (_, cells, outside, _) = regulator_groups()
+    lines += ["", f"Outside are {outside} of {cells} cells:", ""]
+    lines += [
+        f"- {name}: {those} of {count}, by at most {worst}" for name, count, those, worst in groups if those != "0"
     ]
-    return f"{_joined(headlines)}\n\n{_joined(rows)}"
+    return "\n".join(lines)
 
 
 def _numbers() -> Any:
@@ -93,8 +94,3 @@ def _later(numbers: Mapping[str, Any], name: str) -> str:
     [cell] = [cell for cell in CELLS if cell.name == name]
     result = recorded(numbers, cell)
     return shown([found.later for found in result.found]) if result else "did not end"
-
-
-def _joined(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

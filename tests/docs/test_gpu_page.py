@@ -85,7 +85,7 @@ def test_the_page_says_how_exact_a_share_is_as_it_was_measured() -> None:
     of_process = _numbers(rows, "MiB of 4,096, 9 kinds: refused after; NVML has of the process")[2:]
     assert f"to {max(abs(one - 4096) for one in of_process):.0f} MiB of the limit" in page
     cells = regulator_cells()
-    assert "there 30 and 60 get\n29 and 58" in page and "| 29/30 + 58/61 |" in cells
+    assert "there 30 and 60 get\n29 and 58" in page and ": 29/30 + 58/61\n" in cells
     plain = [row[3] for row in regulator_groups() if row[0] in ("alone", "two shares", "three and more")]
     assert len(plain) == 3 and f"at most {max(map(float, plain))} points off" in page
 
