@@ -22,7 +22,7 @@ _HEADLINES = {
     "30, a function that takes 5 µs 1,000 times, then 50 ms": "data 30 1000x5us+50ms",
 }
 _GROUPS = {
-    "agent away, or no utilisation": r"agent (away|dies)|no NVML",
+    "agent away, or no utilization": r"agent (away|dies)|no NVML",
     "lengths that depend on data": r"^data ",
     "kinds and streams": r"^(kinds|streams|fills) ",
     "a program after another one": r"^start ",
