@@ -43,8 +43,8 @@ _OPTIONS = (
     arg("--dra", "offer the GPUs (all, or those of --dra.gpus) by ResourceClaims; the samples are claims then"),
     arg("--mig", "--dra with H100s, half of them in MIG mode: instances are made when a claim wants them"),
     arg("--apply FILE|DIR", "manifests, created in file order; - is standard input", action="append", type=Path, default=[]),
-    arg("--samples", "sample pods; fitting: without the one that cannot run; waiting: that alone (default: all, with --apply "
-        "none)", choices=SAMPLE_SETS),
+    arg("--samples", "sample pods; fitting: without the one that cannot run; waiting: that alone (default: all, with "
+        "--apply none)", choices=SAMPLE_SETS),
     arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all are Running or "
         "Succeeded, else 1 (also with the sample pod that cannot fit)"),
     add_output,  # of --once, with progress on standard error, and of status
