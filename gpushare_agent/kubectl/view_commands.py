@@ -48,11 +48,9 @@ def _namespace(of_which: str, all_of: str) -> Argument:
     return one_of(arg("-n --namespace NS", of_which), arg("-A --all-namespaces", all_of))
 
 
-def _agent_namespace(when: str) -> Argument:
-    where = f"where the agents' pods are, {when}; empty: anywhere (%(default)s)"
-    return arg("--agent-namespace NS", where, default=AGENT_NAMESPACE)
-
-
+_AGENT_NAMESPACE = arg(
+    "--agent-namespace NS", "where the agents' pods are; empty: anywhere (%(default)s)", default=AGENT_NAMESPACE
+)
 _SERVER = arg("--server URL", "the agent's address (default: this host, and web.port)", type=server_url)
 _CONTAINERS = _namespace("only the containers of this namespace", "those of all (the default)")
 
@@ -65,7 +63,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     target = (
         *(() if is_plugin else (_SERVER,)),
         arg("--node NODE", through if is_plugin else "ask another node's agent, through the API server"),
-        _agent_namespace("with --node"),
+        _AGENT_NAMESPACE,
         add_output,
     )
     node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *target)
@@ -145,7 +143,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             examples=("dashboard",),
             arguments=(
                 arg("--port PORT", "0: any free one (%(default)s)", type=whole_number(0, 65535), default=5680),
-                _agent_namespace("whose GPUs' use is shown"),
+                _AGENT_NAMESPACE,
             ),
             settings=(*_CLUSTER_SETTINGS, *_SUMS_SETTINGS),
         ),

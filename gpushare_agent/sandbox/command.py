@@ -42,12 +42,11 @@ _OPTIONS = (
     arg("--extender", "run the scheduler extender too, which the embedded scheduler asks"),
     arg("--dra", "offer the GPUs (all, or those of --dra.gpus) by ResourceClaims; the samples are claims then"),
     arg("--mig", "--dra with H100s, half of them in MIG mode: instances are made when a claim wants them"),
-    arg("--apply FILE|DIR", "manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is "
-        "standard input", action="append", type=Path, default=[]),
-    arg("--samples", "sample pods; fitting leaves out the one that cannot run, waiting all others (default: all, with "
+    arg("--apply FILE|DIR", "manifests, created in file order; - is standard input", action="append", type=Path, default=[]),
+    arg("--samples", "sample pods; fitting: without the one that cannot run; waiting: that alone (default: all, with "
         "--apply none)", choices=SAMPLE_SETS),
-    arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all of them are Running "
-        "or Succeeded, else 1 (with the sample pod that cannot fit: 1)"),
+    arg("--once", "wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 if all are Running or "
+        "Succeeded, else 1 (also with the sample pod that cannot fit)"),
     add_output,  # of --once, with progress on standard error, and of status
     arg("--state-dir DIR", "sockets and files (%(default)s)", type=Path, default=default_state_directory()),
     arg("--port PORT", "the agent's web port (default 5678; 0 takes a free one)", type=int),

@@ -198,9 +198,15 @@ def _commands() -> str:
     rows = {command: list(_rows(_parser(command))) for command in COMMAND_LINE.commands}
     shared = [row for row, count in Counter(chain(*rows.values())).items() if count > 2]
     lines = ["Options of several commands:", "", *_listed(shared)]
+    earlier: list[Command] = []
     for command, own in rows.items():
         lines += [f"### {command.name}", "", command.about, ""]
-        lines += _listed([row for row in own if row not in shared])
+        others = [row for row in own if row not in shared]
+        # A pair such as cordon and uncordon: the one that has fewer stands behind the other.
+        longer = next((one for one in earlier if others and set(others) < set(rows[one])), None)
+        names = ", ".join(re.findall("^- (`.+?`)", "\n".join(others), re.M))
+        lines += [f"Options as of [{longer.name}](#{longer.name}): {names}.", ""] if longer else _listed(others)
+        earlier.append(command)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
@@ -364,13 +370,13 @@ def _costs() -> str:
 
     def took(name: str) -> str:
         one = rows[name]
-        return f"{shown(one.median, one.unit)}, p99 {shown(one.p99, one.unit)}"
+        return f"{shown(one.median, one.unit)} (p99 {shown(one.p99, one.unit)})"
 
     calls = ", ".join(f"{call} {us}" for call, us in gpu_page.gpu_added().items())
     return (
-        f"- At the start of its pod the kubelet's four calls: {took('whole pod: both resources, four calls')}; "
-        f"preparing the container, in them: {took('PreStartContainer of a share')}.\n"
-        f"- In its programs, µs more on one {gpu_page.gpu_name()}: {calls}."
+        f"- At its pod's start the kubelet's four calls take {took('whole pod: both resources, four calls')}, "
+        f"of which preparing the container takes {took('PreStartContainer of a share')}.\n"
+        f"- On one {gpu_page.gpu_name()} calls of its programs take longer by, in µs: {calls}."
     )
 
 
@@ -617,7 +623,7 @@ def _compared(name: str, here: str, there: str, only: str = "") -> str:
 
 def _with_unit(what: str, one: Row) -> str:
     """Once for the row."""
-    return f"{what}, {one.unit}" if one.unit else what
+    return what if one.unit in ("", "/s") else f"{what}, {one.unit}"
 
 
 def _number_of(one: Row, value: float | None) -> str:
@@ -638,9 +644,7 @@ def _endurance() -> str:
     runs = json.loads((ROOT / "bench/measured/endurance.json").read_text(encoding="utf-8"))
     rows = [[_number(run[column]) for column in _ENDURANCE] for run in runs]
     killed = sum(run["kills"] for run in runs)
-    goal = (
-        f"{killed:,} of the {_KILLS_WANTED:,} kills of the agent that all runs together are to reach with nothing wrong"
-    )
+    goal = f"{killed:,} of the {_KILLS_WANTED:,} kills of the agent that all runs are to reach with nothing wrong"
     total = f"`nox -s e2e -- --endurance MINUTES`, {goal}:"
     return f"{total}\n\n{_joined([list(_ENDURANCE.values()), *rows])}"
 
@@ -688,13 +692,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "policies": policies,
     "link_costs": _link_costs,
     "measured_on": lambda: f"Measured on {_PARTS['agent'].machine.partition(', load')[0]}.",
-    "measured_growth": lambda: _compared("growth", "1,500 shares", "100 shares", "pod's life|nothing|resident|READY"),
+    "measured_growth": lambda: _compared("growth", "1,500 shares", "100 shares", "pod's life|nothing|resident"),
     "measured_agent": lambda: _benchmark("agent"),
     "measured_extender": lambda: _benchmark("extender"),
     "workload": _workload,
     "packing": _packing,
     "packing_scheduler": _packing_scheduler,
-    "measured_beside": lambda: _compared("beside", "gpushare-agent", "nvidia-device-plugin"),
+    "measured_beside": lambda: _compared("beside", "gpushare-agent", "nvidia-device-plugin", "^(?!.*none taken)"),
     "endurance": _endurance,
     "measured_plain": lambda: _compared("scheduler", "extender", "plain", "pods a second|all programs"),
     "measured_scheduler": lambda: _benchmark("scheduler"),

@@ -40,7 +40,7 @@ from gpushare_agent.core.settings.values import (
 
 
 class ResourceSettings(Section):
-    """The extended resources that the node offers."""
+    """Extended resources."""
 
     enabled: bool = True
     """Offer vcore and vmemory. false: for nodes with NVIDIA's names, GPUShare's or claims alone."""
@@ -63,7 +63,7 @@ class ResourceSettings(Section):
 
 
 class GpushareSettings(Section):
-    """GPUShare's resource, memory alone, next to vcore and vmemory."""
+    """GPUShare's resource: memory alone."""
 
     enabled: bool = False
     """Offer it on this node."""
@@ -74,7 +74,7 @@ class GpushareSettings(Section):
 
 
 class KubeletSettings(Section):
-    """The kubelet: its sockets, its HTTPS port."""
+    """The kubelet."""
 
     root_dir: GivenPlace = Path("/var/lib/kubelet")
     """The kubelet's --root-dir; its device plugins are below /var/lib/kubelet all the same."""
@@ -143,7 +143,7 @@ class ResizeSettings(Section):
 
 
 class DraSettings(Section):
-    """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
+    """GPUs by ResourceClaims (Dynamic Resource Allocation)."""
 
     gpus: Texts = ()
     """GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models."""
@@ -166,7 +166,7 @@ class DraSettings(Section):
 
 
 class MigSettings(Section):
-    """MIG instances that are made when a ResourceClaim wants them."""
+    """MIG instances that are made for ResourceClaims."""
 
     on_demand: Texts = ()
     """The GPUs in MIG mode for it: all, indexes, UUIDs or models."""
@@ -181,7 +181,7 @@ class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
     gpus: Count = Field(default=8, ge=1, le=_MOST_SIMULATED)
-    """Number of GPUs, where neither a topology file nor several values of their memory say it."""
+    """Number of GPUs, unless a topology file or several memories say it."""
     gpu_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(default=(24576,), min_length=1, max_length=_MOST_SIMULATED)
     )
@@ -262,7 +262,7 @@ class MpsSettings(Section):
 
 
 class LibgpushareSettings(Section):
-    """libgpushare, the project's own library (isolation gpushare)."""
+    """libgpushare (isolation gpushare)."""
 
     library: GivenPath = Path("/usr/local/gpushare/libgpushare.so")
     """libgpushare.so as this process sees it, which copies it to libgpushare.directory."""
@@ -277,7 +277,7 @@ class LibgpushareSettings(Section):
 
 
 class DriverLimitsSettings(Section):
-    """The driver's own memory limits (isolation driver, also in gpushare+driver and mps+driver)."""
+    """The driver's own memory limits (isolations with driver)."""
 
     set_by_agent: bool = False
     """The agent sets them (component driver-limits). false: NVIDIA's container toolkit 1.20.1 does."""
@@ -314,10 +314,9 @@ class WebSettings(Section):
     port: Count = Field(default=5678, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     all_series: bool = False
-    """Show at /metrics all series of a container, as /metric does: gpu-manager's, processes, memory bandwidth, encoder,
-    decoder."""
+    """Show all series of a container at /metrics, too, not at /metric alone (docs/reference/metrics.md)."""
     dcgm_names: bool = False
-    """Show the series of GPUs also by the names, labels and units of NVIDIA's dcgm-exporter, for dashboards made for it."""
+    """Show GPUs also by the names, labels and units of NVIDIA's dcgm-exporter (docs/reference/metrics.md)."""
     debug_token_file: OptionalPath = None
     """File with the token that callers of /debug send as `Authorization: Bearer`. Empty: only this host is answered
     there."""
@@ -349,7 +348,7 @@ class UsageSettings(Section):
 
 
 class FactsSettings(Section):
-    """Labels and annotations of the Node about its GPUs."""
+    """Labels and annotations of the Node."""
 
     is_written: bool = True
     """Write them, which the extender needs. Needs the right to patch nodes."""
@@ -358,8 +357,8 @@ class FactsSettings(Section):
     )
     """Prefix of the labels gpu.product, gpu.memory, gpu.count and so on."""
     taint_above: float = Field(default=1.0, ge=0.0, le=1.0)
-    """While more than this part of its GPUs is free, the node has the taint gpushare-agent/free-gpus with
-    PreferNoSchedule, which keeps pods without GPUs away where they can go elsewhere. 1: never."""
+    """While more than this part of its GPUs is free, the node has the taint gpushare-agent/free-gpus
+    (PreferNoSchedule) against pods without GPUs. 1: never."""
 
 
 class ControlSettings(Section):
@@ -370,7 +369,7 @@ class ControlSettings(Section):
 
 
 class DisplaySettings(Section):
-    """gpu-manager's gRPC service for usage and topology."""
+    """gpu-manager's display service."""
 
     socket: OptionalPlace = Path("/var/run/gpu-manager.sock")
     """Unix socket of display.GPUDisplay. Empty: none."""
@@ -393,8 +392,8 @@ class ExtenderSettings(Section):
     reserve: Literal["bind", "filter"] = "bind"
     """When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves."""
     node_policy: Literal["fgd", "binpack", "spread"] = "binpack"
-    """fgd: pods go to the node where the fewest free GPUs become useless to the pods that usually come. binpack: to the
-    fullest that fits. spread: to the emptiest."""
+    """binpack: pods go to the fullest node that fits. spread: to the emptiest. fgd: to where the fewest free GPUs become
+    useless to typical pods (docs/explanation/placement.md)."""
     config: OptionalPath = None
     """gpu-admission's configuration file (JSON), which replaces the next four. Empty:
     /etc/kubernetes/gpu-admission.config, else gpu-quota-admission.config there."""

@@ -72,7 +72,7 @@ class Settings(BaseSettings):
     root: GivenPath = Path("/")
     """Root of the node's directories that no setting names, such as ROOT/etc/gpu-manager/vm."""
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = "nvml"
-    """Source of the GPUs: NVML (also named nvidia), or simulated ones."""
+    """NVML (also named nvidia), or simulated GPUs."""
     isolation: sections.NodeIsolation = "gpushare"
     """What limits a share (docs/explanation/isolation.md). auto: the agent chooses at its start."""
     isolations_allowed: Annotated[tuple[sections.AllowedIsolation, ...], BeforeValidator(comma_list)] = ()

@@ -63,14 +63,14 @@ class AgentMetrics:
         self._uuids: set[str] = set()
         self._errors: set[str] = set()
         ProcessCollector(registry=registry)
-        text = "Version of the agent and of Python; always 1."
+        text = "Version of the agent and of Python."
         build = Gauge("gpushare_build_info", text, ["version", "python"], registry=registry)
         build.labels(__version__, platform.python_version()).set(1)
         count, observe = self._counter, self._histogram
         # The kubelet's calls and the containers'.
         text = "Allocate calls, and claims as resourceclaims.resource.k8s.io; allocated, or refused and the reason."
         self.admission = count("admissions", text, resource=(), outcome=(), reason=())
-        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, repeated, pod-store."
+        text = "The kubelet's calls by how their container was identified: listed, fetched, repeated, pod-store."
         self.identified = count("identifications", text, method=IDENTIFIED_BY)
         text = "Duration of a call of the kubelet; the node's admissions wait for it."
         self._rpc_duration = observe("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
@@ -80,21 +80,21 @@ class AgentMetrics:
         codes = ("OK", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
         self.vdevice_registered = count("vdevice_registrations", text, code=codes)
         self._registrations = count("registrations", "Registrations with the kubelet.", resource=())
-        text = "Registrations after the first: the kubelet restarted or a stream was lost."
+        text = "Later registrations: the kubelet restarted or a stream was lost."
         self._reregistrations = count("reregistrations", text, resource=())
         text = "PodResources Lists: admission, recovery, reconcile; overlapped met an open Allocate and should stay 0."
         purposes = ("admission", "overlapped", "reconcile", "recovery")
         self.pod_resources_listed = count("pod_resources_lists", text, purpose=purposes)
         text = "Size of the device IDs in the status of a pod with all cores and memory of the node."
         self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=registry)
-        text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
+        text = "Allocated device IDs that the kubelet offered; they are not allocated again."
         self.taken_ids_offered = count("taken_ids_offered", text, resource=())
-        text = "Corrected differences between the agent's ledger and the kubelet's; should stay 0."
+        text = "Corrected differences from the kubelet's ledger; should stay 0."
         kinds = ("adopted", "changed", "ended", "unlisted")
         self.reconcile_corrected = count("reconcile_corrections", text, kind=kinds)
         # The API server's pods.
         self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
-        text = "Watches of the node's pods by why they ended: ended, or the kind of error."
+        text = "Ended watches of the node's pods: ended, or the kind of error."
         outcomes = ("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable")
         self._pod_watches = count("pod_watches_ended", text, outcome=outcomes)
         self._unreadable = count("pods_unreadable", "Pods of the API server that could not be read.")
@@ -208,7 +208,7 @@ class AgentMetrics:
 
     def show_pod_event_age(self, age_s: Callable[[], float]) -> None:
         """`age_s` is the time since the last response of the API server, or since the start. Call once."""
-        text = "Time since the last response of the API server; since the agent's start where there was none."
+        text = "Time since the API server's last response, else since the agent's start."
         self._show(_StateCollector("gpushare_pod_event_age_seconds", text, lambda: {"": age_s()}))
 
     def show_isolations(self, are_available: Callable[[], Mapping[str, bool]]) -> None:
@@ -220,13 +220,13 @@ class AgentMetrics:
     def show_isolation_probe(self, isolation: str, is_failed: Callable[[], bool | None]) -> None:
         """`is_failed`: a program of the agent's own was not limited; None where that was not tried yet. Call once for
         each."""
-        text = "1 where a program of the agent's own was not limited on this node, 0 where it was; none before it ran."
+        text = "1 where a program of the agent's own was not limited, 0 where it was; none before it ran."
         name = "gpushare_isolation_probe_failed"
         self._show(_StateCollector(name, text, lambda: {isolation: is_failed()}, "isolation"))
 
     def show_node_configuration(self, is_refused: Callable[[], bool]) -> None:
         """Call once, on nodes with settings of their own."""
-        text = "1 while the node's named configuration is not in force, because it cannot be used."
+        text = "1 while the node's named configuration cannot be used."
         self._show(_StateCollector("gpushare_node_configuration_refused", text, lambda: {"": is_refused()}))
 
     def begin_again(self) -> AgentMetrics:

@@ -46,7 +46,7 @@ _GPU_SAMPLES = {
     "memory_clock_hertz": ("memory_clock_hertz", "Clock of its memory."),
     "pcie_received_bytes_per_second": (
         "pcie_received_bytes_per_second",
-        "Received over PCIe, a spot check of the driver.",
+        "Received over PCIe, by spot checks.",
     ),
     "pcie_sent_bytes_per_second": ("pcie_sent_bytes_per_second", "Sent over PCIe, likewise."),
     "nvlink_received_bytes_total": ("nvlink_received_bytes_total", "Received over NVLink."),
@@ -79,15 +79,15 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
         return _series(f"gpu_{name}", text, [(one, value) for one, value in values if value is not None])
 
     infos = [labels_text(**own[gpu.uuid], name=gpu.name, bus_id=gpu.bus_id, driver_version=version) for gpu in every]
-    yield _series("gpu_info", "Name, bus ID and driver version; always 1.", [(one, 1) for one in infos])
+    yield _series("gpu_info", "Name, bus ID and driver version.", [(one, 1) for one in infos])
     instances = [
         labels_text(**own[gpu.uuid], instance=gpu.label, profile=gpu.mig.profile, parent=gpu.mig.parent)
         for gpu in gpus
         if gpu.mig is not None
     ]
-    text = "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1."
+    text = "Of a MIG instance: number such as 0:1, profile, parent's UUID."
     yield _series("gpu_mig_info", text, [(one, 1) for one in instances])
-    text = "MIG instances of this profile for which a GPU of mig.on_demand has room now, if it gets no others."
+    text = "MIG instances of this profile for which a GPU of mig.on_demand has room, if it gets no others."
     room = [(own[GpuUuid(gpu["uuid"])], gpu["fits"].items()) for gpu in mig_gpus(snapshot)]
     rows: list[tuple[Labels, Number]] = [(labels_text(**one, profile=p), n) for one, fits in room for p, n in fits]
     yield _series("gpu_mig_room", text, rows)
@@ -103,7 +103,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     text = "1 while it is healthy; no row for one of excluded_gpus."
     yield of_gpu("healthy", text, lambda gpu: None if gpu.uuid in snapshot.excluded else int(gpu.is_healthy), every)
     yield of_gpu("cordoned", "1 while it is cordoned.", lambda gpu: int(gpu.uuid in snapshot.cordoned), every)
-    text = "1 once it has joined its NVLink fabric, before which CUDA fails; no row for one on no fabric."
+    text = "1 once it has joined its NVLink fabric, before which CUDA fails; no row without one."
     yield of_gpu("fabric_joined", text, lambda gpu: None if gpu.has_joined is None else int(gpu.has_joined))
     usage = snapshot.usage
     if usage is None:
@@ -157,10 +157,10 @@ def _memory(processes: Sequence[ProcessSample]) -> int | None:
 # --- containers ---
 
 _LIMITS = {
-    "gpushare_container_allocated_cores_ratio": "Compute that is allocated to the container, 1 is the whole GPU.",
+    "gpushare_container_allocated_cores_ratio": "Compute that is allocated to it, of the whole GPU.",
     "gpushare_container_cores_limit_ratio": "Most compute that it may use; more than allocated for an elastic share.",
     "gpushare_container_memory_limit_bytes": "Most memory that it may use.",
-    "gpushare_container_isolation_info": "Who enforces the share's memory and compute, and what is not enforced; always 1.",
+    "gpushare_container_isolation_info": "Who enforces the share's memory and compute, and what is not enforced.",
     "gpushare_container_not_limited": "Containers that run without a limit of their share; always 1, no row for others.",
     "container_request_gpu_utilization": "Requested share of GPUs, in GPUs.",
     "container_request_gpu_memory": "Requested GPU memory, in MiB.",
