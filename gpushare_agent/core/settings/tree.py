@@ -3,8 +3,8 @@
 The sections are in sections.py, nvidia.py and node_configuration.py. The text below a setting has the unit, the meaning of
 None or empty, and the reason for the default. `Settings()` reads neither the environment nor the command line:
 settings/settings.py gives it the sources for flags, variables and files. settings/reference.py makes `--help` and
-docs/reference/settings.md. The flag names of gpu-manager (docs/reference/formats.md, section 1) are `ALIASES` of these
-names.
+docs/reference/settings.md. The flag names of gpu-manager (docs/how-to/migrate-from-gpu-manager.md) are `ALIASES` of
+these names.
 """
 
 from __future__ import annotations
