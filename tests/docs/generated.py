@@ -205,7 +205,7 @@ def _commands() -> str:
         # A pair such as cordon and uncordon: the one that has fewer stands behind the other.
         longer = next((one for one in earlier if others and set(others) < set(rows[one])), None)
         names = ", ".join(re.findall("^- (`.+?`)", "\n".join(others), re.M))
-        lines += [f"Options as of [{longer.name}](#{longer.name}): {names}.", ""] if longer else _listed(others)
+        lines += [f"Options as for [{longer.name}](#{longer.name}): {names}.", ""] if longer else _listed(others)
         earlier.append(command)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
@@ -442,7 +442,8 @@ def _linked(text: str, folder: str) -> str:
 _STATES = {
     HealthState.HEALTHY: "the driver finds the GPU usable, and no error is pending. In every other state it is Unhealthy to"
     " the kubelet",
-    HealthState.LOST: "the last poll did not find the GPU, or found it not usable. One that does makes it `probing`",
+    HealthState.LOST: "the last poll did not find the GPU, or found it not usable. One that finds it usable makes it"
+    " `probing`",
     HealthState.PROBING: "it was unhealthy and is being probed, until `health.recovery_probes` polls in a row, "
     "`health.recovery_period_s` apart, find it usable. A failed poll makes it `lost`, an event starts the count again",
     HealthState.NEEDS_RESET: "an error happened after which the GPU answers but must not be used. A reset (a poll finds the"
@@ -579,9 +580,8 @@ def _packing_scheduler() -> str:
         waiting = "" if any(run.cpu_pods for run in of_way) else ", pods without GPUs wait"
         policy = f"`{way.policy}`" if way.policy else "kube-scheduler alone, whole GPUs"
         cells.setdefault(f"{policy}{kept}", []).append(f"{cell}{waiting}")
-    text = f"With {NODES} nodes, and with {CPU_NODES} more that have no GPUs:"
-    items = (f"- {name}: {'; '.join(parts)}" for name, parts in cells.items())
-    return "\n".join([text, "", *items])
+    table = [["policy", f"{NODES} nodes", f"and {CPU_NODES} without GPUs"]]
+    return _joined([*table, *([name, *parts] for name, parts in cells.items())])
 
 
 def _benchmark(name: str) -> str:
