@@ -166,7 +166,7 @@ def arm64(session: nox.Session) -> None:
 @nox.session
 def e2e(session: nox.Session) -> None:
     """Install the product on the cluster that KUBECONFIG names, and try it there; `-- -m smoke` the few tests of .ci/run,
-    more options in docs/how-to/test-your-cluster.md. Skipped with the reason without a cluster."""
+    more options by `-- --help`. Skipped with the reason without a cluster."""
     session.install(".[dev,isolation]")  # the fake driver's headers
     session.run("python", "-m", "pytest", "-m", "e2e", "tests/e2e", *session.posargs)
 

@@ -1,7 +1,7 @@
 """The quota of a namespace: how it is read, counted and enforced. No clock, no I/O.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
-model or pool means; docs/reference/quota.md has the table and the reasons. The totals `vcore` and `vmemory`, and parts of
+model or pool means; docs/reference/quota.md has the cases. The totals `vcore` and `vmemory`, and parts of
 GPUs, are our own. GPUs are counted in 1/100, as vcore is.
 
 State owned by `QuotaState`: the quota in force (which QuotaFeed in cluster_feed.py reads), what each namespace uses, and the
