@@ -94,7 +94,7 @@ async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
-    """A rollout goes on only when the newcomer serves; a rollback finds the old one ready. Nothing counts for costs twice."""
+    """A rollout goes on only when the newcomer serves; a rollback finds the old one ready. Costs count once."""
     async with open_test_node() as node, open_agent(node) as old:
         assert not old.parts.kubelet.not_ready()
         await node.start_pods(pod("p", container(cores=60, blocks=40)))

@@ -1,8 +1,7 @@
 """The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container; and
 the last day, with a point for five minutes of these (`DayHistory`, which saved_past.py fills and keeps over a restart).
 
-A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
-While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
+A point is the mean of the rounds that stand for its time; one without a round is None, so that a gap is seen as a gap.
 What is gone is dropped once its last point has left the window, or where there is no room for what is there. A container's
 values are the sums over its GPUs. The day's points are placed by the wall clock, which alone goes on over a restart: where
 it is set back, what would be in the future is dropped.
@@ -46,12 +45,10 @@ class UsageHistory(Struct, eq=False):
 
     history_s: float
     points: int
-    idle_period_s: float = 0.0
     allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict
     clock: Callable[[], float] = time.monotonic
     version: int = 0
     """Grows with each round."""
-    _has_gap: bool = False
     _owners: dict[ContainerKey, Owner] = field(default_factory=dict)
     _slot: int = 0
     _at: float | None = None
@@ -65,19 +62,11 @@ class UsageHistory(Struct, eq=False):
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
         if usage is None:
-            self._has_gap = True
             return
         self.version += 1
         # Whole steps of the clock, not time since the last point: rounds that come late do not move the points.
-        before, self._slot = self._slot, math.floor(self.clock() / self._step_s)
-        slot = self._slot
-        # A pause without readers is filled with the round at its end; a round that failed, or a pause longer than one
-        # can be, stays a gap.
-        since = (
-            before if not self._has_gap and slot - before <= math.ceil(self.idle_period_s / self._step_s) else slot - 1
-        )
-        self._has_gap = False
-        self._at = usage.sampled_at
+        now = self.clock()
+        self._slot, self._at = math.floor(now / self._step_s), usage.sampled_at
         allocations, containers = self.allocations(), _by_container(usage.containers)
         for key, uses in containers.items():
             # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
@@ -90,11 +79,11 @@ class UsageHistory(Struct, eq=False):
                 key: (_sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
                 for key, uses in containers.items()
             },
-            since=since,
+            since=math.floor((now - usage.covered_s) / self._step_s),
         )
 
     def _put(self, gpus: Mapping[GpuUuid, Point], containers: Mapping[ContainerKey, Point], *, since: int) -> None:
-        """One more value of each in the present slot. `since` is the slot of the round before."""
+        """One more value of each in the slots after `since` up to the present one, and in that."""
         oldest = self._slot - self.points
         self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
         self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
@@ -239,7 +228,7 @@ class Pair:
         self._size = _RingBuffer(points, 0, slot, sizes)
 
     def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
-        """`since` is the slot of the round before."""
+        """In the slots after `since`, and in this one."""
         # A container's first round does not stand for the time before it began.
         is_new, self.last_slot = not self.last_slot, slot
         for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
