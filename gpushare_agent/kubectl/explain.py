@@ -19,7 +19,7 @@ from rich.text import Text
 
 from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
-from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.kube.pods import MAX_MESSAGE_CHARS, read_pod_json
 from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
@@ -46,8 +46,8 @@ _RETRIED = "Nothing: the pod's controller replaces it and the next try may succe
 ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
     RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
-    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end if this one has so many",
-    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end if a GPU has so much",
+    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end",
+    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end",
     RefusalReason.FRAGMENTED: "The node has enough in all, but on no single GPU: ask for less, or wait until pods here end",
     RefusalReason.SHARING_DISABLED: "Ask for whole GPUs (a multiple of 100 cores), or use a node that shares its GPUs",
     RefusalReason.UNKNOWN_DEVICE: "Restart the kubelet if it recurs: it named a device that this node does not offer",
@@ -59,6 +59,12 @@ ADVICE: dict[str, str] = {
     RefusalReason.QUOTA_EXCEEDED: "Wait until pods of the namespace end, ask for less, or have the quota raised",
     RefusalReason.WRONG_POOL: "Use a node of a pool that the namespace's quota names, or have the pool added to it",
 }
+
+TOO_LARGE: dict[str, str] = {
+    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, or use a node with more GPUs",
+    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, or use a node with larger GPUs",
+}
+"""Where the end of pods would not help."""
 
 CLAIM_ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the claim, its template or its class, as the refusal states",
@@ -91,7 +97,7 @@ def _title(decision: DecisionDocument) -> Text:
 def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
-        facts.append(("do", _advice(decision["resource"], decision["reason"])))
+        facts.append(("do", _advice(decision)))
     facts += [
         (name, plain(decision.get(field, ""))) for name, field in (("ignored", "ignored"), ("limits", "not_limited"))
     ]
@@ -116,10 +122,24 @@ def _policy(decision: DecisionDocument) -> str:
     return f"{plain(policy)}: {_POLICIES[policy]}" if policy in _POLICIES else plain(policy)
 
 
-def _advice(resource: str, reason: str) -> str:
+def _advice(decision: DecisionDocument) -> str:
+    known, reason = ADVICE, decision["reason"]
     # A claim is tried again by the kubelet, where a pod that is refused at admission has failed.
-    known = ADVICE | CLAIM_ADVICE if resource == CLAIMS_RESOURCE else ADVICE
+    if decision["resource"] == CLAIMS_RESOURCE:
+        known = ADVICE | CLAIM_ADVICE
+    elif _is_too_large(decision):
+        known = ADVICE | TOO_LARGE
     return f"{known[reason]}." if reason in known else ""
+
+
+def _is_too_large(decision: DecisionDocument) -> bool:
+    """Whether the node's GPUs are too few or too small, however much of them is free."""
+    asked, gpus = decision["asked"], decision["candidates"]
+    if asked is None or not gpus:
+        return False
+    wanted = max(1, asked["cores"] // CORES_PER_GPU)
+    largest = sorted((gpu["total_memory_bytes"] for gpu in gpus), reverse=True)[:wanted]
+    return wanted > len(gpus) or asked["memory_bytes"] > sum(largest)
 
 
 def _candidates_table(candidates: Sequence[Candidate], bar_width: int) -> RenderableType:
@@ -268,6 +288,8 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
         )
         mistaken = plain(mistakes(found, cluster_names(settings)))
         return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}".rstrip()
+    if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
+        return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (
         f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
         "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "

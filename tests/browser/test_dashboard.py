@@ -254,7 +254,9 @@ async def test_a_gpu_has_its_changes_and_a_new_agent_still_has_them(tmp_path: Pa
         assert changes[-1] == known["changes"][uuid][-1]
 
 
-@pytest.mark.parametrize(("gpus", "width", "columns"), [(2, 1920, 2), (4, 1024, 2), (16, 1920, 4), (4, 375, 1)])
+@pytest.mark.parametrize(
+    ("gpus", "width", "columns"), [(2, 1920, 2), (8, 1024, 3), (8, 1280, 4), (16, 1920, 4), (4, 375, 1)]
+)
 async def test_so_many_columns_have_the_gpus(gpus: int, width: int, columns: int) -> None:
     async with served_node(SampleNode(gpus=gpus, containers=gpus)) as served, open_browser(width=width) as browser:
         await browser.open(served.url)

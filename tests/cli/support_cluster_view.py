@@ -24,13 +24,13 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """Objects that an API server would list, by path."""
+    """Objects that an API server would list, by path. An extender keeps the quota."""
 
     def __init__(self, nodes: Sequence[Object], pods: Sequence[Object], quota: Mapping[str, Any] | None = None) -> None:
         self.nodes, self.pods, self.quota = list(nodes), list(pods), quota
 
     async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
-        objects = {ALL_NODES.path: self.nodes, LIVE_PODS.path: self.pods}.get(watched.path)
+        objects = {ALL_NODES.path: self.nodes, LIVE_PODS.path: [*self.pods, extender()]}.get(watched.path)
         if watched.path.endswith("/configmaps"):
             objects = [] if self.quota is None else [{"data": {"gpu_quota": json.dumps(self.quota)}}]
         if objects is None:
@@ -81,10 +81,16 @@ def node(
 
 
 def pod(
-    name: str, *requests: tuple[int, int], on: str = "", owner: str = "ReplicaSet", cpu: str = "1", **spec: Any
+    name: str,
+    *requests: tuple[int, int],
+    on: str = "",
+    owner: str = "ReplicaSet",
+    cpu: str = "1",
+    said: str = "",
+    **spec: Any,
 ) -> Object:
-    """One container for each (cores, blocks)."""
-    containers = []
+    """One container for each (cores, blocks). `said` is by the scheduler."""
+    containers, conditions = [], [{"type": "PodScheduled", "status": "False", "message": said}] if said else []
     for number, (cores, blocks) in enumerate(requests):
         limits = {key: str(count) for key, count in ((CORES, cores), (BLOCKS, blocks)) if count} | {"cpu": cpu}
         containers.append({"name": f"c{number}", "resources": {"limits": limits, "requests": limits}})
@@ -94,8 +100,15 @@ def pod(
             "name": name, "namespace": "ns", "uid": name, "labels": {"app": name}, "ownerReferences": owners,
         },
         "spec": {"containers": containers, **({"nodeName": on} if on else {}), **spec},
-        "status": {"phase": "Running" if on else "Pending"},
+        "status": {"phase": "Running" if on else "Pending", "conditions": conditions},
     }  # fmt: skip
+
+
+def extender(*, is_ready: bool = True) -> Object:
+    raw = pod("extender", on="elsewhere", owner="")
+    raw["metadata"]["labels"] = {"app.kubernetes.io/name": "gpushare-agent-extender"}
+    raw["status"]["conditions"] = [{"type": "Ready", "status": str(is_ready)}]
+    return raw
 
 
 def cards_of(raw: Object) -> list[Object]:

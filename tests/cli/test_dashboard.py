@@ -26,8 +26,8 @@ from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.objects import read_quota
 from gpushare_agent.kubectl import cluster_reading, dashboard
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
-from gpushare_agent.kubectl.explain_waiting import waiting_document
-from tests.cli.support_cluster_page import served_cluster, waiting
+from gpushare_agent.kubectl.explain_waiting import first_reason, waiting_document
+from tests.cli.support_cluster_page import extender, served_cluster, waiting
 from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import raw_node, raw_pod
@@ -251,6 +251,50 @@ async def test_what_namespaces_have_used_of_their_quota() -> None:
             ("team-b", 100, 16 << 30, [], [["GPUs", 1, 0]]),
             ("team-c", 1, 256 << 20, [], None),
         ]
+
+
+async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
+    """Once the last extender that was Ready is gone, and until there is one again."""
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota({"team-b": {"quota": {}}})
+        gone: dict[bool, str] = {True: "no extender keeps it here: none is Ready", False: ""}
+        for is_ready in (True, False, True):
+            cluster.put("pods", extender(is_ready=is_ready))
+            while (await ask(f"{url}api/v1/namespaces"))[1]["quota_note"] != gone[not is_ready]:
+                await asyncio.sleep(0.01)
+            _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-much")
+            assert any("allows no GPUs at all" in one for one in answer["reasons"]) is is_ready
+            assert (f"the quota ({gone[True]})" in answer["not_checked"]) is not is_ready
+            [limits] = [
+                one["limits"] for one in (await ask(f"{url}api/v1/namespaces"))[1]["namespaces"] if one["limits"]
+            ]
+            assert limits == [["GPUs", 1, 0]]
+
+
+async def test_a_waiting_pod_that_is_deleted_is_gone() -> None:
+    """Also one whose mistyped request is for nothing that is known."""
+    async with served_cluster() as (url, cluster):
+        mistyped, key = waiting("mistyped", (0, 0)), "team-b/mistyped"
+        mistyped["spec"]["containers"][0]["resources"]["limits"] = {"tencent.com/vcuda-cores": "10"}
+        for count, change in ((3, lambda: cluster.put("pods", mistyped)), (2, lambda: cluster.remove("pods", key))):
+            change()
+            while (await ask(f"{url}api/v1/waiting"))[1]["count"] != count:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("", ""),
+        ("0/3 nodes are available: 1 Insufficient cpu, 2 the pod, alone, asks: too much. preemption: none.",
+         "1 Insufficient cpu"),
+        ("0/1 nodes are available: 1 node(s) had untolerated taint {a: b}.", "1 node(s) had untolerated taint {a: b}."),
+        ("waits for its gang", "waits for its gang"),
+    ],
+)  # fmt: skip
+def test_a_row_has_the_first_reason(message: str, reason: str) -> None:
+    assert first_reason(message, "") == reason
+    assert first_reason(message, "Write 16.") == "Write 16."
 
 
 async def test_a_quota_that_cannot_be_read_says_why() -> None:

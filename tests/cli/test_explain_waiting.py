@@ -21,7 +21,18 @@ from gpushare_agent.kubectl.cluster_reading import ReadCluster
 from gpushare_agent.kubectl.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.cli.support_cli import agent_answers, busy_node, raw_list
-from tests.cli.support_cluster_view import BLOCKS, CORES, MODEL, Cluster, cards_of, held_of, node, pod, set_held
+from tests.cli.support_cluster_view import (
+    BLOCKS,
+    CORES,
+    MODEL,
+    Cluster,
+    cards_of,
+    extender,
+    held_of,
+    node,
+    pod,
+    set_held,
+)
 from tests.cluster.support_kube import write_kubeconfig
 from tests.fakes.api_server import json_server
 
@@ -218,6 +229,27 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
     assert change_of(found, Kind.QUOTA).text == "the quota of namespace ns: A100 GPUs from 0.5 to 0.6: GPU 0 of n"
     assert change_of(found, Kind.CORES).request is not None
     assert kinds(found) == [Kind.CORES, Kind.QUOTA]
+
+
+@pytest.mark.parametrize(
+    ("shown_by", "is_kept"),
+    [
+        ([], False),
+        ([extender(is_ready=False)], False),
+        ([extender()], True),
+        # That of a sandbox has no pod.
+        ([pod("refused", (1, 1), said="1 the pod asks for 1 vcore; namespace ns has used 0 of its quota of 0")], True),
+    ],
+)
+async def test_a_quota_that_no_extender_keeps_holds_up_no_pod(
+    shown_by: list[dict[str, Any]], is_kept: bool, short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster([node("n", [16])], [pod("w", (60, 8)), *shown_by])
+    quota = raw_list([{"data": {"gpu_quota": json.dumps({"ns": {"vcore": 0}})}}])
+    assert await explained(cluster, short_dir, **{"/api/v1/namespaces/kube-system/configmaps": quota}) == 0
+    text = capsys.readouterr().out
+    assert ("the quota (no extender keeps it here: none is Ready)" not in text) is is_kept
+    assert ("  fits      now on GPU 0 of n" not in text) is is_kept
 
 
 async def test_a_node_refused_for_other_reasons_is_promised_to_nobody() -> None:
