@@ -20,14 +20,12 @@ from rich.text import Text
 from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.core.kube.pods import MAX_MESSAGE_CHARS, read_pod_json
-from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
-from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
-from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
 
 _POLICIES = {
@@ -83,7 +81,7 @@ def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableTyp
 def _title(decision: DecisionDocument) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    names = ", ".join(plain(label) for label in decision.get("labels", decision["gpus"]))
+    names = ", ".join(map(plain, decision["labels"]))
     what = f"got GPU {names}" if is_allocated else f"was refused: {plain(decision['reason'])}"
     if is_allocated and len(decision["gpus"]) > 1:
         what = f"got GPUs {names}"
@@ -98,9 +96,7 @@ def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
         facts.append(("do", _advice(decision)))
-    facts += [
-        (name, plain(decision.get(field, ""))) for name, field in (("ignored", "ignored"), ("limits", "not_limited"))
-    ]
+    facts += [("ignored", plain(decision["ignored"])), ("limits", plain(decision.get("not_limited", "")))]
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
@@ -151,7 +147,7 @@ def _candidates_table(candidates: Sequence[Candidate], bar_width: int) -> Render
         rows.append(
             (
                 "  *" if gpu["is_chosen"] else "",
-                plain(gpu.get("label", gpu["index"])),
+                plain(gpu["label"]),
                 Text(health, style=health_style(health)),
                 _free(1 - gpu["free_cores"] / CORES_PER_GPU, f"{gpu['free_cores']} free", bar_width),
                 _free(1 - free / total if total else None, f"{gib(free)} of {gib(total)} GiB free", bar_width),
@@ -203,7 +199,7 @@ async def run(call: Invocation) -> int:
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
         with suppress(AgentError):  # what was decided is shown also where the node cannot be read
             containers = (await read_node(agent))["containers"]
-            limits = {(one.get("pod_uid"), one["container"]): one.get("not_limited") for one in containers}
+            limits = {(one["pod_uid"], one["container"]): one["not_limited"] for one in containers}
             for decision in chosen:
                 if why := limits.get((decision["pod_uid"], decision["container"])):
                     decision["not_limited"] = why
@@ -271,23 +267,17 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
             raw = await read_pod(api, namespace, pod)
             found = read_pod_json(raw)
-            scheduler = pod_needs(found.spec).scheduler
     except NotFound as error:
         return f"{error}."
     except (AgentError, TimeoutError):
         return ""
     if not (node := found.spec.node_name):
-        # An agent's own account may not list nodes: then whoever asks is led to his own rights.
-        with suppress(AgentError):
+        try:
             async with open_cluster(settings) as api:
                 await explain_waiting(api, settings, raw, form=call.options.output)
             return None
-        asked = f"kubectl gpushare explain -n {found.meta.namespace} {pod}"
-        others = (
-            f"; scheduler {plain(scheduler)}, which it names, has to place it" if scheduler != DEFAULT_SCHEDULER else ""
-        )
-        mistaken = plain(mistakes(found, cluster_names(settings)))
-        return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}".rstrip()
+        except AgentError as error:  # an agent's own account may not list nodes
+            return f"{error}. With your own rights: `kubectl gpushare explain -n {found.meta.namespace} {pod}`."
     if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
         return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (

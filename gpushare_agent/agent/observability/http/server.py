@@ -133,7 +133,7 @@ class WebServer(Struct, eq=False):
         return listeners
 
     def _handlers(self) -> dict[str, Handler]:
-        """By path; an added route replaces one of the same path."""
+        """By path."""
         queue = RequestQueue()
         # Costly requests wait in the queue. The kubelet's probes are answered outside it: a slow scrape must not
         # restart the agent.
