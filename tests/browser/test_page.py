@@ -481,17 +481,6 @@ async def test_an_old_sample_is_stale_and_nothing_beside_it_ready() -> None:
         assert not await browser.script("return document.querySelector('#ready').checkVisibility()")
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 3])
-async def test_few_gpus_have_the_whole_width(gpus: int) -> None:
-    async with opened(SampleNode(gpus=gpus, containers=3), width=1920) as (browser, _):
-        row, *widths = await browser.script(
-            "return ['#gpus', '#gpus > article'].flatMap((one) => [...document.querySelectorAll(one)])"
-            ".map((one) => one.getBoundingClientRect().width)"
-        )
-    assert len(widths) == gpus
-    assert sum(widths) > 0.97 * row
-
-
 @pytest.mark.parametrize(("width", "screens"), [(1920, 1), (1024, 2), (375, 2)])
 async def test_many_gpus_leave_the_containers_in_sight(width: int, screens: int) -> None:
     """Without curves and lists, which a choice brings back; so few screens of 1080 pixels above the containers."""

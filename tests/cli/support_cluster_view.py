@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Raw
 
+from gpushare_agent.core.cli.command_line import CommandLine
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS
 from gpushare_agent.core.kube.session import Watched
 from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
+from tests.cli.support_cli import raw_list
+from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import json_server
 from tests.support_json import undecoded
 
 SETTINGS = load_settings([], {"NODE_NAME": "desk"}).settings
@@ -39,6 +46,18 @@ class Cluster:
 
     async def read(self) -> ReadCluster:
         return await read_cluster_view(self, SETTINGS)  # type: ignore[arg-type] # it lists, and no more is asked of it
+
+
+async def ran(cluster: Cluster, directory: Path, *words: str, line: CommandLine = PLUGIN_LINE, **answers: Any) -> int:
+    """A command of the plugin on an API server with the cluster and no quota, and with further `answers` by path."""
+    lists = {
+        "/api/v1/nodes": raw_list(cluster.nodes),
+        "/api/v1/pods": raw_list(cluster.pods),
+        "/api/v1/namespaces/kube-system/configmaps": raw_list([]),
+    }
+    async with json_server(lists | answers) as server:
+        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
+        return await asyncio.to_thread(line.main, [*words, "--kubeconfig", str(kubeconfig)], {})
 
 
 def node(

@@ -107,14 +107,6 @@ async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     assert _node_rows(unpacked) == _node_rows(plain)
 
 
-async def test_who_refuses_gzip_gets_none() -> None:
-    """A quality of zero is a refusal."""
-    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession(auto_decompress=False) as session:
-        for accepted, packing in (("gzip;q=0", None), ("br, gzip;q=0.000", None), ("gzip;q=0.5", "gzip")):
-            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
-                assert response.headers.get("Content-Encoding") == packing, accepted
-
-
 def _node_rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if 'node="n1"' in line]
 
@@ -199,16 +191,6 @@ async def test_version_and_index() -> None:
         assert (await _get(f"{url}/absent"))[0] == 404
 
 
-async def test_an_added_route_replaces_one_of_the_same_path() -> None:
-    """A dashboard may take the index's place."""
-
-    async def show(_request: web.Request) -> web.Response:
-        return web.Response(text="dashboard")
-
-    async with served(routes=[("/", show)]) as url:
-        assert await _get(f"{url}/") == (200, "dashboard")
-
-
 async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
     """The error names address and port and the cure."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -223,14 +205,6 @@ async def test_an_address_that_is_not_ours_ends_the_start(addr: str) -> None:
     """An unknown name and another machine's address are named with the setting."""
     with pytest.raises(StartupError, match="check --query-addr"):
         await WebServer(addr, 0, metrics=AgentMetrics(), ready=list).run()
-
-
-async def test_localhost_is_served_on_each_of_its_addresses() -> None:
-    """A name with several addresses is reachable at all that this machine has, on one port."""
-    server = WebServer("localhost", 0, metrics=AgentMetrics(), ready=list)
-    async with running(server.run):
-        port = await server.wait_listening()
-        assert (await _get(f"http://localhost:{port}/healthz"))[0] == 200
 
 
 async def test_the_port_is_free_after_the_end() -> None:
