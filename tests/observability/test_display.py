@@ -19,6 +19,7 @@ from aiohttp import ClientSession
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from gpushare_agent import __version__
 from gpushare_agent.agent.observability.display import (
     DisplayServer,
     Usage,
@@ -285,7 +286,7 @@ async def test_the_web_port_gives_the_same_messages_as_json() -> None:
             assert answer.status == 405
     assert found["/graph"] == {"graph": GRAPH}
     assert found["/usage"] == shown_usage(snapshot(usage=usage_round()))
-    assert found["/version"] == {"version": "1.2.3"}
+    assert found["/version"] == {"version": __version__}
 
 
 async def _accept(listener: socket.socket) -> socket.socket:

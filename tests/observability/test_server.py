@@ -184,7 +184,7 @@ async def test_version_and_index() -> None:
         return web.Response(text="more")
 
     async with served(routes=[("/extra", show)]) as url:
-        assert await _get(f"{url}/version") == (200, f'{{"version": "{__version__}"}}\n')
+        assert await _get(f"{url}/version") == (200, f'{{"version":"{__version__}"}}\n')
         assert await _get(f"{url}/extra") == (200, "more")
         index = (await _get(f"{url}/"))[1]
         assert all(path in index for path in ("/metrics", "/readyz", "/extra"))
