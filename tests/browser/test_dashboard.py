@@ -255,7 +255,8 @@ async def test_a_gpu_has_its_changes_and_a_new_agent_still_has_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("gpus", "width", "columns"), [(1, 1920, 1), (3, 1920, 3), (8, 1024, 3), (8, 1280, 4), (16, 1920, 4), (4, 375, 1)]
+    ("gpus", "width", "columns"),
+    [(1, 1920, 1), (2, 1920, 2), (3, 1920, 2), (8, 1024, 3), (8, 1280, 4), (16, 1920, 4), (4, 375, 1)],
 )
 async def test_so_many_columns_have_the_gpus(gpus: int, width: int, columns: int) -> None:
     """And the whole width."""
