@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from msgspec import Raw, Struct
@@ -70,14 +69,15 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     state.put_resources(reader.resources)
     for node, _ in nodes:
         state.put_node(node, 0.0)
-    used, extenders = defaultdict[str, Counter[str]](Counter), Counter[bool]()
-    pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=reader.names, used=used, extenders=extenders))
-    if quota.namespaces and not extenders[True]:
+    reader_of_pods = _PodsReader(reader.names)
+    pods, _ = await api.list_all(LIVE_PODS, reader_of_pods.pod)
+    if quota.namespaces and not reader_of_pods.has_extender:
         quota, problem = Quota(), QUOTA_NOT_KEPT
     state.quota.quota = quota
     for one in pods:
         state.put_pod(one.pod, 0.0)
     facts = {node.name: of_node for node, of_node in nodes}
+    used = reader_of_pods.used
     view = view_of(state, facts, {one.pod.uid: one for one in pods}, lambda ledger: used[ledger.node.name])
     return ReadCluster(view=view, state=state, quota_problem=problem)
 
@@ -154,18 +154,24 @@ def shows_extender(pod: PodJson) -> bool:
     return not pod.spec.node_name and "quota" in scheduler_message(pod)
 
 
-def _read_pod(
-    raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str]], extenders: Counter[bool]
-) -> PodView | None:
-    """A pod that asks for GPUs; what every pod asks of its node is added to `used`, and what it shows to `extenders`."""
-    try:
-        read = read_pod_json(raw)
-    except Corrupt:
-        return None
-    extenders[shows_extender(read)] += 1
-    if read.spec.node_name:
-        used[read.spec.node_name].update(pod_needs(read.spec, names.names).requests)
-    return pod_view(read, names)
+class _PodsReader:
+    """Reads pods. `used` is what they ask of each node; `has_extender`: one of them shows an extender."""
+
+    def __init__(self, names: ResourceNames) -> None:
+        self._names = names
+        self.used: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.has_extender = False
+
+    def pod(self, raw: Raw) -> PodView | None:
+        """One that asks for GPUs."""
+        try:
+            read = read_pod_json(raw)
+        except Corrupt:
+            return None
+        self.has_extender = self.has_extender or shows_extender(read)
+        if read.spec.node_name:
+            self.used[read.spec.node_name].update(pod_needs(read.spec, self._names.names).requests)
+        return pod_view(read, self._names)
 
 
 def pod_view(read: PodJson, names: ResourceNames) -> PodView | None:
