@@ -4,7 +4,7 @@
 import { arrange, byId, h, keepClear, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy, kindOf } from "./health.js";
-import { Hues } from "./hues.js";
+import { huesOf } from "./hues.js";
 import { read } from "./reading.js";
 import { startTheme } from "./theme.js";
 import { plus, Uses } from "./uses.js";
@@ -365,7 +365,6 @@ class NodeView {
     this.badges = h("span", { class: "badges" });
     this.strip = h("span", { class: "strip", role: "img" });
     this.rows = new Map(); // GPU's index -> row
-    this.hues = new Hues();
     this.body = h("tbody");
     this.unknown = h("p", { class: "quiet", hidden: true });
     this.mig = h("ul", { class: "quiet" });
@@ -390,8 +389,8 @@ class NodeView {
     ].filter(Boolean);
     const wanted = badges.length ? badges : [["good", "✓ Healthy"]];
     once(this.badges, wanted, () => wanted.map(badge));
-    this.hues.put(gpus.map((gpu) => node.reservations.filter((one) => gpu.index in one.charges).map((one) => one.pod_uid)));
-    const shares = gpus.map((gpu) => [kindOf(gpu), sharesOf(node, gpu).map(([uid, size]) => [this.hues.of(uid), size])]);
+    this.hues = huesOf(gpus.map((gpu) => node.reservations.filter((one) => gpu.index in one.charges).map((one) => one.pod_uid)));
+    const shares = gpus.map((gpu) => [kindOf(gpu), sharesOf(node, gpu).map(([uid, size]) => [this.hues.get(uid) ?? 0, size])]);
     once(this.strip, shares, () => shares.map(([kind, parts]) => h("i", { "data-kind": kind }, parts.map(([hue, size]) => {
       const part = h("b", { class: `hue-${hue}` });
       vary(part, "--size", size.toFixed(3));
@@ -450,7 +449,7 @@ class NodeView {
     parts(cores, format.coresAllocated(gpu), use?.sm, format.percent);
     parts(memory, `${format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)} allocated`, use?.memory, format.bytes);
     once(state, [isUnhealthy(gpu), gpu.health_reason, gpu.cordoned], () => states(gpu));
-    const texts = pods.map((one) => [this.hues.of(one.pod_uid), podText(one, gpu.index)]);
+    const texts = pods.map((one) => [this.hues.get(one.pod_uid), podText(one, gpu.index)]);
     once(who, texts, () => (texts.length ? [h("ul", {}, texts.map(([hue, text]) => h("li", {}, h("i", { class: `swatch hue-${hue}` }), text)))] : []));
     return row.element;
   }

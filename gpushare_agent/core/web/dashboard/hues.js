@@ -5,27 +5,16 @@
 const HUES = 24;
 const STEP = 7; // far apart on the wheel, and each hue is reached
 
-/** The hues of a node's pods. */
-export class Hues {
-  #known = new Map();
-
-  /** Of a pod's UID, or a container's key, UID/CONTAINER. */
-  of(key) {
-    return this.#known.get(key.split("/", 1)[0]) ?? 0;
+/** By UID; `gpus` are the UIDs of the pods on each GPU of a node. */
+export function huesOf(gpus) {
+  const hues = new Map();
+  for (const uid of [...new Set(gpus.flat())].sort()) {
+    const taken = new Set(gpus.filter((uids) => uids.includes(uid)).flat().map((one) => hues.get(one)));
+    let hue = hash(uid) % HUES;
+    for (let tried = 1; taken.has(hue) && tried < HUES; tried += 1) hue = (hue + STEP) % HUES;
+    hues.set(uid, hue);
   }
-
-  /** `gpus` are the UIDs on each GPU. Answers whether a pod that was there has another hue now. */
-  put(gpus) {
-    const before = this.#known;
-    this.#known = new Map();
-    for (const uid of [...new Set(gpus.flat())].sort()) {
-      const taken = new Set(gpus.filter((uids) => uids.includes(uid)).flat().map((one) => this.#known.get(one)));
-      let hue = hash(uid) % HUES;
-      for (let tried = 1; taken.has(hue) && tried < HUES; tried += 1) hue = (hue + STEP) % HUES;
-      this.#known.set(uid, hue);
-    }
-    return [...before].some(([uid, hue]) => (this.#known.get(uid) ?? hue) !== hue);
-  }
+  return hues;
 }
 
 /** FNV-1a, its bits mixed once more: UIDs that differ in one place get unlike colours. */
