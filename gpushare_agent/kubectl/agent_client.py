@@ -57,13 +57,7 @@ async def read_node(agent: AgentClient, *, has_processes: bool = False) -> NodeD
     """With `has_processes` with each process, as far as the agent knows them. Raises AgentError, Corrupt where the answer is
     of a format that this program does not know."""
     query = {"processes": "true"} if has_processes else {}
-    try:
-        return check_document(NodeDocument, await agent.get("/api/v1/node", query), agent.name)
-    except Rejected:
-        # An agent older than the parameter; any other refusal comes again.
-        if not query:
-            raise
-        return await read_node(agent)
+    return check_document(NodeDocument, await agent.get("/api/v1/node", query), agent.name)
 
 
 async def read_gpu_history(agent: AgentClient) -> HistoryDocument:
@@ -143,7 +137,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
     body = " ".join(content[:300].decode("utf-8", "replace").split())
     text = f"{what}: the answer is {status} ({body or 'no text'})"
     if status == 404:
-        return NotFound(f"{text}; this is another program, or an agent older than these commands")
+        return NotFound(f"{text}; this is another program")
     # The agent answers 503 while too many requests wait.
     if status in (429, 503):
         return Unavailable(f"{text}; try again")

@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from msgspec import Raw, Struct
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 from gpushare_agent.core.kit.json_schema import decoded_or
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.kube.pods import PodJson, read_pod_json
+from gpushare_agent.core.kube.pods import PodJson, read_pod_json, scheduler_message
 from gpushare_agent.core.kube.scheduling import NodeOffer, node_offer, pod_needs
 from gpushare_agent.core.kube.session import KubeLists, Watched
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
@@ -39,10 +38,12 @@ from gpushare_agent.kubectl.decisions.cluster_view import ClusterView, NodeView,
 from gpushare_agent.kubectl.decisions.instances import ClaimCluster, ClaimJson, SliceJson
 
 T = TypeVar("T")
+_NAME_LABEL, EXTENDER_NAME = "app.kubernetes.io/name", "gpushare-agent-extender"
+QUOTA_NOT_KEPT = "no extender keeps it here: none is Ready"
 
 
 class ReadCluster(Struct, frozen=True, kw_only=True):
-    """`state` is the extender's of the same cluster. `quota_problem` is why the quota is not known, empty where it is."""
+    """`state` is the extender's of the same cluster. `quota_problem` is why the quota does not count, if so."""
 
     view: ClusterView
     state: ClusterState
@@ -64,15 +65,19 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     reader = NodesReader(settings)
     nodes, _ = await api.list_all(ALL_NODES, reader.node)
     state = new_state(settings, reader.names)
-    state.quota.quota, problem = await read_quota_of(api, settings)
+    quota, problem = await read_quota_of(api, settings)
     state.put_resources(reader.resources)
     for node, _ in nodes:
         state.put_node(node, 0.0)
-    used: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    pods, _ = await api.list_all(LIVE_PODS, partial(_read_pod, names=reader.names, used=used))
+    reader_of_pods = _PodsReader(reader.names)
+    pods, _ = await api.list_all(LIVE_PODS, reader_of_pods.pod)
+    if quota.namespaces and not reader_of_pods.has_extender:
+        quota, problem = Quota(), QUOTA_NOT_KEPT
+    state.quota.quota = quota
     for one in pods:
         state.put_pod(one.pod, 0.0)
     facts = {node.name: of_node for node, of_node in nodes}
+    used = reader_of_pods.used
     view = view_of(state, facts, {one.pod.uid: one for one in pods}, lambda ledger: used[ledger.node.name])
     return ReadCluster(view=view, state=state, quota_problem=problem)
 
@@ -142,15 +147,31 @@ def _uncordonable(node: ClusterNode, reported: Sequence[GpuReport]) -> frozenset
     return frozenset(gpu.index for gpu in reported if gpu.cordoned and gpu.would_be_healthy)
 
 
-def _read_pod(raw: Raw, names: ResourceNames, used: defaultdict[str, Counter[str]]) -> PodView | None:
-    """A pod that asks for GPUs; what every pod asks of its node is added to `used`."""
-    try:
-        read = read_pod_json(raw)
-    except Corrupt:
-        return None
-    if read.spec.node_name:
-        used[read.spec.node_name].update(pod_needs(read.spec, names.names).requests)
-    return pod_view(read, names)
+def shows_extender(pod: PodJson) -> bool:
+    """Whether it is a Ready extender, or waits because one refused it for the quota: a sandbox's extender has no pod."""
+    if pod.meta.labels.get(_NAME_LABEL) == EXTENDER_NAME:
+        return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions)
+    return not pod.spec.node_name and "quota" in scheduler_message(pod)
+
+
+class _PodsReader:
+    """Reads pods. `used` is what they ask of each node; `has_extender`: one of them shows an extender."""
+
+    def __init__(self, names: ResourceNames) -> None:
+        self._names = names
+        self.used: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.has_extender = False
+
+    def pod(self, raw: Raw) -> PodView | None:
+        """One that asks for GPUs."""
+        try:
+            read = read_pod_json(raw)
+        except Corrupt:
+            return None
+        self.has_extender = self.has_extender or shows_extender(read)
+        if read.spec.node_name:
+            self.used[read.spec.node_name].update(pod_needs(read.spec, self._names.names).requests)
+        return pod_view(read, self._names)
 
 
 def pod_view(read: PodJson, names: ResourceNames) -> PodView | None:

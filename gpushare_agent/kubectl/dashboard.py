@@ -61,12 +61,13 @@ from gpushare_agent.extender.cluster_state import MAX_ASKING
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import signature_of
-from gpushare_agent.extender.decisions.quota import NOTHING
+from gpushare_agent.extender.decisions.quota import NOTHING, Quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
+    QUOTA_NOT_KEPT,
     NodeFacts,
     NodesReader,
     ReadCluster,
@@ -75,12 +76,14 @@ from gpushare_agent.kubectl.cluster_reading import (
     pod_view,
     read_claims,
     read_quota_of,
+    shows_extender,
     view_of,
 )
 from gpushare_agent.kubectl.decisions.cluster_view import NodeView, PodView, hindrance
 from gpushare_agent.kubectl.decisions.instances import ClaimCluster
 from gpushare_agent.kubectl.explain_waiting import (
     asked_by,
+    first_reason,
     lines_of,
     may_want_instances,
     waiting_document,
@@ -122,6 +125,8 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
     """Those that wait for something else, perhaps for a MIG instance."""
     others: dict[PodUid, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
     """What pods ask of their node besides CPU, memory and GPUs."""
+    extenders: dict[PodUid, bool] = field(default_factory=dict)
+    """Those that show that an extender keeps the quota."""
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -133,13 +138,15 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         _keep(self.waiting, uid, read if waits else None)
         others, node = _of_other_resources(read.spec, names.names), read.spec.node_name
         _keep(self.others, uid, (node, others) if node and others else None)
+        _keep(self.extenders, uid, shows_extender(read) or None)
         claims = not waits and not read.spec.node_name and may_want_instances(read)
         _keep(self.claiming, uid, read if claims else None)
-        return is_ours
+        # The informer tells the end of those alone of which this returned True.
+        return bool(is_ours or waits or claims)
 
     def remove(self, key: str) -> None:
         super().remove(key)
-        for kept in (self.views, self.waiting, self.claiming, self.others):
+        for kept in (self.views, self.waiting, self.claiming, self.others, self.extenders):
             kept.pop(PodUid(key), None)
 
 
@@ -177,7 +184,7 @@ class ClusterPage:
         self._names = names = replace(names, gpu=())  # a node's object does not show NVIDIA's units
         self._facts: dict[str, NodeFacts] = {}
         self._port = port
-        self._quota_problem, self._quota_at = "", -math.inf
+        self._quota, self._quota_problem, self._quota_at = Quota(), "", -math.inf
         self._claims, self._claims_at = ClaimCluster(slices=(), claims=(), classes=()), -math.inf
         metrics = ExtenderMetrics()
         self._state = new_state(settings, names)
@@ -310,7 +317,9 @@ class ClusterPage:
         if not asked["uid"]:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
             return json_answer(request, {"count": len(waiting), "pods": first, "claims_problem": problem})
-        problem = await self._read_quota(api)
+        await self._read_quota(api)
+        is_kept, problem = self._is_quota_kept(), self._quota_problem
+        self._state.quota.quota = self._quota if is_kept else Quota()
         uid = PodUid(asked["uid"])
         pod = self._pods.waiting.get(uid) or self._pods.claiming.get(uid)
         used: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -318,7 +327,7 @@ class ClusterPage:
             used[node].update(more)
         # The cluster now, as `explain` lists it.
         view = view_of(self._state, self._facts, self._pods.views, lambda one: used[one.node.name] | _hosted(one))
-        read = ReadCluster(view=view, state=self._state, quota_problem=problem)
+        read = ReadCluster(view=view, state=self._state, quota_problem=problem if is_kept else QUOTA_NOT_KEPT)
         try:
             found = await waiting_document(api, read, pod) if pod is not None else None
         except AgentError as e:
@@ -335,22 +344,24 @@ class ClusterPage:
             self._claims_at = time.monotonic()
         return self._claims
 
-    async def _read_quota(self, api: KubeApi) -> str:
-        """Puts the quota into the state; why it is not known."""
+    async def _read_quota(self, api: KubeApi) -> None:
+        """The quota, and why it is not known."""
         try:
-            self._state.quota.quota, problem = await read_quota_of(api, self._settings)
+            self._quota, self._quota_problem = await read_quota_of(api, self._settings)
         except AgentError as e:  # the page shows what it has
-            return str(e)
-        return problem
+            self._quota_problem = str(e)
+
+    def _is_quota_kept(self) -> bool:
+        return bool(self._pods.extenders) or not self._quota.namespaces
 
     async def _show_namespaces(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """What each namespace has allocated, as quotas count it, and how it stands with its quota: of those that have pods
         on nodes, or a quota."""
         if time.monotonic() - self._quota_at > QUOTA_S:
-            self._quota_problem = await self._read_quota(api)
+            await self._read_quota(api)
             self._quota_at = time.monotonic()
         state, names = self._state.quota, self._names
-        limited = state.quota.namespaces if state.quota is not None and not self._quota_problem else {}
+        limited = self._quota.namespaces if not self._quota_problem else {}
         used = state.totals()
 
         def document(name: str) -> Mapping[str, Any]:
@@ -364,7 +375,9 @@ class ClusterPage:
             }
 
         found = await join_in_slices((encode(document(name)) for name in sorted({*used, *limited})), b",")
-        head = encode({"quota_problem": self._quota_problem})
+        head = encode(
+            {"quota_problem": self._quota_problem, "quota_note": "" if self._is_quota_kept() else QUOTA_NOT_KEPT}
+        )
         return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 
     def _waiting(self, read: PodJson) -> dict[str, Any]:
@@ -373,6 +386,7 @@ class ClusterPage:
         uid, offer = PodUid(read.meta.uid or ""), self._state.offer
         known = self._pods.views.get(uid)
         is_mistaken = known is None or mistakes(read, self._names, Offer(offer.resources))
+        message, mistake = scheduler_message(read), mistakes(read, self._names, offer)
         containers = () if known is None or is_mistaken else known.pod.containers
         requests = [request_of(one, self._names) for one in containers[:MAX_ASKING]]
         return {
@@ -385,8 +399,10 @@ class ClusterPage:
             ],
             "more_requests": max(len(containers) - MAX_ASKING, 0),
             "nominated_node": (read.status.nominated_node_name or "")[:_MAX_NODE_CHARS],
-            "message": scheduler_message(read),
-            "mistake": mistakes(read, self._names, offer),
+            "since": read.meta.created_at,
+            "reason": first_reason(message, mistake),
+            "message": message,
+            "mistake": mistake,
         }
 
     def _nodes_for(self, waits: PodJson, read: ReadCluster) -> dict[str, Any]:

@@ -19,15 +19,13 @@ from rich.text import Text
 
 from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
-from gpushare_agent.core.kube.pods import read_pod_json
-from gpushare_agent.core.kube.scheduling import DEFAULT_SCHEDULER, pod_needs
+from gpushare_agent.core.kube.pods import MAX_MESSAGE_CHARS, read_pod_json
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
-from gpushare_agent.core.placement.mistakes import mistakes
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
-from gpushare_agent.kubectl.cluster_nodes import cluster_names, open_cluster
+from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
 
 _POLICIES = {
@@ -46,8 +44,8 @@ _RETRIED = "Nothing: the pod's controller replaces it and the next try may succe
 ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
     RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
-    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end if this one has so many",
-    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end if a GPU has so much",
+    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end",
+    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end",
     RefusalReason.FRAGMENTED: "The node has enough in all, but on no single GPU: ask for less, or wait until pods here end",
     RefusalReason.SHARING_DISABLED: "Ask for whole GPUs (a multiple of 100 cores), or use a node that shares its GPUs",
     RefusalReason.UNKNOWN_DEVICE: "Restart the kubelet if it recurs: it named a device that this node does not offer",
@@ -59,6 +57,12 @@ ADVICE: dict[str, str] = {
     RefusalReason.QUOTA_EXCEEDED: "Wait until pods of the namespace end, ask for less, or have the quota raised",
     RefusalReason.WRONG_POOL: "Use a node of a pool that the namespace's quota names, or have the pool added to it",
 }
+
+TOO_LARGE: dict[str, str] = {
+    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, or use a node with more GPUs",
+    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, or use a node with larger GPUs",
+}
+"""Where the end of pods would not help."""
 
 CLAIM_ADVICE: dict[str, str] = {
     RefusalReason.INVALID_REQUEST: "Correct the claim, its template or its class, as the refusal states",
@@ -77,7 +81,7 @@ def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableTyp
 def _title(decision: DecisionDocument) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    names = ", ".join(plain(label) for label in decision.get("labels", decision["gpus"]))
+    names = ", ".join(map(plain, decision["labels"]))
     what = f"got GPU {names}" if is_allocated else f"was refused: {plain(decision['reason'])}"
     if is_allocated and len(decision["gpus"]) > 1:
         what = f"got GPUs {names}"
@@ -91,10 +95,8 @@ def _title(decision: DecisionDocument) -> Text:
 def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
-        facts.append(("do", _advice(decision["resource"], decision["reason"])))
-    facts += [
-        (name, plain(decision.get(field, ""))) for name, field in (("ignored", "ignored"), ("limits", "not_limited"))
-    ]
+        facts.append(("do", _advice(decision)))
+    facts += [("ignored", plain(decision["ignored"])), ("limits", plain(decision.get("not_limited", "")))]
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
@@ -116,10 +118,24 @@ def _policy(decision: DecisionDocument) -> str:
     return f"{plain(policy)}: {_POLICIES[policy]}" if policy in _POLICIES else plain(policy)
 
 
-def _advice(resource: str, reason: str) -> str:
+def _advice(decision: DecisionDocument) -> str:
+    known, reason = ADVICE, decision["reason"]
     # A claim is tried again by the kubelet, where a pod that is refused at admission has failed.
-    known = ADVICE | CLAIM_ADVICE if resource == CLAIMS_RESOURCE else ADVICE
+    if decision["resource"] == CLAIMS_RESOURCE:
+        known = ADVICE | CLAIM_ADVICE
+    elif _is_too_large(decision):
+        known = ADVICE | TOO_LARGE
     return f"{known[reason]}." if reason in known else ""
+
+
+def _is_too_large(decision: DecisionDocument) -> bool:
+    """Whether the node's GPUs are too few or too small, however much of them is free."""
+    asked, gpus = decision["asked"], decision["candidates"]
+    if asked is None or not gpus:
+        return False
+    wanted = max(1, asked["cores"] // CORES_PER_GPU)
+    largest = sorted((gpu["total_memory_bytes"] for gpu in gpus), reverse=True)[:wanted]
+    return wanted > len(gpus) or asked["memory_bytes"] > sum(largest)
 
 
 def _candidates_table(candidates: Sequence[Candidate], bar_width: int) -> RenderableType:
@@ -131,7 +147,7 @@ def _candidates_table(candidates: Sequence[Candidate], bar_width: int) -> Render
         rows.append(
             (
                 "  *" if gpu["is_chosen"] else "",
-                plain(gpu.get("label", gpu["index"])),
+                plain(gpu["label"]),
                 Text(health, style=health_style(health)),
                 _free(1 - gpu["free_cores"] / CORES_PER_GPU, f"{gpu['free_cores']} free", bar_width),
                 _free(1 - free / total if total else None, f"{gib(free)} of {gib(total)} GiB free", bar_width),
@@ -183,7 +199,7 @@ async def run(call: Invocation) -> int:
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
         with suppress(AgentError):  # what was decided is shown also where the node cannot be read
             containers = (await read_node(agent))["containers"]
-            limits = {(one.get("pod_uid"), one["container"]): one.get("not_limited") for one in containers}
+            limits = {(one["pod_uid"], one["container"]): one["not_limited"] for one in containers}
             for decision in chosen:
                 if why := limits.get((decision["pod_uid"], decision["container"])):
                     decision["not_limited"] = why
@@ -251,23 +267,19 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
             raw = await read_pod(api, namespace, pod)
             found = read_pod_json(raw)
-            scheduler = pod_needs(found.spec).scheduler
     except NotFound as error:
         return f"{error}."
     except (AgentError, TimeoutError):
         return ""
     if not (node := found.spec.node_name):
-        # An agent's own account may not list nodes: then whoever asks is led to his own rights.
-        with suppress(AgentError):
+        try:
             async with open_cluster(settings) as api:
                 await explain_waiting(api, settings, raw, form=call.options.output)
             return None
-        asked = f"kubectl gpushare explain -n {found.meta.namespace} {pod}"
-        others = (
-            f"; scheduler {plain(scheduler)}, which it names, has to place it" if scheduler != DEFAULT_SCHEDULER else ""
-        )
-        mistaken = plain(mistakes(found, cluster_names(settings)))
-        return f"it is on no node yet{others}, and `{asked}` says what would let it start. {mistaken}".rstrip()
+        except AgentError as error:  # an agent's own account may not list nodes
+            return f"{error}. With your own rights: `kubectl gpushare explain -n {found.meta.namespace} {pod}`."
+    if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
+        return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (
         f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
         "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "

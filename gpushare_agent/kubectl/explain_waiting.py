@@ -202,6 +202,12 @@ def asked_by(pod: PodJson) -> str:
     return ", ".join([*asked, *(f"claim {one.name}" for one in pod.spec.claims)][:_MOST_ASKED])
 
 
+def first_reason(message: str, mistake: str) -> str:
+    """Of a pod that waits, in short: its mistake, else the first of the reasons that kube-scheduler counts."""
+    said = message.partition(" nodes are available: ")[2] or message
+    return mistake or re.split(r"(?<=\S), (?=\d+ )|\. ", said, maxsplit=1)[0]
+
+
 def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
     """The request next to what agents offer: the scheduler refuses without a word of the cause."""
     names, mistyped = settings.resources, mistyped_annotations(pod.meta.annotations)

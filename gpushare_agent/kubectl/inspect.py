@@ -236,23 +236,19 @@ def reported_part(gpu: GpuDocument) -> ReportedGpu:
     return cast("ReportedGpu", {name: gpu[name] for name in ReportedGpu.__annotations__ if name in gpu})  # type: ignore[literal-required]
 
 
-def _charged(cores: int, allocated: object) -> int:
-    """The cores in the row of its GPU: not the compute that comes with GPUShare's memory."""
-    return 0 if isinstance(allocated, dict) and allocated.get("cores") == 0 else cores
-
-
 def node_of_document(document: NodeDocument) -> InspectedNode:
     """One node as its agent shows it."""
     return {
         "node": document["node"],
         "remark": "",
         "gpus": [reported_part(gpu) for gpu in document["gpus"]],
-        "mig_gpus": [*document.get("mig_gpus", ())],
+        "mig_gpus": [*document["mig_gpus"]],
         "containers": [
             inspected_container(
                 *(one["namespace"], one["pod"], one["container"]),
                 gpus=[gpu["index"] for gpu in one["gpus"]],
-                size=(_charged(one["cores"], one.get("allocated")), one["memory_bytes"]),
+                # Not the compute that comes with GPUShare's memory.
+                size=(one["cores"] if one["allocated"]["cores"] else 0, one["memory_bytes"]),
             )
             for one in document["containers"]
         ],

@@ -111,7 +111,7 @@ def top_lines(document: documents.NodeDocument, width: int = PIPE_WIDTH, choice:
             lines += _process_lines(part["usage"] or {}) if choice.has_processes else ()
         # They have no name that a filter could match.
         lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
-    for divided in document.get("mig_gpus", ()) if not choice.filter else ():
+    for divided in document["mig_gpus"] if not choice.filter else ():
         cells = {FIRST: f"{divided['index']} {divided['name']}", STATE: health_word(divided), CORES_COLUMN: "MIG"}
         style = health_style(cells[STATE])
         lines.append(Line(cells=cells, is_gpu=True, style=style))
@@ -187,7 +187,7 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
             SM: SmSource.MPS
             if source == SmSource.MPS
             else percent(usage.get("sm_ratio")) + (PAID if source == SmSource.LIBRARY else ""),
-            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}" + (NOT_LIMITED if container.get("not_limited") else ""),
+            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}" + (NOT_LIMITED if container["not_limited"] else ""),
         },
         loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
         # Any other word is the kubelet's reason why a container does not run, such as CrashLoopBackOff.
@@ -196,17 +196,15 @@ def _container_line(container: documents.ContainerDocument, part: documents.Cont
 
 
 def _process_lines(usage: documents.ContainerUsage) -> list[Line]:
-    """What an agent knows of each; an older one has their PIDs alone, and each the 64 with the most memory."""
-    pids, processes = usage.get("pids", ()), usage.get("processes")
-    if processes is None:
-        return [Line(cells={FIRST: f"    process {pid}"}) for pid in pids]
+    """The 64 with the most memory, as far as they were asked for."""
+    pids, processes = usage.get("pids", ()), usage.get("processes", ())
     lines = []
     for one in processes:
         inner, command = one.get("pid_in_container"), one.get("command")
         text = f"    process {one['pid']} {command or ''}".rstrip() + (f", inside {inner}" if inner is not None else "")
         cells = {FIRST: text, **_use_of_process(one)}
         lines.append(Line(cells=cells, loads={SM: one["sm_ratio"]}))
-    more = len(pids) - len(processes)
+    more = len(pids) - len(processes) if processes else 0
     return [*lines, *([Line(cells={FIRST: f"    {more} more, with less memory"})] if more > 0 else ())]
 
 
@@ -401,7 +399,7 @@ def heading(document: documents.NodeDocument, width: int = PIPE_WIDTH) -> list[T
     node = [
         f"node {document['node']}",
         "ready" if agent["is_ready"] else "NOT READY",
-        "".join(gpus_in_words([(gpus, document.get("mig_gpus", ()))])),
+        "".join(gpus_in_words([(gpus, document["mig_gpus"])])),
         counted(len(document["containers"]), "container"),
         _sampled(document),
         f"isolation {agent['isolation']}",

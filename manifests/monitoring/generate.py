@@ -171,176 +171,142 @@ def costs_table() -> Panel:
     )
 
 
+def now() -> list[Panel]:
+    reserved = f"sum(gpushare_gpu_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_gpu_cores_capacity_ratio{{{GPU}}})"
+    memory = f"sum(gpushare_gpu_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_gpu_memory_capacity_bytes{{{GPU}}})"
+    return [
+        stat("GPUs", "GPUs that the chosen nodes offer.", "short", f"count(gpushare_gpu_healthy{{{GPU}}})"),
+        stat(
+            "Unhealthy GPUs",
+            "GPUs that are offered to no new pod, those that an operator cordoned included.",
+            "short",
+            f"count(gpushare_gpu_healthy{{{GPU}}}) - sum(gpushare_gpu_healthy{{{GPU}}})",
+            red=1,
+        ),
+        stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9),
+        stat("Memory allocated", "Of all GPUs.", "percentunit", memory, orange=0.9),
+        stat(
+            "Compute used",
+            "Mean SM use of all GPUs.",
+            "percentunit",
+            f"avg(gpushare_gpu_sm_utilization_ratio{{{GPU}}})",
+        ),
+        stat(
+            "Refusals in an hour",
+            "Allocate calls that were refused.",
+            "short",
+            'sum(increase(gpushare_admissions_total{node=~"$node", outcome="refused"}[1h]))',
+            red=1,
+        ),
+    ]
+
+
+def of_gpus() -> list[Panel]:
+    def each(title: str, about: str, unit: str, name: str, **defaults: Any) -> Panel:
+        return lines(title, about, unit, query(f"gpushare_gpu_{name}{{{GPU}}}", "{{node}} {{gpu}}"), **defaults)
+
+    return [
+        each("SM use per GPU", "Time in which a GPU computed.", "percentunit", "sm_utilization_ratio", max=1),
+        each("Memory used per GPU", "By whomever.", "bytes", "memory_used_bytes"),
+        each("Temperature", "As the GPU reports it.", "celsius", "temperature_celsius"),
+        each("Power", "What a GPU draws.", "watt", "power_watts"),
+    ]
+
+
+def of_containers() -> list[Panel]:
+    def each(name: str, legend: str = "") -> dict[str, Any]:
+        return query(
+            f"sum by ({BY_SHARE}) (gpushare_container_{name}{{{SHARE}}})",
+            f"{{{{namespace}}}}/{{{{pod}}}}/{{{{container}}}}{legend}",
+        )
+
+    return [
+        lines(
+            "SM use per container",
+            "Against its cores, the dashed line; elastic shares may rise above what they were given.",
+            "percentunit",
+            each("sm_utilization_ratio"),
+            each("cores_limit_ratio", " limit"),
+        ),
+        lines(
+            "Memory used per container",
+            "Against its limit, the dashed line.",
+            "bytes",
+            each("memory_used_bytes"),
+            each("memory_limit_bytes", " limit"),
+        ),
+    ]
+
+
+def of_agents() -> list[Panel]:
+    def rate(series: str, more: str = "") -> str:
+        return f"rate({series}{{{GPU}{more}}}[$__rate_interval])"
+
+    def per_minute(by: str, series: str, more: str = "") -> dict[str, Any]:
+        legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
+        return query(f"sum by ({by}) ({rate(series, more)}) * 60", legend)
+
+    latency = f"sum by (le) ({rate('gpushare_rpc_duration_seconds_bucket')})"
+    corrections = f"increase(gpushare_reconcile_corrections_total{{{GPU}}}[$__rate_interval])"
+    return [
+        lines(
+            "Refusals by reason",
+            "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
+            "short",
+            per_minute("reason", "gpushare_admissions_total", ', outcome="refused"'),
+        ),
+        lines(
+            "Admission latency",
+            "Of the kubelet's calls; the whole node's admissions wait for them.",
+            "s",
+            query(f"histogram_quantile(0.5, {latency})", "half"),
+            query(f"histogram_quantile(0.99, {latency})", "99 %"),
+            **limit(2),
+        ),
+        lines(
+            "Sampling cost",
+            "Time that sampling takes of each second.",
+            "percentunit",
+            query(rate("gpushare_sampling_duration_seconds_sum"), "{{instance}}"),
+        ),
+        lines(
+            "Corrections of the ledger",
+            "Should stay 0.",
+            "short",
+            query(f"sum by (kind) ({corrections})", "{{kind}}"),
+            **limit(1),
+        ),
+        lines(
+            "Since the API server was heard",
+            "A quiet node hears it about once a minute.",
+            "s",
+            query(f"gpushare_pod_event_age_seconds{{{GPU}}}", "{{instance}}"),
+            **limit(600),
+        ),
+        lines(
+            "Events and errors of the driver",
+            "Per minute: Xid errors by number, errors by the driver's word.",
+            "short",
+            per_minute("kind, xid", "gpushare_gpu_events_total"),
+            per_minute("error", "gpushare_driver_errors_total"),
+        ),
+    ]
+
+
 Size = tuple[int, int]
 """Width of 24, and height."""
 
 
 def rows() -> list[tuple[str, Size, list[Panel]]]:
     """Title, or none where the row above goes on, then panels of one size."""
-    on_gpu = "{{node}} {{gpu}}"
-    of_share = "{{namespace}}/{{pod}}/{{container}}"
-    agent = "{{instance}}"
-    reserved = f"sum(gpushare_gpu_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_gpu_cores_capacity_ratio{{{GPU}}})"
-    memory = f"sum(gpushare_gpu_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_gpu_memory_capacity_bytes{{{GPU}}})"
-    latency = f"sum by (le) (rate(gpushare_rpc_duration_seconds_bucket{{{GPU}}}[$__rate_interval]))"
     return [
-        (
-            "Now",
-            (4, 4),
-            [
-                stat(
-                    "GPUs",
-                    "GPUs that the chosen nodes offer.",
-                    "short",
-                    f"count(gpushare_gpu_healthy{{{GPU}}})",
-                ),
-                stat(
-                    "Unhealthy GPUs",
-                    "GPUs that are offered to no new pod, those that an operator cordoned included.",
-                    "short",
-                    f"count(gpushare_gpu_healthy{{{GPU}}}) - sum(gpushare_gpu_healthy{{{GPU}}})",
-                    red=1,
-                ),
-                stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9),
-                stat("Memory allocated", "Of all GPUs.", "percentunit", memory, orange=0.9),
-                stat(
-                    "Compute used",
-                    "Mean SM use of all GPUs.",
-                    "percentunit",
-                    f"avg(gpushare_gpu_sm_utilization_ratio{{{GPU}}})",
-                ),
-                stat(
-                    "Refusals in an hour",
-                    "Allocate calls that were refused.",
-                    "short",
-                    'sum(increase(gpushare_admissions_total{node=~"$node", outcome="refused"}[1h]))',
-                    red=1,
-                ),
-            ],
-        ),
+        ("Now", (4, 4), now()),
         ("", (24, 9), [gpus_table()]),
-        (
-            "GPUs",
-            (12, 8),
-            [
-                lines(
-                    "SM use per GPU",
-                    "Time in which a GPU computed.",
-                    "percentunit",
-                    query(f"gpushare_gpu_sm_utilization_ratio{{{GPU}}}", on_gpu),
-                    max=1,
-                ),
-                lines(
-                    "Memory used per GPU",
-                    "By whomever.",
-                    "bytes",
-                    query(f"gpushare_gpu_memory_used_bytes{{{GPU}}}", on_gpu),
-                ),
-                lines(
-                    "Temperature",
-                    "As the GPU reports it.",
-                    "celsius",
-                    query(f"gpushare_gpu_temperature_celsius{{{GPU}}}", on_gpu),
-                ),
-                lines(
-                    "Power",
-                    "What a GPU draws.",
-                    "watt",
-                    query(f"gpushare_gpu_power_watts{{{GPU}}}", on_gpu),
-                ),
-            ],
-        ),
+        ("GPUs", (12, 8), of_gpus()),
         ("Containers", (24, 10), [top_containers()]),
-        (
-            "",
-            (12, 9),
-            [
-                lines(
-                    "SM use per container",
-                    "Against its cores, the dashed line; elastic shares may rise above what they were given.",
-                    "percentunit",
-                    query(
-                        f"sum by ({BY_SHARE}) (gpushare_container_sm_utilization_ratio{{{SHARE}}})",
-                        f"{of_share}",
-                    ),
-                    query(
-                        f"sum by ({BY_SHARE}) (gpushare_container_cores_limit_ratio{{{SHARE}}})",
-                        f"{of_share} limit",
-                    ),
-                ),
-                lines(
-                    "Memory used per container",
-                    "Against its limit, the dashed line.",
-                    "bytes",
-                    query(f"sum by ({BY_SHARE}) (gpushare_container_memory_used_bytes{{{SHARE}}})", f"{of_share}"),
-                    query(
-                        f"sum by ({BY_SHARE}) (gpushare_container_memory_limit_bytes{{{SHARE}}})",
-                        f"{of_share} limit",
-                    ),
-                ),
-            ],
-        ),
+        ("", (12, 9), of_containers()),
         ("Costs", (12, 9), [costs_table(), waste()]),
-        (
-            "The agents",
-            (8, 8),
-            [
-                lines(
-                    "Refusals by reason",
-                    "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
-                    "short",
-                    query(
-                        f'sum by (reason) (rate(gpushare_admissions_total{{{GPU}, outcome="refused"}}'
-                        "[$__rate_interval])) * 60",
-                        "{{reason}}",
-                    ),
-                ),
-                lines(
-                    "Admission latency",
-                    "Of the kubelet's calls; the whole node's admissions wait for them.",
-                    "s",
-                    query(f"histogram_quantile(0.5, {latency})", "half"),
-                    query(f"histogram_quantile(0.99, {latency})", "99 %"),
-                    **limit(2),
-                ),
-                lines(
-                    "Sampling cost",
-                    "Time that sampling takes of each second.",
-                    "percentunit",
-                    query(f"rate(gpushare_sampling_duration_seconds_sum{{{GPU}}}[$__rate_interval])", agent),
-                ),
-                lines(
-                    "Corrections of the ledger",
-                    "Should stay 0.",
-                    "short",
-                    query(
-                        f"sum by (kind) (increase(gpushare_reconcile_corrections_total{{{GPU}}}[$__rate_interval]))",
-                        "{{kind}}",
-                    ),
-                    **limit(1),
-                ),
-                lines(
-                    "Since the API server was heard",
-                    "A quiet node hears it about once a minute.",
-                    "s",
-                    query(f"gpushare_pod_event_age_seconds{{{GPU}}}", agent),
-                    **limit(600),
-                ),
-                lines(
-                    "Events and errors of the driver",
-                    "Per minute: Xid errors by number, errors by the driver's word.",
-                    "short",
-                    query(
-                        f"sum by (kind, xid) (rate(gpushare_gpu_events_total{{{GPU}}}[$__rate_interval])) * 60",
-                        "{{kind}} {{xid}}",
-                    ),
-                    query(
-                        f"sum by (error) (rate(gpushare_driver_errors_total{{{GPU}}}[$__rate_interval])) * 60",
-                        "{{error}}",
-                    ),
-                ),
-            ],
-        ),
+        ("The agents", (8, 8), of_agents()),
     ]
 
 

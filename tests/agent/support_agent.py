@@ -206,6 +206,11 @@ def write_faults(
     new.replace(path)
 
 
+def counted_for_costs(agent: InnerAgent) -> bool:
+    """Whether it counts GPU-seconds of any container."""
+    return any("".join(series.lines) for series in agent.parts.observability.consumption.series())
+
+
 def record_claim(node: NodeUnderTest, isolation: str = "none") -> None:
     """As an earlier agent left it: 40 cores of the first GPU. Files, if the isolation has any, are in /etc/gpu-manager."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))

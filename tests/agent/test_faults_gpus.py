@@ -5,7 +5,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.core.model.gpus import Health
-from tests.agent.support_agent import InnerAgent, Moments, open_agent, open_child, write_faults
+from tests.agent.support_agent import (
+    InnerAgent,
+    Moments,
+    counted_for_costs,
+    open_agent,
+    open_child,
+    poll_until,
+    record_claim,
+    write_faults,
+)
 from tests.sandbox.support_sandbox import BLOCKS, CORE, CORES, MEMORY, NodeUnderTest, container, open_test_node, pod
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
@@ -113,3 +122,17 @@ async def test_without_a_driver_and_reported_to_stay_the_agent_serves_no_device(
             await node.wait_until(lambda: {CORE, MEMORY} <= node.kubelet.devices.capacity().keys(), "both resources")
             assert node.kubelet.devices.capacity()[CORE] == (0, 0)
         assert node.log_lines("gpus_unreadable")
+
+
+async def test_a_claim_counts_for_costs_once_its_gpu_is_there() -> None:
+    """Its record was read before the driver answered."""
+    async with open_test_node() as node:
+        record_claim(node)
+        write_faults(node.paths.state / "faults.json", all_lost="driver not loaded")
+        flags = (_faults(node), "--fail-on-init-error=false", "--dra.gpus=1")
+        async with open_agent(node, *flags, wait=False) as agent:
+            await poll_until(lambda: len(agent.parts.node.cache) == 1, "the claim")
+            assert not counted_for_costs(agent)
+            write_faults(node.paths.state / "faults.json")
+            await agent.parts.gpus.watch.poll()
+            assert counted_for_costs(agent)

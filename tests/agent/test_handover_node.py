@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.support_agent import InnerAgent, open_agent, open_child, poll_until, record_claim
+from tests.agent.support_agent import InnerAgent, counted_for_costs, open_agent, open_child, poll_until, record_claim
 from tests.isolation.support_library import fake_library
 from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
@@ -94,13 +94,15 @@ async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
-    """A rollout goes on only when the newcomer serves; a rollback finds the old one ready."""
+    """A rollout goes on only when the newcomer serves; a rollback finds the old one ready. Costs count once."""
     async with open_test_node() as node, open_agent(node) as old:
         assert not old.parts.kubelet.not_ready()
+        await node.start_pods(pod("p", container(cores=60, blocks=40)))
         async with open_agent(node, wait=False) as new:
             await poll_until(lambda: old.parts.kubelet.handover.waiting > 0, "the newcomer asks")
             assert new.parts.kubelet.not_ready()
             assert not old.parts.kubelet.not_ready()
+            assert (counted_for_costs(old), counted_for_costs(new)) == (True, False)
 
 
 @pytest.mark.parametrize(

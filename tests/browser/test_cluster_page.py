@@ -406,6 +406,8 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
         await browser.script("document.querySelector(\"[data-uid='uid-needs-much'] summary\").focus()")
         mark = "return getComputedStyle(document.querySelector('.waits .decision-name'), '::before').content"
         assert "▸" in await browser.script(mark)
+        row = await browser.script("return document.querySelector(\"[data-uid='uid-needs-much'] summary\").innerText")
+        assert "Waiting 2 h" in row and "Write tencent.com/vcuda-memory: 64 (16 GiB) or less." in row
         await browser.press(ENTER)
         await browser.wait("document.querySelectorAll(\"[data-uid='uid-needs-much'] tbody tr\").length === 21")
         text = await browser.script("return document.querySelector(\"[data-uid='uid-needs-much']\").innerText")

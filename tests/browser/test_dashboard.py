@@ -254,16 +254,22 @@ async def test_a_gpu_has_its_changes_and_a_new_agent_still_has_them(tmp_path: Pa
         assert changes[-1] == known["changes"][uuid][-1]
 
 
-@pytest.mark.parametrize(("gpus", "width", "columns"), [(2, 1920, 2), (4, 1024, 2), (16, 1920, 4), (4, 375, 1)])
+@pytest.mark.parametrize(
+    ("gpus", "width", "columns"),
+    [(1, 1920, 1), (2, 1920, 2), (3, 1920, 2), (8, 1024, 3), (8, 1280, 4), (16, 1920, 4), (4, 375, 1)],
+)
 async def test_so_many_columns_have_the_gpus(gpus: int, width: int, columns: int) -> None:
+    """And the whole width."""
     async with served_node(SampleNode(gpus=gpus, containers=gpus)) as served, open_browser(width=width) as browser:
         await browser.open(served.url)
         await browser.wait("document.body.dataset.ready !== undefined")
         await browser.script("document.querySelector('#compact').checked && document.querySelector('#compact').click()")
-        lefts = await browser.script(
-            "return [...document.querySelectorAll('#gpus > article')].map((one) => one.getBoundingClientRect().left)"
+        row, *boxes = await browser.script(
+            "return ['#gpus', '#gpus > article'].flatMap((one) => [...document.querySelectorAll(one)])"
+            ".map((one) => one.getBoundingClientRect())"
         )
-        assert (len(lefts), len(set(lefts))) == (gpus, columns)
+        assert (len(boxes), len({box["left"] for box in boxes})) == (gpus, columns)
+        assert sum(box["width"] for box in boxes[:columns]) > 0.95 * row["width"]
         assert await browser.script("return document.documentElement.scrollWidth - innerWidth") <= 0
 
 

@@ -72,6 +72,7 @@ def scene() -> tuple[NodeDocument, HistoryDocument]:
             {
                 "namespace": namespace, "pod": pod, "container": container, "phase": "Running", "is_whole": cores >= 100,
                 "cores": cores, "core_limit": None, "memory_bytes": limit, "gpus": parts,
+                "not_limited": "",
             }
         )  # fmt: skip
     for gpu in gpus:
@@ -86,7 +87,7 @@ def scene() -> tuple[NodeDocument, HistoryDocument]:
         "sample_period_seconds": 1.0, "sampled_at": 1.0,
     }  # fmt: skip
     document: Any = {"schema": 2, "node": "gpu-1", "at": 1.0, "agent": agent, "gpus": gpus, "containers": containers}
-    return document, history
+    return document | {"mig_gpus": []}, history
 
 
 def screen_lines() -> Iterator[list[Segment]]:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,19 @@ def out_of_service(node: Raw) -> Raw:
 
 
 def waiting(name: str, *requests: tuple[int, int], namespace: str = "team-b") -> Raw:
+    """For two hours and a half."""
     raw = raw_pod(name, *requests, namespace=namespace)
+    since = datetime.now(UTC) - timedelta(hours=2.5)
+    raw["metadata"]["creationTimestamp"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
     raw["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": MESSAGE}]
+    return raw
+
+
+def extender(*, is_ready: bool = True) -> Raw:
+    """A pod of it."""
+    raw = raw_pod("extender", (0, 0), namespace="gpushare-system", node="gpu-1")
+    raw["metadata"]["labels"] = {"app.kubernetes.io/name": "gpushare-agent-extender"}
+    raw["status"]["conditions"] = [{"type": "Ready", "status": str(is_ready)}]
     return raw
 
 
@@ -45,7 +57,7 @@ def waiting(name: str, *requests: tuple[int, int], namespace: str = "team-b") ->
 async def served_cluster(
     nodes: Sequence[Raw] | None = None, pods: Sequence[Raw] | None = None
 ) -> AsyncIterator[tuple[str, FakeCluster]]:
-    """Three nodes, two pods of team-a on gpu-1, one of team-b on gpu-2, and two that wait; or those."""
+    """Three nodes, two pods of team-a on gpu-1, one of team-b on gpu-2, an extender, and two pods that wait; or those."""
     is_given = nodes is not None
     nodes = nodes or [
         *(raw_node(f"gpu-{n}", gpus=8, memory_mib=16384, model="NVIDIA L4") for n in (1, 2)),
@@ -55,6 +67,7 @@ async def served_cluster(
         raw_pod("one", (30, 8), namespace="team-a", node="gpu-1"),
         raw_pod("two", (50, 16), namespace="team-a", node="gpu-1"),
         raw_pod("three", (100, 0), namespace="team-b", node="gpu-2"),
+        extender(),
         waiting("needs-nine", (900, 0)),
         waiting("needs-much", (20, 65)),
     ]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Raw
 
+from gpushare_agent.core.cli.command_line import CommandLine
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS
 from gpushare_agent.core.kube.session import Watched
 from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
+from gpushare_agent.kubectl.plugin import PLUGIN_LINE
+from tests.cli.support_cli import raw_list
+from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import json_server
 from tests.support_json import undecoded
 
 SETTINGS = load_settings([], {"NODE_NAME": "desk"}).settings
@@ -24,13 +31,13 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """Objects that an API server would list, by path."""
+    """Objects that an API server would list, by path. An extender keeps the quota."""
 
     def __init__(self, nodes: Sequence[Object], pods: Sequence[Object], quota: Mapping[str, Any] | None = None) -> None:
         self.nodes, self.pods, self.quota = list(nodes), list(pods), quota
 
     async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
-        objects = {ALL_NODES.path: self.nodes, LIVE_PODS.path: self.pods}.get(watched.path)
+        objects = {ALL_NODES.path: self.nodes, LIVE_PODS.path: [*self.pods, extender()]}.get(watched.path)
         if watched.path.endswith("/configmaps"):
             objects = [] if self.quota is None else [{"data": {"gpu_quota": json.dumps(self.quota)}}]
         if objects is None:
@@ -39,6 +46,18 @@ class Cluster:
 
     async def read(self) -> ReadCluster:
         return await read_cluster_view(self, SETTINGS)  # type: ignore[arg-type] # it lists, and no more is asked of it
+
+
+async def ran(cluster: Cluster, directory: Path, *words: str, line: CommandLine = PLUGIN_LINE, **answers: Any) -> int:
+    """A command of the plugin on an API server with the cluster and no quota, and with further `answers` by path."""
+    lists = {
+        "/api/v1/nodes": raw_list(cluster.nodes),
+        "/api/v1/pods": raw_list(cluster.pods),
+        "/api/v1/namespaces/kube-system/configmaps": raw_list([]),
+    }
+    async with json_server(lists | answers) as server:
+        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
+        return await asyncio.to_thread(line.main, [*words, "--kubeconfig", str(kubeconfig)], {})
 
 
 def node(
@@ -81,10 +100,16 @@ def node(
 
 
 def pod(
-    name: str, *requests: tuple[int, int], on: str = "", owner: str = "ReplicaSet", cpu: str = "1", **spec: Any
+    name: str,
+    *requests: tuple[int, int],
+    on: str = "",
+    owner: str = "ReplicaSet",
+    cpu: str = "1",
+    said: str = "",
+    **spec: Any,
 ) -> Object:
-    """One container for each (cores, blocks)."""
-    containers = []
+    """One container for each (cores, blocks). `said` is by the scheduler."""
+    containers, conditions = [], [{"type": "PodScheduled", "status": "False", "message": said}] if said else []
     for number, (cores, blocks) in enumerate(requests):
         limits = {key: str(count) for key, count in ((CORES, cores), (BLOCKS, blocks)) if count} | {"cpu": cpu}
         containers.append({"name": f"c{number}", "resources": {"limits": limits, "requests": limits}})
@@ -94,8 +119,15 @@ def pod(
             "name": name, "namespace": "ns", "uid": name, "labels": {"app": name}, "ownerReferences": owners,
         },
         "spec": {"containers": containers, **({"nodeName": on} if on else {}), **spec},
-        "status": {"phase": "Running" if on else "Pending"},
+        "status": {"phase": "Running" if on else "Pending", "conditions": conditions},
     }  # fmt: skip
+
+
+def extender(*, is_ready: bool = True) -> Object:
+    raw = pod("extender", on="elsewhere", owner="")
+    raw["metadata"]["labels"] = {"app.kubernetes.io/name": "gpushare-agent-extender"}
+    raw["status"]["conditions"] = [{"type": "Ready", "status": str(is_ready)}]
+    return raw
 
 
 def cards_of(raw: Object) -> list[Object]:

@@ -292,12 +292,6 @@ def test_a_huge_capacity_is_bounded() -> None:
     assert found is not None and len(found.gpus) == MAX_GPUS
 
 
-@given(st.text(max_size=200))
-def test_no_text_is_too_odd(text: str) -> None:
-    """It is read, or the capacity counts."""
-    assert read(text) is not None
-
-
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -26,8 +26,8 @@ from gpushare_agent.extender.decisions.quota import Quota
 from gpushare_agent.extender.objects import read_quota
 from gpushare_agent.kubectl import cluster_reading, dashboard
 from gpushare_agent.kubectl.cluster_reading import read_cluster_view
-from gpushare_agent.kubectl.explain_waiting import waiting_document
-from tests.cli.support_cluster_page import served_cluster, waiting
+from gpushare_agent.kubectl.explain_waiting import first_reason, waiting_document
+from tests.cli.support_cluster_page import extender, served_cluster, waiting
 from tests.cli.test_explain_instances import claim, every_place, has, selector, slices
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import raw_node, raw_pod
@@ -44,6 +44,19 @@ async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
         text = await answer.text()
         is_json = answer.content_type == "application/json"
         return answer.status, json.loads(text) if is_json else text, answer.headers["Content-Security-Policy"]
+
+
+async def listed(url: str) -> None:
+    """Until nodes and pods are."""
+    while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
+        await asyncio.sleep(0.01)
+
+
+async def waiting_pods(url: str, count: int) -> Any:
+    """The answer once so many wait."""
+    while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] != count:
+        await asyncio.sleep(0.01)
+    return answer
 
 
 async def test_only_its_own_page_is_answered() -> None:
@@ -66,8 +79,7 @@ async def test_only_its_own_page_is_answered() -> None:
 async def test_a_waiting_pod_with_every_gpu() -> None:
     """Its requests, what the scheduler wrote, cut, and each GPU's lack; a pod that waits no more is not found."""
     async with served_cluster() as (url, _):
-        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
-            await asyncio.sleep(0.01)
+        await listed(url)
         _, answer, _ = await ask(f"{url}api/v1/waiting")
         assert answer["count"] == 2
         pod = next(one for one in answer["pods"] if one["pod"] == "needs-much")
@@ -93,8 +105,7 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
 async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> None:
     """In the sentences of `kubectl gpushare explain`: no GPU of a node that does not suit the pod is green."""
     async with served_cluster() as (url, cluster):
-        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
-            await asyncio.sleep(0.01)
+        await listed(url)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-nine")
         mistake = "900 cores are 9 GPUs, and no node has more than 8. Write tencent.com/vcuda-core: 800 or less."
         assert answer["mistake"] == f"container c0: {mistake}"
@@ -128,8 +139,7 @@ async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], 
         mistaken = waiting("mistaken", (30, 8))
         mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
         cluster.put("pods", mistaken)
-        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
-            await asyncio.sleep(0.01)
+        answer = await waiting_pods(url, 3)
         (pod,) = [one for one in answer["pods"] if one["pod"] == "mistaken"]
         asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
         assert pod["mistake"].endswith(remedy) and (pod["requests"], pod["asked"]) == ([], asked)
@@ -141,8 +151,7 @@ async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], 
 async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
     """Of a node that is known; where no agent answers, its reason."""
     async with served_cluster() as (url, _):
-        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
-            await asyncio.sleep(0.01)
+        await listed(url)
         assert (await ask(f"{url}nodes/gpu-1/"))[0] == 200
         assert (await ask(f"{url}nodes/gpu-1/dashboard/app.js"))[0] == 200
         for path in ("metrics", "debug/state", "api/v1/..%2f..%2fsecrets"):
@@ -180,8 +189,7 @@ async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> No
         other["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
         cluster.put("pods", other)
         cluster.put("pods", waiting("later", (1, 1)))
-        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
-            await asyncio.sleep(0.01)
+        answer = await waiting_pods(url, 3)
         assert sorted(pod["pod"] for pod in answer["pods"]) == ["later", "needs-much", "needs-nine"]
         assert (await ask(f"{url}api/v1/waiting?uid={other['metadata']['uid']}"))[0] == 404
 
@@ -190,8 +198,7 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
     """Those that are planned, and how many more it has: the answer for a pod of a thousand containers is a short one."""
     async with served_cluster() as (url, cluster):
         cluster.put("pods", waiting("many", *[(1, 1)] * 1000))
-        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
-            await asyncio.sleep(0.01)
+        answer = await waiting_pods(url, 3)
         pod = next(one for one in answer["pods"] if one["pod"] == "many")
         assert (len(pod["requests"]), pod["more_requests"]) == (16, 984)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
@@ -210,8 +217,7 @@ async def test_the_page_says_what_explain_says() -> None:
             resources["requests"] = {**resources["limits"], **hca}
             cluster.put("pods", one)
         cluster.put("pods", waiting("last", (1, 1)))
-        while (await ask(f"{url}api/v1/waiting"))[1]["count"] < 4:
-            await asyncio.sleep(0.01)
+        await waiting_pods(url, 4)
         async with cluster.opened_api() as api:
             read = await read_cluster_view(api, Settings())
             for pod in ("hca", "last", "needs-nine", "needs-much"):
@@ -251,6 +257,49 @@ async def test_what_namespaces_have_used_of_their_quota() -> None:
             ("team-b", 100, 16 << 30, [], [["GPUs", 1, 0]]),
             ("team-c", 1, 256 << 20, [], None),
         ]
+
+
+async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
+    """Once the last extender that was Ready is gone, and until there is one again."""
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota({"team-b": {"quota": {}}})
+        gone: dict[bool, str] = {True: "no extender keeps it here: none is Ready", False: ""}
+        for is_ready in (True, False, True):
+            cluster.put("pods", extender(is_ready=is_ready))
+            while (await ask(f"{url}api/v1/namespaces"))[1]["quota_note"] != gone[not is_ready]:
+                await asyncio.sleep(0.01)
+            _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-much")
+            assert any("allows no GPUs at all" in one for one in answer["reasons"]) is is_ready
+            assert (f"the quota ({gone[True]})" in answer["not_checked"]) is not is_ready
+            [limits] = [
+                one["limits"] for one in (await ask(f"{url}api/v1/namespaces"))[1]["namespaces"] if one["limits"]
+            ]
+            assert limits == [["GPUs", 1, 0]]
+
+
+async def test_a_waiting_pod_that_is_deleted_is_gone() -> None:
+    """Also one whose mistyped request is for nothing that is known."""
+    async with served_cluster() as (url, cluster):
+        mistyped, key = waiting("mistyped", (0, 0)), "team-b/mistyped"
+        mistyped["spec"]["containers"][0]["resources"]["limits"] = {"tencent.com/vcuda-cores": "10"}
+        for count, change in ((3, lambda: cluster.put("pods", mistyped)), (2, lambda: cluster.remove("pods", key))):
+            change()
+            await waiting_pods(url, count)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("", ""),
+        ("0/3 nodes are available: 1 Insufficient cpu, 2 the pod, alone, asks: too much. preemption: none.",
+         "1 Insufficient cpu"),
+        ("0/1 nodes are available: 1 node(s) had untolerated taint {a: b}.", "1 node(s) had untolerated taint {a: b}."),
+        ("waits for its gang", "waits for its gang"),
+    ],
+)  # fmt: skip
+def test_a_row_has_the_first_reason(message: str, reason: str) -> None:
+    assert first_reason(message, "") == reason
+    assert first_reason(message, "Write 16.") == "Write 16."
 
 
 async def test_a_quota_that_cannot_be_read_says_why() -> None:
@@ -330,8 +379,7 @@ async def test_mig_on_demand() -> None:
         cluster.put("resourceclaims", claim("net", {"exactly": {"deviceClassName": "net"}}))
         for name, raw in (("nodes", divided), ("pods", waits), ("pods", other)):
             cluster.put(name, raw)
-        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
-            await asyncio.sleep(0.01)
+        answer = await waiting_pods(url, 3)
         assert (answer["pods"][2]["pod"], answer["pods"][2]["asked"]) == ("instance", "claim gpu")
         # A page asks every few seconds, and claims may be many.
         lists = [one.path for one in cluster.seen].count("/apis/resource.k8s.io/v1/resourceclaims")

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 from gpushare_agent.core.kube.budgets import Budget, read_budget
 from gpushare_agent.kubectl.cluster_reading import ReadCluster
 from gpushare_agent.kubectl.decisions.defragment import Advice, Stays, defragment
-from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.cli.support_cli import raw_list
-from tests.cli.support_cluster_view import Cluster, Object, held_of, node, pod, set_held
-from tests.cluster.support_kube import write_kubeconfig
-from tests.fakes.api_server import json_server
+from tests.cli.support_cluster_view import Cluster, Object, held_of, node, pod, ran, set_held
 from tests.support_json import undecoded
 
 
@@ -191,20 +187,9 @@ async def test_a_large_cluster_is_answered_in_part(monkeypatch: pytest.MonkeyPat
 # --- the command ---
 
 
-async def ran(cluster: Cluster, short_dir: Path, *words: str, **answers: Any) -> int:
-    lists = {
-        "/api/v1/nodes": raw_list(cluster.nodes),
-        "/api/v1/pods": raw_list(cluster.pods),
-        "/api/v1/namespaces/kube-system/configmaps": raw_list([]),
-    }
-    async with json_server(lists | answers) as server:
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        return await asyncio.to_thread(PLUGIN_LINE.main, ["defragment", "--kubeconfig", str(kubeconfig), *words], {})
-
-
 async def test_the_moves_are_printed(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPU by GPU, why others stay, and how it is done by hand."""
-    assert await ran(halves("ReplicaSet", "", "ReplicaSet"), short_dir, "--dry-run") == 0
+    assert await ran(halves("ReplicaSet", "", "ReplicaSet"), short_dir, "defragment", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         "0 GPUs are whole now; the move of 1 pod would make 1 more whole:",
@@ -218,7 +203,10 @@ async def test_the_moves_are_printed(short_dir: Path, capsys: pytest.CaptureFixt
 async def test_the_moves_as_json(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the pods that stay; budgets are those of the API server."""
     answers = {"/apis/policy/v1/poddisruptionbudgets": raw_list([budget("p0", 0)])}
-    assert await ran(halves("ReplicaSet", "", "ReplicaSet"), short_dir, "--dry-run", "-o", "json", **answers) == 0
+    assert (
+        await ran(halves("ReplicaSet", "", "ReplicaSet"), short_dir, "defragment", "--dry-run", "-o", "json", **answers)
+        == 0
+    )
     document = json.loads(capsys.readouterr().out)
     move = {"namespace": "ns", "pod": "p2", "owner": "ReplicaSet", "to_node": "a", "to_gpus": [0]}
     assert document["freed"] == [{"node": "b", "gpu": 0, "moves": [move]}]
@@ -227,10 +215,10 @@ async def test_the_moves_as_json(short_dir: Path, capsys: pytest.CaptureFixture[
 
 async def test_it_only_advises(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --dry-run one line; without the right to read budgets, none of whose pods may be named, the right."""
-    assert await ran(halves("", "", ""), short_dir) == 1
+    assert await ran(halves("", "", ""), short_dir, "defragment") == 1
     assert capsys.readouterr().err == (
         "kubectl gpushare: defragment only advises, it moves no pod: run it with --dry-run\n"
     )
     denied = {"/apis/policy/v1/poddisruptionbudgets": (403, {"kind": "Status", "message": "forbidden"})}
-    assert await ran(halves("", "", ""), short_dir, "--dry-run", **denied) == 1
+    assert await ran(halves("", "", ""), short_dir, "defragment", "--dry-run", **denied) == 1
     assert "cannot list the PodDisruptionBudgets" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from gpushare_agent.core.cli import render_text
 from gpushare_agent.core.model.decision_records import Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.core.model.names import GpuUuid
-from gpushare_agent.kubectl.explain import ADVICE
+from gpushare_agent.kubectl.explain import ADVICE, TOO_LARGE
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list
@@ -78,43 +78,21 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
         assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
 
 
-async def test_a_refusal_for_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """The node has so much in all, so the scheduler sent it; no GPU has, and each GPU's verdict names the shortage."""
-    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2") as agent:
-        url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
-        memory = await text_of(node, url, pod("memory", container(cores=10, blocks=100)), "Failed", capsys)
-    assert "default/memory, container main was refused: NotEnoughMemory" in memory
-    assert f"  do      {ADVICE[RefusalReason.NOT_ENOUGH_MEMORY]}." in memory
-    assert verdicts(memory) == dict.fromkeys("01", (False, "too small, with 24 GiB in all"))
-
-
-async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two half-used GPUs hold no whole one; a GPU that fell off the bus is named with its reason."""
-    async with open_test_node() as node:
-        flags = ("--simulated.gpus=2", "--placement.share-policy=spread")
-        async with open_agent(node, *flags) as agent:
-            url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
-            for name in ("left", "right"):
-                await text_of(node, url, pod(name, container(cores=50, blocks=10)), "Running", capsys)
-            split = await text_of(node, url, pod("split", container(cores=100, blocks=0)), "Failed", capsys)
-            assert "container main was refused: Fragmented" in split
-            assert f"  do      {ADVICE[RefusalReason.FRAGMENTED]}." in split
-            assert verdicts(split)["0"][1].startswith("in use: 50 cores")
-
-            node.paths.faults.write_text(json.dumps({"all_lost": "GPU is lost"}))
-            await _wait_sick(agent.parts)
-            sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
-            assert "container main was refused: NoHealthyGPU" in sick
-            assert "GPU is lost" in sick
-            assert f"  do      {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
-
-
-async def _wait_sick(parts: Any) -> None:
-    changed = asyncio.Event()
-    parts.node.inventory.subscribe(lambda _: changed.set())
-    while any(gpu.is_healthy for gpu in parts.node.inventory.current.gpus):
-        changed.clear()
-        await changed.wait()
+@pytest.mark.parametrize(
+    ("reason", "cores", "gib", "is_too_large"),
+    [("NotEnoughMemory", 10, 24, False), ("NotEnoughMemory", 10, 25, True), ("NotEnoughMemory", 200, 49, True),
+     ("NotEnoughCores", 200, 48, False), ("NotEnoughCores", 300, 0, True)],
+)  # fmt: skip
+async def test_the_end_of_pods_is_advised_only_where_it_helps(
+    reason: str, cores: int, gib: int, is_too_large: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two GPUs with 24 GiB."""
+    asked = Asked(cores=cores, memory_bytes=gib << 30)
+    refused = decision(outcome=Outcome.REFUSED, reason=reason, gpus=(), asked=asked)
+    text = await explained(capsys, [refused], "train")
+    assert f"default/train, container main was refused: {reason}" in text
+    assert f"  do      {(ADVICE | TOO_LARGE if is_too_large else ADVICE)[reason]}.\n" in text
+    assert ("wait for pods to end" not in text) is is_too_large
 
 
 # --- what is shown ---
@@ -275,24 +253,29 @@ async def test_a_pod_never_decided_about_is_reported_with_where_to_look(capsys: 
 async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     """With a kubeconfig: of one that waits to `kubectl gpushare explain`, else to the node; an unknown one is unknown."""
     waits, away = raw_pod("waits", spec={"nodeName": ""}), raw_pod("away", spec={"nodeName": "n9"})
+    unknown = raw_pod("unknown", spec={"nodeName": "n9"})
+    unknown["status"] |= {"reason": "UnexpectedAdmissionError", "message": "Allocate failed: PodUnknown: no\x1b pod."}
     others = raw_pod("others", spec={"nodeName": "", "schedulerName": "volcano"})
     limits = {"limits": {"tencent.com/vcuda-memory": "16"}}
     mistaken = raw_pod("mistaken", spec={"nodeName": "", "containers": [{"name": "main", "resources": limits}]})
     pods = "/api/v1/namespaces/default/pods"
     async with json_server(
-        {f"{pods}/mistaken": mistaken, f"{pods}/waits": waits, f"{pods}/away": away, f"{pods}/others": others}
+        {f"{pods}/{one['metadata']['name']}": one for one in (mistaken, waits, away, others, unknown)}
     ) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = f"--kubeconfig={kubeconfig}"
         async with json_server(agent_answers(busy_node())) as agent:
             for name, said in (
-                ("waits", "it is on no node yet, and `kubectl gpushare explain -n default waits` says"),
+                ("waits", "is on no node yet. The scheduler: nothing so far"),
+                ("waits", "With your own rights: `kubectl gpushare explain -n default waits`."),
+                ("mistaken", "container main: 0 cores with 16 memory blocks (4 GiB) asks"),
+                ("others", "the pod's schedulerName is volcano: that scheduler alone may place it"),
+                ("away", "it is on node n9. If that is this one"),
                 (
-                    "mistaken",
-                    "says what would let it start. container main: 0 cores with 16 memory blocks (4 GiB) asks",
+                    "unknown",
+                    "it is on node n9, and its status says: UnexpectedAdmissionError: Allocate failed: PodUnknown: "
+                    "no\ufffd pod.",
                 ),
-                ("others", "it is on no node yet; scheduler volcano, which it names, has to place it, and `kubectl"),
-                ("away", "it is on node n9"),
                 ("ghost", "there is no pod default/ghost"),
             ):
                 with pytest.raises(NotFound, match=re.escape(said)):

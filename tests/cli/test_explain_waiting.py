@@ -19,10 +19,20 @@ from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.kubectl.cluster_reading import ReadCluster
 from gpushare_agent.kubectl.decisions.changes import MAX_PLANS, Change, Kind, Waiting, waiting
-from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.cli.support_cli import agent_answers, busy_node, raw_list
-from tests.cli.support_cluster_view import BLOCKS, CORES, MODEL, Cluster, cards_of, held_of, node, pod, set_held
-from tests.cluster.support_kube import write_kubeconfig
+from tests.cli.support_cluster_view import (
+    BLOCKS,
+    CORES,
+    MODEL,
+    Cluster,
+    cards_of,
+    extender,
+    held_of,
+    node,
+    pod,
+    ran,
+    set_held,
+)
 from tests.fakes.api_server import json_server
 
 WAITING = PodUid("w")
@@ -220,6 +230,27 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
     assert kinds(found) == [Kind.CORES, Kind.QUOTA]
 
 
+@pytest.mark.parametrize(
+    ("shown_by", "is_kept"),
+    [
+        ([], False),
+        ([extender(is_ready=False)], False),
+        ([extender()], True),
+        # That of a sandbox has no pod.
+        ([pod("refused", (1, 1), said="1 the pod asks for 1 vcore; namespace ns has used 0 of its quota of 0")], True),
+    ],
+)
+async def test_a_quota_that_no_extender_keeps_holds_up_no_pod(
+    shown_by: list[dict[str, Any]], is_kept: bool, short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster([node("n", [16])], [pod("w", (60, 8)), *shown_by])
+    quota = raw_list([{"data": {"gpu_quota": json.dumps({"ns": {"vcore": 0}})}}])
+    assert await explained(cluster, short_dir, **{"/api/v1/namespaces/kube-system/configmaps": quota}) == 0
+    text = capsys.readouterr().out
+    assert ("the quota (no extender keeps it here: none is Ready)" not in text) is is_kept
+    assert ("  fits      now on GPU 0 of n" not in text) is is_kept
+
+
 async def test_a_node_refused_for_other_reasons_is_promised_to_nobody() -> None:
     """CPU, a taint, and a label: the reasons are counted, and no change of GPUs is named that would not help."""
     cluster = Cluster(
@@ -277,19 +308,12 @@ def pod_path(name: str) -> str:
 
 async def explained(cluster: Cluster, short_dir: Path, *words: str, is_agent: bool = False, **answers: Any) -> int:
     """By the plugin or an agent's own program, from an API server."""
-    lists = {
-        "/api/v1/nodes": raw_list(cluster.nodes),
-        "/api/v1/pods": raw_list(cluster.pods),
-        "/api/v1/namespaces/kube-system/configmaps": raw_list([]),
-        pod_path("w"): cluster.pods[0],
-    }
-    async with json_server(lists | answers) as server:
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        line = ["explain", "w", "-n", "ns", "--kubeconfig", str(kubeconfig), *words]
-        if is_agent:
-            server.script.answers |= agent_answers(busy_node())
-            return await asyncio.to_thread(COMMAND_LINE.main, [*line, f"--server={server.url}"], {})
-        return await asyncio.to_thread(PLUGIN_LINE.main, line, {})
+    answers = {pod_path("w"): cluster.pods[0]} | answers
+    if not is_agent:
+        return await ran(cluster, short_dir, "explain", "w", "-n", "ns", *words, **answers)
+    async with json_server(agent_answers(busy_node())) as agent:
+        words = ("explain", "w", "-n", "ns", f"--server={agent.url}", *words)
+        return await ran(cluster, short_dir, *words, line=COMMAND_LINE, **answers)
 
 
 def full_node() -> Cluster:
@@ -330,31 +354,30 @@ async def test_a_node_whose_gpus_are_all_for_claims_says_so(
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-async def test_a_pod_of_another_scheduler_says_which_has_to_place_it(
-    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
+@pytest.mark.parametrize(
+    ("spec", "annotations", "said"),
+    [
+        # Kubernetes' own never looks at it.
+        ({"schedulerName": "volcano"}, {},
+         "nothing so far; the pod's schedulerName is volcano: that scheduler alone may place it"),
+        # Before it costs an admission.
+        ({}, {"gpushare-agent/isolaton": "mps"}, "annotation gpushare-agent/isolaton is unknown and has no effect: did you "
+         "mean tencent.com/gpu-isolation?"),
+    ],
+)  # fmt: skip
+async def test_what_the_pod_itself_says_is_named_also_where_nothing_of_the_cluster_may_be_read(
+    short_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    spec: dict[str, str],
+    annotations: dict[str, str],
+    said: str,
+    is_known: bool,
 ) -> None:
-    """Kubernetes' own never looks at it; also where nothing of the cluster may be read."""
-    waits = pod("w", (60, 8), schedulerName="volcano")
+    waits = pod("w", (60, 8), **spec)
+    waits["metadata"]["annotations"] = annotations
     denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
     assert await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied) == (0 if is_known else 1)
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert "nothing so far; the pod's schedulerName is volcano: that scheduler alone may place it" in shown
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-async def test_a_mistyped_annotation_of_a_waiting_pod_is_named(
-    short_dir: Path, capsys: pytest.CaptureFixture[str], is_known: bool
-) -> None:
-    """Before it costs an admission."""
-    waits = pod("w", (60, 8))
-    waits["metadata"]["annotations"] = {"gpushare-agent/isolaton": "mps"}
-    denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
-    await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied)
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert (
-        "annotation gpushare-agent/isolaton is unknown and has no effect: did you mean tencent.com/gpu-isolation?"
-        in shown
-    )
+    assert said in " ".join("".join(capsys.readouterr()).split())
 
 
 async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,14 +137,6 @@ def test_a_flag_that_the_help_leaves_out_is_accepted() -> None:
     assert main(["driver-volume", "--web.port=1", "--volume-config=/nonexistent"], {}) == 1
 
 
-def test_the_help_of_driver_volume_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three options and five settings."""
-    assert main(["driver-volume", "--help"], {}) == 0
-    text = capsys.readouterr().out
-    assert "--prune" in text
-    assert len(text.splitlines()) < 45
-
-
 def test_the_help_of_vdevice_tells_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     """It has no settings, and its variable disturbs no command that has: those belong to the agent."""
     assert main(["vdevice", "--help"], {}) == 0

@@ -72,39 +72,28 @@ async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: py
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
 
 
-async def test_compute_that_was_paid_for_has_a_mark_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("usage", "more", "cells", "note"),
+    [
+        ({"sm_source": "library"}, {}, ["31*", "1.95/4"],
+         "* paid, as libgpushare counts: of several that compute the driver's samples name one"),
+        # Instead of a dash: the GPU's own value is in its line, and the server's among the processes of nobody.
+        ({"sm_ratio": None, "sm_source": "mps"}, {}, ["mps", "1.95/4"],
+         "mps: not known of each container; the driver counts it in the process of the MPS server"),
+        ({}, {"not_limited": "no library"}, ["31", "1.95/4!"],
+         "! without a limit: explain POD and the pod's Events say why, and what to do"),
+    ],
+)  # fmt: skip
+async def test_what_is_special_of_a_container_has_a_mark_and_a_note(
+    usage: dict[str, Any], more: dict[str, Any], cells: list[str], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = busy_node()
     [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
-    before = await printed(document, capsys)
-    assert "paid" not in before
-    trainer["gpus"][0]["usage"]["sm_source"] = "library"
+    assert note not in await printed(document, capsys)
+    trainer["gpus"][0]["usage"] |= usage
+    trainer |= more
     lines = (await printed(document, capsys)).splitlines()
-    assert lines[5].split()[:4] == ["default/train/trainer", "Unknown", "40–60", "31*"]
-    assert lines[-1] == "* paid, as libgpushare counts: of several that compute the driver's samples name one"
-    del trainer["gpus"][0]["usage"]["sm_source"]  # of an agent before it
-    assert await printed(document, capsys) == before
-
-
-async def test_compute_that_mps_hides_has_a_word_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    """Instead of a dash: the GPU's own value is in its line, and the server's among the processes of nobody."""
-    document = busy_node()
-    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
-    trainer["gpus"][0]["usage"] |= {"sm_ratio": None, "sm_source": "mps"}
-    lines = (await printed(document, capsys)).splitlines()
-    assert lines[5].split()[:4] == ["default/train/trainer", "Unknown", "40–60", "mps"]
-    assert lines[-1] == "mps: not known of each container; the driver counts it in the process of the MPS server"
-
-
-async def test_a_container_without_a_limit_has_a_mark_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    document = busy_node()
-    [trainer] = [one for one in document["containers"] if one["container"] == "trainer"]
-    before = await printed(document, capsys)
-    trainer["not_limited"] = "no library"
-    lines = (await printed(document, capsys)).splitlines()
-    assert lines[5].split() == ["default/train/trainer", "Unknown", "40–60", "31", "1.95/4!"]
-    assert lines[-1] == "! without a limit: explain POD and the pod's Events say why, and what to do"
-    del trainer["not_limited"]  # of an agent before it
-    assert await printed(document, capsys) == before
+    assert (lines[5].split(), lines[-1]) == (["default/train/trainer", "Unknown", "40–60", *cells], note)
 
 
 async def test_the_highest_come_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +265,7 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
         ({"schema": 3, "gpus": []}, Corrupt, r"value 3 - at `\$\.schema`; use .* of the agent.s own version"),
         ({"schema": 2}, Corrupt, "missing required field"),
         (b" " * (MAX_ANSWER_BYTES + 1), Corrupt, "longer than 32 MiB"),
-        ((404, {}), NotFound, "older than these commands"),
+        ((404, {}), NotFound, "another program"),
         ((503, {"error": "busy"}), Unavailable, "503.*busy.*try again"),
         ((500, b"oops"), Rejected, "500 .oops."),
     ],
@@ -471,18 +460,15 @@ def test_a_curve_has_the_mean_of_its_steps() -> None:
 
 
 async def test_p_asks_the_agent_for_processes_and_the_screen_has_curves() -> None:
-    """At once, not at the next poll; an agent that refuses the parameter, as an older one, still shows its PIDs."""
-    document, seen = busy_node(), []
+    """At once, not at the next poll."""
+    document = busy_node()
 
-    async def node(server: FakeApiServer, request_seen: Seen, request: web.Request) -> web.StreamResponse:
-        seen.append(dict(request_seen.query))
-        is_old = len([query for query in seen if query]) > 1
-        status = 400 if is_old and request_seen.query else 200
+    async def node(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         body = json.loads(json.dumps(document))
-        if request_seen.query and not is_old:
+        if seen.query == {"processes": "true"}:
             [usage] = [g["usage"] for c in body["containers"] for g in c["gpus"] if c["container"] == "trainer"]
             usage["processes"] = PROCESSES
-        return await answers(status, body)(server, request_seen, request)
+        return await answers(200, body)(server, seen, request)
 
     history = curves(document, [0.5] * 180)
     async with (
@@ -492,9 +478,8 @@ async def test_p_asks_the_agent_for_processes_and_the_screen_has_curves() -> Non
         await terminal.wait_shown(lambda text: "15 min  SM" in "\n".join(screen_of(text)))
         terminal.press("p")
         await terminal.wait_shown(lambda text: "process 4242 python3.11, inside 12" in "\n".join(screen_of(text)))
-        terminal.press("pp")
-        await terminal.wait_shown(lambda text: "    process 7" in screen_of(text))
-        assert {"processes": "true"} in seen
+        terminal.press("p")
+        await terminal.wait_shown(lambda text: "process 4242" not in "\n".join(screen_of(text)))
         terminal.press("q")
         assert await terminal.wait_end() == 0
 
@@ -513,7 +498,7 @@ async def test_a_small_terminal_scrolls() -> None:
         assert await terminal.wait_end() == 0
 
 
-async def test_keys_sort_filter_list_processes_and_help() -> None:
+async def test_keys_sort_filter_and_help() -> None:
     """Each shows at once what it changed."""
     async with (
         json_server(agent_answers(busy_node())) as agent,
@@ -526,8 +511,6 @@ async def test_keys_sort_filter_list_processes_and_help() -> None:
         await terminal.wait_shown(lambda text: "by sm" in foot_of(text))
         rows = [line.strip().partition(" ")[0] for line in screen_of(terminal.shown)]
         assert rows.index("default/train/trainer") < rows.index("default/eval/evaluator")
-        terminal.press("p")
-        await terminal.wait_shown(lambda text: "    process 7" in screen_of(text))
         terminal.press("/")
         await terminal.wait_shown(lambda text: "filter:" in foot_of(text))
         terminal.press("evalq\x7f\r")

@@ -202,20 +202,29 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
     assert (code, out.splitlines()[-1]) == (0, "[]")
 
 
-async def test_a_whole_gpus_missing_limit_is_explained(short_dir: Path) -> None:
-    """`limited no` alone would look like a fault."""
-    whole = VDeviceConfig(
-        pod_uid=POD,
-        container="cuda",
-        limit=0,
-        memory_bytes=24 << 30,
-        utilization=200,
-        hard_limit=True,
-        driver=(535, 161),
-        enable=False,
-    )
-    code, out, _ = await run_client("--addr", str(prepare(short_dir, encode_config(whole))), "--no-register")
-    assert (code, rows_of(out)["limited"]) == (0, "no: whole GPUs, the library passes every call on unchanged")
+WHOLE = VDeviceConfig(
+    pod_uid=POD,
+    container="cuda",
+    limit=0,
+    memory_bytes=24 << 30,
+    utilization=200,
+    hard_limit=True,
+    driver=(535, 161),
+    enable=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "text"),
+    [
+        (encode_config(WHOLE), "limited", "no: whole GPUs, the library passes every call on unchanged"),
+        (share_config(limit=20), "core limit", "20 %, no more than its cores"),
+    ],
+)
+async def test_what_would_look_like_a_fault_is_explained(short_dir: Path, config: bytes, row: str, text: str) -> None:
+    """`limited no`, and a limit that seems to be stricter than the cores."""
+    code, out, _ = await run_client("--addr", str(prepare(short_dir, config)), "--no-register")
+    assert (code, rows_of(out)[row]) == (0, text)
 
 
 async def test_the_client_says_why_it_could_not_register(short_dir: Path) -> None:
@@ -254,13 +263,6 @@ async def test_an_address_that_names_no_socket_is_a_wrong_command_line(short_dir
         assert words in err
     ended = await run_program("vdevice", environ=clean_environment(GPUSHARE_VDEVICE="tcp://x"))
     assert (ended.code, "'tcp://x' is no path" in ended.err) == (2, True)
-
-
-async def test_a_core_limit_as_high_as_the_cores_is_said_to_add_nothing(short_dir: Path) -> None:
-    """`core limit 20 %` alone would look like a limit that is stricter than the cores."""
-    directory = prepare(short_dir, share_config(limit=20))
-    _, out, _ = await run_client("--no-register", "--addr", str(directory))
-    assert rows_of(out)["core limit"] == "20 %, no more than its cores"
 
 
 @contextlib.asynccontextmanager

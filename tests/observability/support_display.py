@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
+from tests.observability.support_usage import facts
+from tests.observability.support_usage import snapshot as snapshot_of
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 GPU_MIB = 24 * 1024
@@ -49,41 +51,6 @@ def usage_round() -> UsageRound:
 
 
 def snapshot(*, usage: UsageRound | None = None) -> NodeSnapshot:
-    facts = [
-        ContainerFacts(
-            allocation=train_allocation(),
-            pod=train_pod(),
-            cores=30,
-            memory_bytes=2048 * MIB,
-            core_limit=0,
-            allocated_cores=30,
-            allocated_memory_bytes=2048 * MIB,
-            isolation="vcuda",
-        ),
-        ContainerFacts(
-            allocation=whole_allocation(),
-            pod=None,
-            cores=100,
-            memory_bytes=GPU_MIB * MIB,
-            core_limit=0,
-            allocated_cores=100,
-            allocated_memory_bytes=GPU_MIB * MIB,
-            isolation="",
-        ),
-    ]
-    return NodeSnapshot(
-        node="n1",
-        at=1001.0,
-        agent=AgentFacts(
-            version="1.2.3", started_at=1.0, not_ready=(), isolation="vcuda", driver="simulated", sample_period_s=1.0
-        ),
-        names=NAMES,
-        inventory=inventory(2, GPU_MIB),
-        cordoned={},
-        unhealthy_reasons={},
-        excluded=frozenset(),
-        cores_allocated={GPU_0: 30, GPU_1: 100},
-        memory_allocated_bytes={GPU_0: 2048 * MIB, GPU_1: GPU_MIB * MIB},
-        containers=facts,
-        usage=usage,
-    )
+    containers = facts(train_allocation(), pod=train_pod()), facts(whole_allocation())
+    seen = snapshot_of(*containers, usage=usage, gpus=inventory(2, GPU_MIB))
+    return replace(seen, agent=replace(seen.agent, version="1.2.3"), names=NAMES)

@@ -236,7 +236,7 @@ def on_demand_node() -> NodeSnapshot:
 
 
 def counting_node(cache: AllocationCache, gpus: GpuInventory) -> Any:
-    """What Consumption reads of a node: a round each second, and a pause of up to a minute. A test may set the inventory."""
-    settings = SimpleNamespace(node_name="n1", sample_period_s=1.0, usage=SimpleNamespace(idle_period_s=60.0))
+    """What Consumption reads of a node. A test may set the inventory."""
+    settings = SimpleNamespace(node_name="n1")
     inventory = SimpleNamespace(current=gpus)
     return SimpleNamespace(settings=settings, names=ResourceNames(), inventory=inventory, cache=cache)

@@ -193,13 +193,6 @@ def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
     assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
 
 
-def test_a_container_admitted_onto_a_gpu_that_lists_no_processes_has_no_use() -> None:
-    """Nothing is known of it there, also before the next round."""
-    silent = used(gpu_sample(0, lists=False), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
-    rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=silent))
-    assert "gpushare_container_memory_used_bytes" not in rows
-
-
 def test_what_the_driver_does_not_tell_has_no_row() -> None:
     """A GPU without lists of processes: no used series, neither zero nor anything else."""
     rows = rows_of(one_share(lists=False))

@@ -78,18 +78,16 @@ async def test_every_answer_protects_a_browser(path: str) -> None:
 
 
 async def test_an_unchanged_file_is_not_sent_again() -> None:
-    """304 for its tag, also among others and weak; the whole for another tag; each coding has a tag of its own."""
+    """304 for its tag, also among others and strong; the whole for another tag."""
     async with served_node(SampleNode(gpus=1, containers=0)) as served:
         url = f"{served.url}/dashboard/app.js"
         _, _, headers = await _ask(url)
         tag = headers["ETag"]
         assert headers["Cache-Control"] == "no-cache"
-        for asked in (tag, f'"other", {tag}', f"W/{tag}"):
+        for asked in (tag, f'"other", {tag}', tag.removeprefix("W/")):
             status, body, again = await _ask(url, If_None_Match=asked)
             assert (status, body, again["ETag"]) == (304, b"", tag)
         assert (await _ask(url, If_None_Match='"other"'))[0] == 200
-        _, _, packed = await _ask(url, Accept_Encoding="gzip")
-        assert packed["ETag"] != tag
 
 
 async def test_files_are_packed_for_those_who_accept_it() -> None:

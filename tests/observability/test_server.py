@@ -107,72 +107,51 @@ async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     assert _node_rows(unpacked) == _node_rows(plain)
 
 
-async def test_who_refuses_gzip_gets_none() -> None:
-    """A quality of zero is a refusal."""
-    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession(auto_decompress=False) as session:
-        for accepted, packing in (("gzip;q=0", None), ("br, gzip;q=0.000", None), ("gzip;q=0.5", "gzip")):
-            async with session.get(f"{url}/metrics", headers={"Accept-Encoding": accepted}) as response:
-                assert response.headers.get("Content-Encoding") == packing, accepted
-
-
 def _node_rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if 'node="n1"' in line]
+
+
+EVENTS: list[tuple[Any, ...]] = [
+    (lambda of: of.admission("r", "refused", "Fragmented"),
+     'admissions_total{outcome="refused",reason="Fragmented",resource="r"} 1.0'),
+    (lambda of: of.rpc_finished("r", "Allocate", "OK", 0.003),
+     'rpcs_total{code="OK",method="Allocate",resource="r"} 1.0',
+     'rpc_duration_seconds_bucket{le="0.005",method="Allocate",resource="r"} 1.0',
+     'rpc_duration_seconds_bucket{le="0.0025",method="Allocate",resource="r"} 0.0'),
+    (lambda of: of.registered("r"), 'registrations_total{resource="r"} 1.0'),
+    (lambda of: of.pod_resources_listed("admission"), 'pod_resources_lists_total{purpose="admission"} 1.0'),
+    (lambda of: of.taken_ids_offered("r", count=3), 'taken_ids_offered_total{resource="r"} 3.0'),
+    (lambda of: of.reconcile_corrected("freed"), 'reconcile_corrections_total{kind="freed"} 1.0'),
+    (lambda of: of.listed("pods", 0.1), "pod_lists_total 1.0"),
+    (lambda of: of.watch_ended("pods", "ended"), 'pod_watches_ended_total{outcome="ended"} 1.0'),
+    (lambda of: of.unreadable("pods"), "pods_unreadable_total 1.0"),
+    (lambda of: of.pod_annotated("patched"), 'pod_annotations_total{outcome="patched"} 1.0'),
+    (lambda of: of.pod_event("sent"), 'pod_events_total{outcome="sent"} 1.0'),
+    (lambda of: of.rejected_pod_deleted(), "rejected_pods_deleted_total 1.0"),
+    (lambda of: of.show_pod_event_age(lambda: 1.5), "pod_event_age_seconds 1.5"),
+    (lambda of: of.identified("fetched"), 'identifications_total{method="fetched"} 1.0'),
+    (lambda of: of.gpu_event("xid", 79, False, "GPU-1"),
+     'gpu_events_total{ignored="false",kind="xid",uuid="GPU-1",xid="79"} 1.0'),
+    (lambda of: of.gpu_health_changed("GPU-1", False), 'gpu_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0'),
+    (lambda of: of.driver_error("gpu_is_lost"), 'driver_errors_total{error="gpu_is_lost"} 1.0'),
+    (lambda of: of.sampled(0.002), 'sampling_duration_seconds_bucket{le="0.0025"} 1.0'),
+    (lambda of: of.sampling_failed(), "sampling_failures_total 1.0"),
+    (lambda of: of.sampling_overran(), "sampling_overruns_total 1.0"),
+    (lambda of: of.show_isolations(lambda: {"mps": False}), 'isolation_available{isolation="mps"} 0.0'),
+]  # fmt: skip
+"""What happens, and its series."""
 
 
 async def test_every_event_method_shows_in_the_metrics() -> None:
     """Each thing that is counted has its series with its labels."""
     metrics = AgentMetrics()
-    metrics.admission("r", "refused", "Fragmented")
-    metrics.rpc_finished("r", "Allocate", "OK", 0.003)
-    metrics.registered("r")
-    metrics.pod_resources_listed("admission")
-    metrics.taken_ids_offered("r", count=3)
-    metrics.reconcile_corrected("freed")
-    metrics.listed("pods", 0.1)
-    metrics.watch_ended("pods", "ended")
-    metrics.unreadable("pods")
-    metrics.pod_annotated("patched")
-    metrics.pod_event("sent")
-    metrics.rejected_pod_deleted()
-    metrics.show_pod_event_age(lambda: 1.5)
-    metrics.identified("fetched")
-    metrics.gpu_event("xid", 79, False, "GPU-1")
-    metrics.gpu_health_changed("GPU-1", False)
-    metrics.driver_error("gpu_is_lost")
-    metrics.sampled(0.002)
-    metrics.sampling_failed()
-    metrics.sampling_overran()
-    metrics.show_isolations(lambda: {"gpushare": True, "mps": False})
+    for happen, *_ in EVENTS:
+        happen(metrics)
     async with served(metrics) as url:
         lines = (await _get(f"{url}/metrics"))[1].splitlines()
-    assert {
-        'gpushare_admissions_total{outcome="refused",reason="Fragmented",resource="r"} 1.0',
-        'gpushare_rpcs_total{code="OK",method="Allocate",resource="r"} 1.0',
-        'gpushare_rpc_duration_seconds_bucket{le="0.005",method="Allocate",resource="r"} 1.0',
-        'gpushare_rpc_duration_seconds_bucket{le="0.0025",method="Allocate",resource="r"} 0.0',
-        'gpushare_registrations_total{resource="r"} 1.0',
-        'gpushare_pod_resources_lists_total{purpose="admission"} 1.0',
-        'gpushare_taken_ids_offered_total{resource="r"} 3.0',
-        'gpushare_reconcile_corrections_total{kind="freed"} 1.0',
-        "gpushare_pod_lists_total 1.0",
-        'gpushare_pod_watches_ended_total{outcome="ended"} 1.0',
-        "gpushare_pods_unreadable_total 1.0",
-        'gpushare_pod_annotations_total{outcome="patched"} 1.0',
-        'gpushare_pod_events_total{outcome="sent"} 1.0',
-        "gpushare_rejected_pods_deleted_total 1.0",
-        "gpushare_pod_event_age_seconds 1.5",
-        'gpushare_identifications_total{method="fetched"} 1.0',
-        'gpushare_gpu_events_total{ignored="false",kind="xid",uuid="GPU-1",xid="79"} 1.0',
-        'gpushare_gpu_health_changes_total{to="unhealthy",uuid="GPU-1"} 1.0',
-        'gpushare_driver_errors_total{error="gpu_is_lost"} 1.0',
-        'gpushare_sampling_duration_seconds_bucket{le="0.0025"} 1.0',
-        "gpushare_sampling_failures_total 1.0",
-        "gpushare_sampling_overruns_total 1.0",
-        'gpushare_isolation_available{isolation="gpushare"} 1.0',
-        'gpushare_isolation_available{isolation="mps"} 0.0',
-    } <= set(lines)
-    assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
-    assert any(line.startswith("gpushare_build_info{") for line in lines)
+    assert [line for _, *shown in EVENTS for line in shown if f"gpushare_{line}" not in lines] == []
+    for name in ("process_resident_memory_bytes ", "gpushare_build_info{"):
+        assert any(line.startswith(name) for line in lines)
 
 
 async def test_readiness_names_what_is_missing() -> None:
@@ -192,21 +171,11 @@ async def test_version_and_index() -> None:
         return web.Response(text="more")
 
     async with served(routes=[("/extra", show)]) as url:
-        assert await _get(f"{url}/version") == (200, f'{{"version": "{__version__}"}}\n')
+        assert await _get(f"{url}/version") == (200, f'{{"version":"{__version__}"}}\n')
         assert await _get(f"{url}/extra") == (200, "more")
         index = (await _get(f"{url}/"))[1]
         assert all(path in index for path in ("/metrics", "/readyz", "/extra"))
         assert (await _get(f"{url}/absent"))[0] == 404
-
-
-async def test_an_added_route_replaces_one_of_the_same_path() -> None:
-    """A dashboard may take the index's place."""
-
-    async def show(_request: web.Request) -> web.Response:
-        return web.Response(text="dashboard")
-
-    async with served(routes=[("/", show)]) as url:
-        assert await _get(f"{url}/") == (200, "dashboard")
 
 
 async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
@@ -223,14 +192,6 @@ async def test_an_address_that_is_not_ours_ends_the_start(addr: str) -> None:
     """An unknown name and another machine's address are named with the setting."""
     with pytest.raises(StartupError, match="check --query-addr"):
         await WebServer(addr, 0, metrics=AgentMetrics(), ready=list).run()
-
-
-async def test_localhost_is_served_on_each_of_its_addresses() -> None:
-    """A name with several addresses is reachable at all that this machine has, on one port."""
-    server = WebServer("localhost", 0, metrics=AgentMetrics(), ready=list)
-    async with running(server.run):
-        port = await server.wait_listening()
-        assert (await _get(f"http://localhost:{port}/healthz"))[0] == 200
 
 
 async def test_the_port_is_free_after_the_end() -> None:

@@ -30,11 +30,17 @@ def history() -> tuple[UsageHistory, FakeClock]:
 
 
 def usage(
-    sm: float | None = 0.5, *, at: float = 1.0, gpus: int = 1, keys: tuple[ContainerKey, ...] = (A,)
+    sm: float | None = 0.5,
+    *,
+    at: float = 1.0,
+    gpus: int = 1,
+    keys: tuple[ContainerKey, ...] = (A,),
+    covered_s: float = 0.0,
 ) -> UsageRound:
     uuids = [GpuUuid(f"GPU-{index}") for index in range(gpus)]
     return UsageRound(
         sampled_at=at,
+        covered_s=covered_s,
         gpus={uuid: GpuSample(uuid=uuid, sm_ratio=sm, memory_used_bytes=4096) for uuid in uuids},
         containers={
             (key, uuid): ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=1024, sm_ratio=sm)
@@ -242,18 +248,14 @@ def test_what_is_no_number_is_a_gap(value: float) -> None:
     assert gpu_ratios(kept)[-1] is None
 
 
-def test_a_rare_round_stands_for_the_time_since_the_one_before() -> None:
-    """While nobody reads. What is longer than that stays a gap, and so does a time in which rounds failed."""
-    clock = FakeClock(1000.0)
-    kept = UsageHistory(POINTS * STEP_S, POINTS, idle_period_s=3 * STEP_S, clock=clock)
+def test_a_rare_round_is_drawn_for_all_the_time_for_which_it_stands() -> None:
+    """But not for the time before its container began."""
+    kept, clock = history()
     kept.add(usage(0.2))
     clock.now += 3 * STEP_S
-    kept.add(usage(0.4))
+    kept.add(usage(0.4, keys=(A, B), covered_s=3 * STEP_S))
     assert gpu_ratios(kept)[-4:] == [0.2, 0.4, 0.4, 0.4]
+    assert document(kept)["containers"]["pod-b/main"]["sm_ratio"][-2:] == [None, 0.4]
     clock.now += 2 * STEP_S
-    kept.add(None)
-    kept.add(usage(0.6))
+    kept.add(usage(0.6, covered_s=1.0))
     assert gpu_ratios(kept)[-3:] == [0.4, None, 0.6]
-    clock.now += 4 * STEP_S
-    kept.add(usage(0.8))
-    assert gpu_ratios(kept)[-3:] == [None, None, 0.8]

@@ -228,6 +228,28 @@ async def test_observers_are_notified_once_that_the_numbers_are_gone() -> None:
     assert [one is None for one in reported] == [False, True]
 
 
+async def test_a_round_stands_for_the_time_since_the_one_before() -> None:
+    """Of a pause, too, and of a reload; but for one period after a time of which nothing is known."""
+    world = World()
+    sampling, reported = world.sampling(idle_period_s=60.0), list[UsageRound | None]()
+
+    async def covered_s(after_s: float) -> float | None:
+        world.now += after_s
+        await sampling.sample_once()
+        return reported[-1].covered_s if reported and reported[-1] is not None else None
+
+    sampling.subscribe(reported.append)
+    assert [await covered_s(after_s) for after_s in (0, 1.5, 61.5, 64, 1)] == [1.0, 1.5, 61.5, 1.0, 1.0]
+    world.error = Unavailable("the driver does not answer")
+    assert await covered_s(3) is None
+    world.error = None
+    assert await covered_s(1) == 1.0
+    former, sampling = sampling, world.sampling()
+    sampling.take_over(former)
+    sampling.subscribe(reported.append)
+    assert await covered_s(2) == 2.0
+
+
 async def test_a_bug_in_one_round_costs_that_round() -> None:
     """It is logged with its traceback, and the next round works."""
     world = World(error=ZeroDivisionError("a bug"))

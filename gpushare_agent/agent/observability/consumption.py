@@ -1,8 +1,8 @@
 """What containers had and used of GPUs since the agent began: counters of GPU-seconds and byte-seconds, for costs.
 
 What is allocated counts by the clock, from the allocation to its release, whether or not anybody reads. What is used counts
-by the rounds of sampling, each for the time since the one before, as in usage_history.py. All is counted by the names of the
-row: a pod that is created again goes on where its namesake was, so that no counter falls while anybody has the name.
+by the rounds of sampling, each for the time for which it stands. All is counted by the names of the row: a pod that is
+created again goes on where its namesake was, so that no counter falls while anybody has the name.
 
 State owned: the sums of each row, and what each container has of them now. Changed by allocations, GPUs and rounds.
 """
@@ -16,7 +16,6 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.observability.metrics.text import Labels, Series, labels_text
-from gpushare_agent.agent.observability.usage_sampling import MISSED_ROUNDS
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of
 from gpushare_agent.core.model.pods import ContainerKind
@@ -80,7 +79,6 @@ class Consumption(Struct, eq=False):
     _held: dict[ContainerKey, dict[_Name, Size]] = field(default_factory=dict)
     _ended: dict[_Name, float] = field(default_factory=dict)
     """The oldest first."""
-    _round_at: float | None = None
     _is_taken_over: bool = False
 
     def changed(self, key: ContainerKey) -> None:
@@ -95,9 +93,7 @@ class Consumption(Struct, eq=False):
             self._count(self.node.cache.of_pod(uid))
 
     def add(self, usage: UsageRound | None) -> None:
-        """One round; None, no round: the time until the next is unknown."""
-        before, now = self._round_at, self.clock()
-        self._round_at = None if usage is None else now
+        """One round; None, no round: nothing is known to be used."""
         if usage is None:
             return
         if self._is_taken_over:
@@ -105,15 +101,12 @@ class Consumption(Struct, eq=False):
             for key in self._held.keys() - self.node.cache.view().keys():
                 self.changed(key)
             self._is_taken_over = False
-        # After a pause the round at its end stands for it; after a longer time, in which rounds failed, only for its own.
-        period_s, idle_period_s = self.node.settings.sample_period_s, self.node.settings.usage.idle_period_s
-        longest_s = idle_period_s + MISSED_ROUNDS * period_s
-        since = before if before is not None and now - before <= longest_s else now - period_s
+        now = self.clock()
         for (key, uuid), use in usage.containers.items():
             for name in self._held.get(key, ()):
                 if name[3] == uuid:
                     row = self._rows[name]
-                    seconds = now - max(since, row.began_at)
+                    seconds = min(usage.covered_s, now - row.began_at)
                     ratio, size = use.sm_ratio or 0.0, use.memory_bytes or 0
                     row.used = row.used[0] + ratio * seconds, row.used[1] + size * seconds
                     row.is_known = use.sm_ratio is not None, use.memory_bytes is not None
@@ -121,7 +114,7 @@ class Consumption(Struct, eq=False):
     def take_over(self, previous: Consumption) -> None:
         """Goes on with the sums of an agent that has read its settings again; all count on meanwhile."""
         self._rows, self._held, self._ended = previous._rows, previous._held, previous._ended
-        self._round_at, self._is_taken_over = previous._round_at, True
+        self._is_taken_over = True
 
     def series(self) -> Iterator[Series]:
         now = self.clock()

@@ -134,7 +134,7 @@ class DisplayServer(Struct, eq=False):
 
 
 def routes(snapshot: ReadSnapshot) -> list[Route]:
-    """`/graph`, `/usage`, `/version` for the web port."""
+    """`/graph` and `/usage` for the web port, which has the version itself."""
 
     def answering(document: Callable[[NodeSnapshot], object]) -> Handler:
         async def show(request: web.Request) -> web.Response:
@@ -145,7 +145,6 @@ def routes(snapshot: ReadSnapshot) -> list[Route]:
     return [
         ("/graph", answering(lambda seen: {"graph": graph_text(seen)})),
         ("/usage", answering(usage_document)),
-        ("/version", answering(lambda seen: {"version": seen.agent.version})),
     ]
 
 

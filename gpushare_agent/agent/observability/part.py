@@ -71,6 +71,7 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 
     def take_over(self, previous: ObservabilityPart) -> None:
         """The past of an agent that has read its settings again."""
+        self.usage.take_over(previous.usage)
         self.usage_history.take_over(previous.usage_history)
         self.past.take_over(previous.past)
         self.consumption.take_over(previous.consumption)
@@ -103,12 +104,7 @@ def build(
         period_s=settings.sample_period_s,
         idle_period_s=settings.usage.idle_period_s,
     )
-    history = UsageHistory(
-        settings.usage.history_s,
-        HISTORY_POINTS,
-        idle_period_s=settings.usage.idle_period_s,
-        allocations=node.cache.view,
-    )
+    history = UsageHistory(settings.usage.history_s, HISTORY_POINTS, allocations=node.cache.view)
     consumption = Consumption(node)
     past = SavedPast(directory=settings.state_directory, recent=history, gpus=node.gpus)
     view = NodeView(node, isolation, usage, not_ready, mig)

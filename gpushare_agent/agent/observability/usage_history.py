@@ -1,8 +1,7 @@
 """The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container; and
 the last day, with a point for five minutes of these (`DayHistory`, which saved_past.py fills and keeps over a restart).
 
-A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
-While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
+A point is the mean of the rounds that stand for its time; one without a round is None, so that a gap is seen as a gap.
 What is gone is dropped once its last point has left the window, or where there is no room for what is there. A container's
 values are the sums over its GPUs. The day's points are placed by the wall clock, which alone goes on over a restart: where
 it is set back, what would be in the future is dropped.
@@ -46,12 +45,10 @@ class UsageHistory(Struct, eq=False):
 
     history_s: float
     points: int
-    idle_period_s: float = 0.0
     allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict
     clock: Callable[[], float] = time.monotonic
     version: int = 0
     """Grows with each round."""
-    _has_gap: bool = False
     _owners: dict[ContainerKey, Owner] = field(default_factory=dict)
     _slot: int = 0
     _at: float | None = None
@@ -65,19 +62,11 @@ class UsageHistory(Struct, eq=False):
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
         if usage is None:
-            self._has_gap = True
             return
         self.version += 1
         # Whole steps of the clock, not time since the last point: rounds that come late do not move the points.
-        before, self._slot = self._slot, math.floor(self.clock() / self._step_s)
-        slot = self._slot
-        # A pause without readers is filled with the round at its end; a round that failed, or a pause longer than one
-        # can be, stays a gap.
-        since = (
-            before if not self._has_gap and slot - before <= math.ceil(self.idle_period_s / self._step_s) else slot - 1
-        )
-        self._has_gap = False
-        self._at = usage.sampled_at
+        now = self.clock()
+        self._slot, self._at = math.floor(now / self._step_s), usage.sampled_at
         allocations, containers = self.allocations(), _by_container(usage.containers)
         for key, uses in containers.items():
             # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
@@ -90,11 +79,11 @@ class UsageHistory(Struct, eq=False):
                 key: (_sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
                 for key, uses in containers.items()
             },
-            since=since,
+            since=math.floor((now - usage.covered_s) / self._step_s),
         )
 
     def _put(self, gpus: Mapping[GpuUuid, Point], containers: Mapping[ContainerKey, Point], *, since: int) -> None:
-        """One more value of each in the present slot. `since` is the slot of the round before."""
+        """One more value of each in the slots after `since` up to the present one, and in that."""
         oldest = self._slot - self.points
         self._gpus = {uuid: pair for uuid, pair in self._gpus.items() if pair.last_slot > oldest}
         self._containers = {key: pair for key, pair in self._containers.items() if pair.last_slot > oldest}
@@ -228,84 +217,62 @@ class Owner(Struct, frozen=True, kw_only=True):
 
 
 class Pair:
-    """A ratio and a size that are written together."""
+    """A ratio and a size that are written together: of each of the last slots the mean, rounded; NaN if nothing was added.
+    Slots go back by `set_back` alone."""
 
-    __slots__ = ("_ratio", "_size", "last_slot")
+    __slots__ = ("_counts", "_slot", "_sums", "_values", "last_slot")
 
     def __init__(self, points: int, slot: int = -1, saved: SavedCurve | None = None) -> None:
         """Empty, or as it was saved when `slot` was the newest."""
-        self.last_slot, ratios, sizes = saved if saved is not None else (0, None, None)
-        self._ratio = _RingBuffer(points, RATIO_DIGITS, slot, ratios)
-        self._size = _RingBuffer(points, 0, slot, sizes)
+        empty = array("f", [math.nan]) * points
+        self.last_slot, ratios, sizes = saved if saved is not None else (0, empty, empty)
+        self._slot, first = slot, points - (slot + 1) % points
+        self._values = [one[first:] + one[:first] for one in (ratios, sizes)]
+        self._sums, self._counts = [0.0, 0.0], [0, 0]
 
     def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
-        """`since` is the slot of the round before."""
+        """In the slots after `since`, and in this one."""
         # A container's first round does not stand for the time before it began.
         is_new, self.last_slot = not self.last_slot, slot
         for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
-            self._ratio.add(missed, ratio)
-            self._size.add(missed, size)
+            if missed != self._slot:
+                self._clear(self._slot + 1, missed)
+                self._slot, self._sums, self._counts = missed, [0.0, 0.0], [0, 0]
+            self._add(0, ratio, RATIO_DIGITS)
+            self._add(1, size, 0)
 
-    def set_back(self, slot: int) -> None:
-        self.last_slot = min(self.last_slot, slot)
-        self._ratio.set_back(slot)
-        self._size.set_back(slot)
+    def _add(self, place: int, value: float | None, digits: int) -> None:
+        # JSON has no NaN, which is also how a gap is stored.
+        if value is not None and math.isfinite(value):
+            values = self._values[place]
+            self._sums[place] += value
+            self._counts[place] += 1
+            values[self._slot % len(values)] = round(self._sums[place] / self._counts[place], digits)
 
     def points(self, newest: int) -> tuple[array[float], array[float]]:
-        return self._ratio.points(newest), self._size.points(newest)
+        """The slots up to `newest`, which is not before the last one added to; oldest first."""
+        most = len(self._values[0])
+        missing, first = min(most, newest - self._slot), (newest + 1) % most
+        # A copy, so that rounds which come while the answer is being encoded change nothing in it.
+        turned = (one[first:] + one[:first] for one in self._values)
+        ratios, sizes = (one[: most - missing] + array("f", [math.nan]) * missing for one in turned)
+        return ratios, sizes
+
+    def set_back(self, slot: int) -> None:
+        """Drops what is of later slots."""
+        self._clear(slot + 1, self._slot)
+        self._slot, self.last_slot = min(self._slot, slot), min(self.last_slot, slot)
+
+    def _clear(self, first: int, last: int) -> None:
+        for values in self._values:
+            most = len(values)
+            # After a gap longer than the window each place is cleared once, not once for each slot that has passed.
+            for passed in range(max(first, last - most + 1), last + 1):
+                values[passed % most] = math.nan
 
 
 _Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]]"]
 """Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
-
-
-class _RingBuffer:
-    """The mean of each of the last slots, rounded; NaN if nothing was added. Slots go back by `set_back` alone."""
-
-    __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
-
-    def __init__(self, points: int, digits: int, slot: int, saved: array[float] | None) -> None:
-        self._values = array("f", [math.nan]) * points
-        self._digits = digits
-        self._slot = slot
-        if saved is not None:
-            first = (slot + 1) % points
-            self._values = saved[points - first :] + saved[: points - first]
-        self._sum = 0.0
-        self._count = 0
-
-    def add(self, slot: int, value: float | None) -> None:
-        self._move(slot)
-        # JSON has no NaN, which is also how a gap is stored.
-        if value is not None and math.isfinite(value):
-            self._sum += value
-            self._count += 1
-            self._values[slot % len(self._values)] = round(self._sum / self._count, self._digits)
-
-    def points(self, newest: int) -> array[float]:
-        """The slots up to `newest`, which is not before the last one added to; oldest first."""
-        most = len(self._values)
-        missing = min(most, newest - self._slot)
-        first = (newest + 1) % most
-        # A copy, so that rounds which come while the answer is being encoded change nothing in it.
-        turned = self._values[first:] + self._values[:first]
-        return turned[: most - missing] + array("f", [math.nan]) * missing
-
-    def set_back(self, slot: int) -> None:
-        """Drops what is of later slots."""
-        most = len(self._values)
-        for passed in range(slot + 1, min(self._slot, slot + most) + 1):
-            self._values[passed % most] = math.nan
-        self._slot = min(self._slot, slot)
-
-    def _move(self, slot: int) -> None:
-        if slot == self._slot:
-            return
-        most = len(self._values)
-        # After a gap longer than the window each place is cleared once, not once for each slot that has passed.
-        for passed in range(max(self._slot + 1, slot - most + 1), slot + 1):
-            self._values[passed % most] = math.nan
-        self._slot, self._sum, self._count = slot, 0.0, 0
 
 
 def _pieces(head: bytes, halves: Mapping[str, Sequence[_Curve]]) -> Iterator[bytes]:

@@ -5,7 +5,8 @@ Whoever reads `current` is a reader; one that comes after a pause waits in `refr
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
 delays the next one, which then begins at the next full period. A round counts for three periods: numbers that are no
-longer true are worse than none.
+longer true are worse than none. It stands for the time since the round before (`covered_s`), also for a pause; after a
+longer time, in which rounds failed, for one period.
 
 State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
 in the log.
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.gpus.watch import GpuDriver
@@ -76,6 +78,8 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _reported: Mapping[str, ContainerKey] = field(default_factory=dict)
     _ids_asked_at: float = float("-inf")
     _round_at: float = float("-inf")
+    _covered_at: float = float("-inf")
+    """Until when rounds stand for the time."""
     _tried_at: float = float("-inf")
     _read_at: float = float("-inf")
     _has_reader: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,6 +114,10 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     def subscribe(self, observer: Observer) -> None:
         """`observer` is called after each round, and with None when the current one counts no more. It must not raise."""
         self._observers.append(observer)
+
+    def take_over(self, previous: UsageSampling) -> None:
+        """The first round stands for the time of a reload, too."""
+        self._covered_at = previous._covered_at
 
     async def run(self) -> NoReturn:
         """Samples until cancelled."""
@@ -162,7 +170,10 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._is_failing = False
         self._round_at = started_at
         self.metrics.sampled(self.clock() - started_at)
-        self._publish(found)
+        now = self.clock()
+        since_s, self._covered_at = now - self._covered_at, now
+        longest_s = self.idle_period_s + MISSED_ROUNDS * self.period_s
+        self._publish(replace(found, covered_s=since_s if since_s <= longest_s else self.period_s))
 
     async def _sample(self) -> UsageRound:
         """Raises Unavailable."""
@@ -234,6 +245,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         # Only now: one missed round must not make the dashboard and the metrics blink.
         if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
             log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
+            self._covered_at = float("-inf")
             self._publish(None)
 
     def _note_slow(self, took_s: float) -> None:

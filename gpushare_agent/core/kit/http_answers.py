@@ -150,12 +150,15 @@ def json_answer(request: web.BaseRequest, document: object, *, status: int = 200
     return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)
 
 
-class JsonBody:
+class Body:
     """An answer that is encoded once, and gzipped once, for all requests. A client that names its `tag`, if it has one, in
     If-None-Match gets 304 and no body (RFC 9110, 13.1.2)."""
 
-    def __init__(self, text: bytes, *, tag: str = "") -> None:
-        self.text = text + b"\n"
+    def __init__(self, text: bytes, content_type: str, headers: Mapping[str, str], *, tag: str = "") -> None:
+        self.text = text
+        self._content_type = content_type
+        # weak: packed or not, the bytes differ
+        self._headers = {**headers, "ETag": f'W/"{tag}"'} if tag else {**headers}
         self._tag = tag
         self._packed: bytes | None = None
 
@@ -169,7 +172,7 @@ class JsonBody:
 
         # Not compared as weak or strong: this tag is the same for packed and plain bodies.
         if self._tag and any(one.value == self._tag for one in request.if_none_match or ()):
-            return web.Response(status=304, headers=self._headers())
+            return web.Response(status=304, headers=self._headers)
         is_packed = self.is_worth_packing and accepts_gzip(request)
         # Two requests at once may both pack it; the bytes are the same, and the second only takes the place of the
         # first.
@@ -180,19 +183,20 @@ class JsonBody:
     def response(self, *, is_packed: bool, status: int = 200) -> web.Response:
         from aiohttp import web
 
-        headers = self._headers()
-        body = self.text
+        headers, body = self._headers, self.text
         if is_packed:
             if self._packed is None:
                 self._packed = packed(self.text)
-            body = self._packed
-            headers["Content-Encoding"] = "gzip"
-        return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
+            headers, body = {**headers, "Content-Encoding": "gzip"}, self._packed
+        return web.Response(status=status, body=body, content_type=self._content_type, charset="utf-8", headers=headers)
 
-    def _headers(self) -> dict[str, str]:
+
+class JsonBody(Body):
+    """JSON of this moment: no cache may keep it."""
+
+    def __init__(self, text: bytes, *, tag: str = "") -> None:
         headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
-        # weak: packed or not, the bytes differ
-        return {**headers, "ETag": f'W/"{self._tag}"'} if self._tag else headers
+        super().__init__(text + b"\n", "application/json", headers, tag=tag)
 
 
 async def in_slices(pieces: Iterable[T]) -> list[T]:

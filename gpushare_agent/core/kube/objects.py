@@ -28,6 +28,9 @@ class OwnerReference(Struct, rename="camel", kw_only=True):
     controller: bool | None = None
 
 
+_TIME_CHARS = len("2026-01-01T00:00:00Z")
+
+
 class ObjectMeta(Struct, rename="camel"):
     """Identity is read exactly; of labels, annotations, owners and version, what is as Kubernetes defines it."""
 
@@ -36,9 +39,15 @@ class ObjectMeta(Struct, rename="camel"):
     uid: str | None = None
     raw_version: object = field(name="resourceVersion", default=None)
     deleted_at: object = field(name="deletionTimestamp", default=None)
+    raw_created: object = field(name="creationTimestamp", default=None)
     raw_labels: Raw = field(name="labels", default=NULL)
     raw_annotations: Raw = field(name="annotations", default=NULL)
     raw_owners: Raw = field(name="ownerReferences", default=NULL)
+
+    @property
+    def created_at(self) -> str:
+        """In Kubernetes' form of RFC 3339, empty where there is none."""
+        return self.raw_created[:_TIME_CHARS] if isinstance(self.raw_created, str) else ""
 
     @property
     def version(self) -> str:

@@ -138,7 +138,8 @@ class ContainerUse(Struct, frozen=True, kw_only=True):
 
 class UsageRound(Struct, frozen=True, kw_only=True):
     """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch, `sampled_boot_s` the same
-    moment of CLOCK_BOOTTIME: a process that began later is none of it.
+    moment of CLOCK_BOOTTIME: a process that began later is none of it. `covered_s`, which the sampling works out, is
+    the time before it for which it stands.
 
     `unattributed` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,
     a pod with devices of another plugin.
@@ -149,3 +150,4 @@ class UsageRound(Struct, frozen=True, kw_only=True):
     containers: Mapping[tuple[ContainerKey, GpuUuid], ContainerUse]
     unattributed: Mapping[GpuUuid, tuple[ProcessSample, ...]] = field(default_factory=dict)
     sampled_boot_s: float = 0.0
+    covered_s: float = 0.0

@@ -138,25 +138,32 @@ class ContainerGpu(TypedDict):
     usage: ContainerUsage | None
 
 
+class Allocated(TypedDict):
+    """What the kubelet allocated, whatever a live resize makes of it."""
+
+    cores: Integer
+    memory_bytes: Integer
+
+
 class ContainerDocument(TypedDict):
     """For a claim, `pod` is the first of its pods, `container` the claim with its result."""
 
     namespace: str
     pod: str
-    pod_uid: NotRequired[Any]
+    pod_uid: str
     container: str
     kind: NotRequired[Any]
     claim: NotRequired[Any]
     phase: str
     isolation: NotRequired[Any]
     kept: NotRequired[Any]
-    not_limited: NotRequired[str]
+    not_limited: str
     is_whole: bool
     units: NotRequired[Any]
     cores: Integer
     core_limit: Integer | None
     memory_bytes: Integer
-    allocated: NotRequired[Any]
+    allocated: Allocated
     gpus: Sequence[ContainerGpu]
 
 
@@ -184,7 +191,7 @@ class NodeDocument(TypedDict):
     agent: AgentDocument
     resources: NotRequired[Any]
     gpus: Sequence[GpuDocument]
-    mig_gpus: NotRequired[Sequence[MigGpu]]
+    mig_gpus: Sequence[MigGpu]
     topology: NotRequired[Any]
     containers: Sequence[ContainerDocument]
 
@@ -213,7 +220,7 @@ class Asked(TypedDict):
 
 class Candidate(TypedDict):
     index: Integer
-    label: NotRequired[str]
+    label: str
     is_healthy: bool
     free_cores: Integer
     free_memory_bytes: Integer
@@ -235,11 +242,12 @@ class DecisionDocument(TypedDict):
     explanation: str
     policy: str
     gpus: Sequence[Integer]
-    labels: NotRequired[Sequence[str]]
+    labels: Sequence[str]
     asked: Asked | None
     candidates: Sequence[Candidate]
-    ignored: NotRequired[str]
+    ignored: str
     not_limited: NotRequired[str]
+    """Of the container as it is now; an agent's record has none."""
 
 
 class DecisionsDocument(TypedDict):

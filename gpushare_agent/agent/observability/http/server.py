@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import importlib
-import json
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +28,7 @@ from gpushare_agent.core.kit.http_answers import (
     accepts_gzip,
     accepts_html,
     at_once,
+    json_answer,
     packed,
     text_answer,
 )
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_JSON = "application/json; charset=utf-8"
 _MISDIRECTED = "the Host header has to name an address, the node or a Service; a proxy has to set it\n"
 _FOR_ANY_NAME = ("/healthz", "/readyz", "/version")
 BACKLOG = 128
@@ -133,7 +132,7 @@ class WebServer(Struct, eq=False):
         return listeners
 
     def _handlers(self) -> dict[str, Handler]:
-        """By path; an added route replaces one of the same path."""
+        """By path."""
         queue = RequestQueue()
         # Costly requests wait in the queue. The kubelet's probes are answered outside it: a slow scrape must not
         # restart the agent.
@@ -181,8 +180,8 @@ class WebServer(Struct, eq=False):
     async def _show_readiness(self, _request: web.Request) -> web.Response:
         return _probed(self.ready())
 
-    async def _show_version(self, _request: web.Request) -> web.Response:
-        return text_answer(json.dumps({"version": __version__}) + "\n", headers={"Content-Type": _JSON})
+    async def _show_version(self, request: web.Request) -> web.Response:
+        return json_answer(request, {"version": __version__})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the format that the Accept header names."""

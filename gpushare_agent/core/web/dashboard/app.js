@@ -7,7 +7,7 @@ import { arrange, byId, h, keepClear, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
 import { isUnhealthy } from "./health.js";
 import { History, spanText } from "./history.js";
-import { hues } from "./hues.js";
+import { huesOf } from "./hues.js";
 import { isOfCluster, Store } from "./store.js";
 import { Summary } from "./summary.js";
 import { startChoice, startTheme } from "./theme.js";
@@ -23,12 +23,20 @@ const history = new History(store);
 const table = new ContainerTable(store, history);
 const decisions = new Decisions(store);
 const topology = new TopologyView(store);
+let huesOfPods = new Map(); // pod's UID -> hue
+const podOf = (key) => key.split("/", 1)[0];
+const hues = { of: (key) => huesOfPods.get(podOf(key)) ?? 0 }; // 0: it is on no GPU
 const unhealthy = new Set(); // uuids of the GPUs whose containers' rows say that it failed
 let inOrder = new Map(); // key -> container, by namespace, pod and container
 
 function draw(changed) {
-  const { everything } = changed;
-  if (everything || changed.containers.size) inOrder = sorted();
+  let { everything } = changed;
+  if (everything || changed.containers.size) {
+    inOrder = sorted();
+    const before = huesOfPods;
+    huesOfPods = huesOf([...containersByGpu().values()].map((found) => found.map(([key]) => podOf(key))));
+    everything ||= [...before].some(([uid, hue]) => (huesOfPods.get(uid) ?? hue) !== hue);
+  }
   for (const uuid of changed.gpus) checkHealth(uuid, changed);
   summary.draw();
   drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));

@@ -4,7 +4,7 @@
 import { arrange, byId, h, keepClear, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 import { isCordoned, isUnhealthy, kindOf } from "./health.js";
-import { hueOf } from "./hues.js";
+import { huesOf } from "./hues.js";
 import { read } from "./reading.js";
 import { startTheme } from "./theme.js";
 import { plus, Uses } from "./uses.js";
@@ -148,16 +148,20 @@ function waitingEntry(pod) {
   let entry = entries.get(pod.uid);
   if (!entry) {
     const [message, mistake, nodes] = [h("p"), h("p", { class: "reason", "data-kind": "bad" }), h("div")];
+    const [age, why] = [h("span", { class: "outcome", "data-kind": "warn" }), h("span", { class: "why quiet" })];
     const details = h("details", {},
       h("summary", {},
-        h("span", { class: "outcome", "data-kind": "warn" }, "Waiting"),
+        age,
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
-        h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
+        h("span", { class: "decision-result" }, [...(pod.requests.length ? pod.requests.map(format.request) : [pod.asked]), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + ")), why),
       h("div", { class: "decision-body" }, mistake, message, nodes));
     details.addEventListener("toggle", () => details.open && showNodes(entry, pod));
-    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), details, nodes, message, mistake };
+    entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), details, nodes, message, mistake, age, why };
     entries.set(pod.uid, entry);
   }
+  const seconds = (Date.now() - Date.parse(pod.since)) / 1000;
+  write(entry.age, Number.isNaN(seconds) ? "Waiting" : `Waiting ${format.duration(seconds)}`);
+  write(entry.why, pod.reason);
   write(entry.message, pod.message ? `The scheduler: ${pod.message}` : "The scheduler has said nothing yet.");
   write(entry.mistake, pod.mistake);
   entry.mistake.hidden = !pod.mistake;
@@ -260,7 +264,7 @@ function drawTotals(namespace) {
   write(byId("totals-count"), [
     format.count(all.length, "namespace", "namespaces"), shown.length < all.length && !namespace && `the first ${shown.length} are shown`,
     silent && `in use: without ${silent} of ${format.count(asked.length, "node", "nodes")}, which have not answered`,
-    cluster.quota_problem && `quota not known: ${cluster.quota_problem}`,
+    cluster.quota_problem ? `quota not known: ${cluster.quota_problem}` : cluster.quota_note && `quota: ${cluster.quota_note}`,
   ].filter(Boolean).join(" · "));
 }
 
@@ -385,9 +389,10 @@ class NodeView {
     ].filter(Boolean);
     const wanted = badges.length ? badges : [["good", "✓ Healthy"]];
     once(this.badges, wanted, () => wanted.map(badge));
-    const shares = gpus.map((gpu) => [kindOf(gpu), sharesOf(node, gpu)]);
-    once(this.strip, shares, () => shares.map(([kind, parts]) => h("i", { "data-kind": kind }, parts.map(([uid, size]) => {
-      const part = h("b", { class: `hue-${hueOf(uid)}` });
+    this.hues = huesOf(gpus.map((gpu) => node.reservations.filter((one) => gpu.index in one.charges).map((one) => one.pod_uid)));
+    const shares = gpus.map((gpu) => [kindOf(gpu), sharesOf(node, gpu).map(([uid, size]) => [this.hues.get(uid) ?? 0, size])]);
+    once(this.strip, shares, () => shares.map(([kind, parts]) => h("i", { "data-kind": kind }, parts.map(([hue, size]) => {
+      const part = h("b", { class: `hue-${hue}` });
       vary(part, "--size", size.toFixed(3));
       return part;
     }))));
@@ -444,8 +449,8 @@ class NodeView {
     parts(cores, format.coresAllocated(gpu), use?.sm, format.percent);
     parts(memory, `${format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)} allocated`, use?.memory, format.bytes);
     once(state, [isUnhealthy(gpu), gpu.health_reason, gpu.cordoned], () => states(gpu));
-    const texts = pods.map((one) => [one.pod_uid, podText(one, gpu.index)]);
-    once(who, texts, () => (texts.length ? [h("ul", {}, texts.map(([uid, text]) => h("li", {}, h("i", { class: `swatch hue-${hueOf(uid)}` }), text)))] : []));
+    const texts = pods.map((one) => [this.hues.get(one.pod_uid), podText(one, gpu.index)]);
+    once(who, texts, () => (texts.length ? [h("ul", {}, texts.map(([hue, text]) => h("li", {}, h("i", { class: `swatch hue-${hue}` }), text)))] : []));
     return row.element;
   }
 }

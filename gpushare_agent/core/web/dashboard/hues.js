@@ -1,14 +1,21 @@
-// Which colour a pod has: chosen by a hash of its UID alone, so that it is the same on every GPU and page, in every browser,
-// and whichever pods come and go. Two pods on one GPU may therefore have the same colour.
+// Which colour a pod has: by a hash of its UID, so that it is the same on every GPU and page, in every browser. Where another
+// pod on one of its GPUs has that colour, the later UID takes the next one that is free there.
 // The colour is a help to the eye and never the only carrier: each share also has its number or name.
 
-export const HUES = 24;
+const HUES = 24;
+const STEP = 7; // far apart on the wheel, and each hue is reached
 
-/** Of a pod's UID. */
-export const hueOf = (uid) => hash(uid) % HUES;
-
-/** Of a container's key, UID/CONTAINER. */
-export const hues = { of: (key) => hueOf(key.split("/", 1)[0]) };
+/** By UID; `gpus` are the UIDs of the pods on each GPU of a node. */
+export function huesOf(gpus) {
+  const hues = new Map();
+  for (const uid of [...new Set(gpus.flat())].sort()) {
+    const taken = new Set(gpus.filter((uids) => uids.includes(uid)).flat().map((one) => hues.get(one)));
+    let hue = hash(uid) % HUES;
+    for (let tried = 1; taken.has(hue) && tried < HUES; tried += 1) hue = (hue + STEP) % HUES;
+    hues.set(uid, hue);
+  }
+  return hues;
+}
 
 /** FNV-1a, its bits mixed once more: UIDs that differ in one place get unlike colours. */
 function hash(text) {
