@@ -45,14 +45,14 @@ async def opened(
     """Our client, configured by a kubeconfig file for that URL."""
     with_kubeconfig = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
-        kubeconfig = write_kubeconfig(with_kubeconfig, url, user or {"token": "secret"})
+        kubeconfig = write_kubeconfig(with_kubeconfig, url, user)
         async with open_kube_api(kubeconfig=kubeconfig, timeouts=timeouts, limits=limits) as api:
             yield api
     finally:
         shutil.rmtree(with_kubeconfig)
 
 
-def write_kubeconfig(directory: Path, url: str, user: dict[str, Any]) -> Path:
+def write_kubeconfig(directory: Path, url: str, user: dict[str, Any] | None = None) -> Path:
     path = directory / "kubeconfig"
     config = {
         "apiVersion": "v1",
@@ -60,7 +60,7 @@ def write_kubeconfig(directory: Path, url: str, user: dict[str, Any]) -> Path:
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
         "clusters": [{"name": "k", "cluster": {"server": url}}],
-        "users": [{"name": "u", "user": user}],
+        "users": [{"name": "u", "user": user or {"token": "secret"}}],
     }
     path.write_text(json.dumps(config))
     return path

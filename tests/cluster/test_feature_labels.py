@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,25 @@ from gpushare_agent.agent.cluster.feature_labels import feature_labels, sanitise
 from gpushare_agent.agent.cluster.node_facts import (
     FEATURES_ANNOTATION,
     LABELS_ANNOTATION,
-    NodePatch,
+    NodeFacts,
     is_label,
     node_facts,
-    plan_facts_patch,
 )
 from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
-from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.mig import MigAttributes, MigPlace
 from gpushare_agent.core.model.resources import ReplicaLayout, ServedUnits
-from gpushare_agent.core.placement.topology import build_topology
+from tests.cluster import support_node_facts
+from tests.cluster.support_node_facts import after, patch_of
 from tests.gpus.support_gpus import uuid_of
-from tests.support_json import undecoded
 
 
 def gpu(index: int, name: str = "NVIDIA A100-SXM4-40GB", memory_mib: int = 40960, **fields: Any) -> Gpu:
-    known = {"compute_capability": (8, 0), "minor": index, "uuid": uuid_of(index), "bus_id": "", **fields}
-    return Gpu(index=index, name=name, memory_mib=memory_mib, **known)
+    return support_node_facts.gpu(index, name, memory_mib, **{"compute_capability": (8, 0), **fields})
 
 
-def inventory(*gpus: Gpu) -> GpuInventory:
-    return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version="570.86.15", cuda_version="12.8")
+inventory = partial(support_node_facts.inventory, version="570.86.15", cuda="12.8")
 
 
 def labels(
@@ -376,68 +373,51 @@ def test_nvidias_expected_outputs(name: str) -> None:
     assert [one.pattern for one in patterns if not any(one.search(line) for line in lines)] == []
 
 
-class Node:
-    """A node's object to which patches are applied."""
+def node_with(**node_labels: str) -> dict[str, Any]:
+    return {"metadata": {"labels": {"kubernetes.io/os": "linux", **node_labels}, "annotations": {}}}
 
-    def __init__(self, **node_labels: str) -> None:
-        self.labels: dict[str, str] = {"kubernetes.io/os": "linux", **node_labels}
-        self.annotations: dict[str, str] = {}
 
-    def reconcile(self, features: dict[str, str]) -> NodePatch:
-        facts = node_facts(
-            inventory(gpu(0), gpu(1)), "{}", label_prefix="gpushare-agent", node_labels={}, features=features
-        )
-        raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
-        patch = plan_facts_patch(read_node_json(undecoded(raw)), facts)
-        changed: Any = patch.body.get("metadata", {})
-        for present, part in ((self.labels, "labels"), (self.annotations, "annotations")):
-            for name, value in changed.get(part, {}).items():
-                if value is None:
-                    present.pop(name, None)
-                else:
-                    present[name] = value
-        return patch
+def facts(features: dict[str, str]) -> NodeFacts:
+    found = inventory(gpu(0), gpu(1))
+    return node_facts(found, "{}", label_prefix="gpushare-agent", node_labels={}, features=features)
 
-    def theirs(self) -> dict[str, str]:
-        return {name: value for name, value in self.labels.items() if name.startswith("nvidia.com/")}
+
+def of_nvidia(node: dict[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in node["metadata"]["labels"].items() if name.startswith("nvidia.com/")}
 
 
 def test_ours_are_written_once_and_removed_when_switched_off() -> None:
     """The timestamp is that of the last change."""
-    node = Node()
-    node.reconcile(WHOLE)
-    assert node.theirs() == WHOLE and node.annotations[FEATURES_ANNOTATION] == "1700000000"
-    assert not node.reconcile(labels(gpu(0), gpu(1), written_at=1700000300)).body
-    node.reconcile(labels(gpu(0), gpu(1), written_at=1700000600, count=4))
-    assert node.labels["nvidia.com/gfd.timestamp"] == "1700000600"
-    node.reconcile({})
-    assert (
-        node.theirs() == {}
-        and FEATURES_ANNOTATION not in node.annotations
-        and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
-    )
+    node = after(node_with(), facts(WHOLE))
+    assert of_nvidia(node) == WHOLE and node["metadata"]["annotations"][FEATURES_ANNOTATION] == "1700000000"
+    assert not patch_of(node, facts(labels(gpu(0), gpu(1), written_at=1700000300))).body
+    node = after(node, facts(labels(gpu(0), gpu(1), written_at=1700000600, count=4)))
+    assert of_nvidia(node)["nvidia.com/gfd.timestamp"] == "1700000600"
+    node = after(node, facts({}))
+    annotations = node["metadata"]["annotations"]
+    assert of_nvidia(node) == {} and FEATURES_ANNOTATION not in annotations
+    assert "nvidia.com" not in annotations[LABELS_ANNOTATION]
 
 
 def test_labels_of_gpu_feature_discovery_are_left_alone() -> None:
     """Where it ran before, with and without a timestamp; what differs is named. Neither on nor off changes them."""
     for theirs in ({"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "5"}, {"nvidia.com/gpu.count": "8"}):
-        node = Node(**theirs)
-        patch = node.reconcile(WHOLE)
-        assert node.theirs() == theirs and set(patch.foreign) == theirs.keys()
-        node.reconcile({})
-        assert node.theirs() == theirs
+        node = node_with(**theirs)
+        assert set(patch_of(node, facts(WHOLE)).foreign) == theirs.keys()
+        node = after(node, facts(WHOLE))
+        assert of_nvidia(node) == theirs
+        assert of_nvidia(after(node, facts({}))) == theirs
 
 
 def test_one_that_starts_later_takes_them_over() -> None:
     """Its timestamp is another: from then on the labels are its own."""
-    node = Node()
-    node.reconcile(WHOLE)
-    node.labels |= {"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "1800000000"}
-    before = node.theirs()
-    node.reconcile(WHOLE)
-    assert node.theirs() == before
-    node.reconcile({})
-    assert node.theirs() == before and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
+    node = after(node_with(), facts(WHOLE))
+    node["metadata"]["labels"] |= {"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "1800000000"}
+    theirs = of_nvidia(node)
+    node = after(node, facts(WHOLE))
+    assert of_nvidia(node) == theirs
+    node = after(node, facts({}))
+    assert of_nvidia(node) == theirs and "nvidia.com" not in node["metadata"]["annotations"][LABELS_ANNOTATION]
 
 
 def test_what_sysfs_has(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ class LookedAt(PodStore):
     def __init__(self) -> None:
         super().__init__()
         self._looks = 0
-        self._looked = asyncio.Event()
+        self._looked = Changes()
 
     def pods(self) -> tuple[Pod, ...]:
         self._looks += 1
@@ -100,9 +99,7 @@ class LookedAt(PodStore):
 
     async def wait_cycles(self, count: int) -> None:
         end = self._looks + count
-        while self._looks < end:
-            self._looked.clear()
-            await self._looked.wait()
+        await self._looked.until(lambda: self._looks >= end)
 
 
 def _store(count: int) -> LookedAt:
