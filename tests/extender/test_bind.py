@@ -156,6 +156,26 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
         assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
 
 
+@pytest.mark.parametrize("is_bound", [True, False])
+async def test_an_unknown_outcome_is_read_where_its_patch_is_refused(is_bound: bool) -> None:
+    """As an admission policy refuses it: a pod without a node is not bound any more once nobody can wait for it."""
+    pod, clock = raw_pod("a", (60, 8)), FakeClock()
+    async with (
+        fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster,
+        running_replica(cluster, clock) as replica,
+    ):
+        await replica.lead()
+        cluster.mute(True)  # the watch does not say what has become of it
+        cluster.faults = ["silent-done" if is_bound else "silent", *["500"] * 20]
+        assert "stay reserved" in await replica.bind(pod, "n1")
+        for open_binds in (int(not is_bound), 0):
+            cluster.faults = ["403"]
+            await replica.binder.reconcile()
+            assert replica.binder.open_binds == open_binds
+            clock.now += 60.0
+        assert [one.stage for one in replica.state.reservations()] == [Stage.BOUND] * is_bound
+
+
 async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
     """Deleted, or replaced by one of the same name, while its bind was unknown."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (30, 4))]

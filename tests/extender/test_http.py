@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.core.kit.http_server import HttpLimits
 from gpushare_agent.core.kube.pods import read_pod_json
@@ -38,6 +40,8 @@ from gpushare_agent.extender.http import (
     MAX_REVIEW_BYTES,
     SHORT_BYTES,
     ExtenderWeb,
+    reload_certificate,
+    tls_context,
 )
 from gpushare_agent.extender.messages import MAX_POD_BYTES, NodesArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -47,7 +51,7 @@ from tests.cluster.support_kube import running
 from tests.extender.support_extender import cluster_node
 from tests.kit.support_http import Peer, loop_time_s
 from tests.support_core import GPU_MEM_NAMES, NAMES
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S, poll_until
 from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data"
@@ -473,3 +477,23 @@ def _reservation(name: str, plan: PodPlan) -> Reservation:
         stage=Stage.CONFIRMED,
         at=0.0,
     )
+
+
+async def test_a_renewed_certificate_is_read_once_it_fits_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two files may be of two versions for a moment; the former one stays in use."""
+    monkeypatch.setattr("gpushare_agent.extender.http.CERTIFICATE_PERIOD_S", 0.001)
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    shutil.copy(CA, cert)
+    shutil.copy(KEY, key)
+    context = tls_context(cert, key, None)
+
+    def is_logged(event: str, content: bytes) -> bool:
+        cert.write_bytes(content)  # again and again: the first time may be before the first look
+        return event in [one["event"] for one in logs]
+
+    with capture_logs() as logs:
+        async with running(lambda: reload_certificate(context, cert, key)):
+            await poll_until(lambda: is_logged("certificate_not_reloaded", b"none"), "a certificate that does not fit")
+            await poll_until(lambda: is_logged("certificate_reloaded", CA.read_bytes()), "a renewed certificate")

@@ -225,9 +225,10 @@ async def refused(asker: Asker, pod: Raw) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() -> None:
-    """So that the scheduler tries it at once. One that a raise does not help is left alone, and so is one that was never
-    refused."""
+async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the scheduler tries it at once, also where the API server does not answer at first. One that a raise does not
+    help is left alone, and so is one that was never refused."""
+    monkeypatch.setattr("gpushare_agent.extender.waiters.RETRY_S", 0.01)
     small, large, other = (
         raw_pod(name, (cores, 4), namespace="team") for name, cores in (("a", 60), ("b", 90), ("c", 10))
     )
@@ -236,6 +237,7 @@ async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() 
         async with running_extender(cluster) as asker:
             for pod in (large, small):
                 await refused(asker, pod)
+            cluster.faults = ["500"] * 6
             cluster.put_quota({"team": {"vcore": 60}})
             await eventually(lambda: bool(retried_at(cluster, "a")))
             assert (await asker.filter(small, ["n1"]))["NodeNames"] == ["n1"]
