@@ -14,26 +14,10 @@ from gpushare_agent.core.kube.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, 
 from gpushare_agent.core.kube.objects import ObjectReference
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import FAST, NODE, opened, pod, running
+from tests.cluster.support_kube import FAST, NODE, Counted, opened, pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, answers, answers_html_502, fake_api, raw_status
-from tests.support_deadline import Changes
 
 NO_CORES = Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="30 asked, 10 free; delete a pod")
-
-
-class Counted:
-    """Records outcomes; `wait` waits until there are as many."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[str] = []
-        self._changed = Changes()
-
-    def note(self, outcome: str) -> None:
-        self.outcomes.append(outcome)
-        self._changed.set()
-
-    async def wait(self, count: int) -> None:
-        await self._changed.until(lambda: len(self.outcomes) >= count)
 
 
 TAKEN = answers(201, {})

@@ -13,7 +13,7 @@ from gpushare_agent.agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnot
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
-from tests.cluster.support_kube import FAST, opened, pod, running
+from tests.cluster.support_kube import FAST, Counted, opened, pod, running
 from tests.fakes.api_server import (
     Behaviour,
     FakeApiServer,
@@ -24,21 +24,18 @@ from tests.fakes.api_server import (
     raw_status,
     resets,
 )
-from tests.support_deadline import Changes
 
 ASSIGNED = "tencent.com/gpu-assigned"
 INDEX = "tencent.com/predicate-gpu-idx-0"
 
 
-class Written:
-    """The writer with its pod store, subscribed as in the agent; `gpu` has the GPU of each pod by the ledger. Records
-    outcomes; `wait` waits for one."""
+class Written(Counted):
+    """The writer with its pod store, subscribed as in the agent; `gpu` has the GPU of each pod by the ledger."""
 
     def __init__(self, *pods: Pod, gpu: Mapping[str, int] | None = None, compare_s: float = 60.0) -> None:
+        super().__init__()
         self.gpu = dict(gpu or {})
         self.store = PodStore()
-        self.outcomes: list[str] = []
-        self._changed = Changes()
         self.writer = PodAnnotations(
             pods=self.store,
             desired=self._wanted,
@@ -58,8 +55,7 @@ class Written:
         self.writer.compare(PodUid(f"uid-{name}"))
 
     def pod_annotated(self, outcome: str) -> None:
-        self.outcomes.append(outcome)
-        self._changed.set()
+        self.note(outcome)
 
     @asynccontextmanager
     async def sending(self, *others: Behaviour) -> AsyncIterator[FakeApiServer]:
@@ -70,9 +66,6 @@ class Written:
             running(lambda: self.writer.run(api)),
         ):
             yield server
-
-    async def wait(self, count: int) -> None:
-        await self._changed.until(lambda: len(self.outcomes) >= count)
 
 
 def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:
