@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import json
 from typing import Any
 
@@ -27,6 +26,7 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.messages import MAX_POD_BYTES
+from gpushare_agent.sandbox.api import patch as api_patch
 from tests.extender.support_extender import FakeCluster, fake_cluster, running_extender
 from tests.extender.test_app import TLS, session_of_client
 from tests.fakes.api_server import Raw
@@ -68,19 +68,7 @@ def template_of(raw: Raw) -> Template:
 
 def patched(raw: Raw, patch: Any) -> Raw:
     """As an API server applies a JSON Patch: a path that is not there is an error."""
-    made = copy.deepcopy(raw)
-    for one in to_builtins(patch):
-        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"][1:].split("/")]
-        place: Any = made
-        for part in path:
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        if one["op"] == "remove":
-            del place[last]
-        elif last == "-":
-            place.append(one["value"])
-        else:
-            place[last] = one["value"]
-    return made
+    return api_patch.patched(raw, list(to_builtins(patch)), api_patch.JSON_PATCH)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from gpushare_agent.core.settings.settings import Settings, load_settings
-from gpushare_agent.sandbox.api import patch as strategic
+from gpushare_agent.sandbox.api import patch as api_patch
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")
@@ -97,7 +97,7 @@ def by_name(items: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     """After a strategic merge, which is what a patch of a kustomization is."""
-    return strategic.patched(base, patch, strategic.STRATEGIC)
+    return api_patch.patched(base, patch, api_patch.STRATEGIC)
 
 
 def patched(*files: str) -> dict[str, Any]:
