@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedContaine
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Link, LinkKind
 from gpushare_agent.core.model.mig import MigPlace
-from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.placement.topology import build_topology
@@ -24,13 +24,21 @@ from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.core.settings.values import Section
 
 NAMES = ResourceNames()
+GPU_MEM_NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+"""With GPUShare's resource."""
 
 
 def container(
-    name: str = "main", cores: int = 0, blocks: int = 0, kind: ContainerKind = ContainerKind.MAIN, position: int = 0
+    name: str = "main",
+    cores: int = 0,
+    blocks: int = 0,
+    kind: ContainerKind = ContainerKind.MAIN,
+    position: int = 0,
+    *,
+    units: int = 0,
 ) -> ContainerSpec:
-    """A container that asks for cores and memory blocks."""
-    asked = {VCORE_RESOURCE: cores, VMEMORY_RESOURCE: blocks}
+    """A container that asks for cores and memory blocks, or for units of GPUShare's resource."""
+    asked = {VCORE_RESOURCE: cores, VMEMORY_RESOURCE: blocks, GPU_MEM_NAMES.gpu_mem: units}
     return ContainerSpec(name=name, kind=kind, position=position, requests={k: v for k, v in asked.items() if v})
 
 
@@ -92,16 +100,23 @@ def ids(gpu: int, numbers: range) -> list[str]:
 
 
 def allocation(
-    owner: Pod, name: str, cores: list[str], memory: list[str], kind: ContainerKind = ContainerKind.MAIN
+    owner: Pod,
+    name: str,
+    cores: Sequence[str],
+    memory: Sequence[str],
+    kind: ContainerKind = ContainerKind.MAIN,
+    *,
+    units: Sequence[str] = (),
 ) -> Allocation:
-    """A container's allocation; its GPUs are those of its vcore IDs."""
+    """A container's allocation; its GPUs are those of its IDs of cores, or of units of GPUShare's resource."""
+    given = {ResourceKind.VCORE: cores, ResourceKind.VMEMORY: memory} | ({ResourceKind.GPU_MEM: units} if units else {})
     return Allocation(
         key=ContainerKey(owner.uid, name),
         namespace=owner.namespace,
         pod_name=owner.name,
         kind=kind,
-        gpus=tuple(sorted({GpuUuid(i.split("::")[0]) for i in cores})),
-        ids={ResourceKind.VCORE: frozenset(cores), ResourceKind.VMEMORY: frozenset(memory)},  # type: ignore[arg-type]
+        gpus=tuple(sorted({GpuUuid(i.split("::")[0]) for i in (*cores, *units)})),
+        ids={kind: frozenset(map(DeviceId, found)) for kind, found in given.items()},
         is_whole=len(cores) >= 100,
     )
 

@@ -15,8 +15,11 @@ from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kube.client import KubeApi, open_kube_api
 from gpushare_agent.core.kube.session import KubeTimeouts, ListLimits
-from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.core.model.pods import Pod
+from tests import support_core
+from tests.support_core import container
+from tests.support_deadline import Changes
 
 NODE = "node-1"
 FAST = Backoff(base_s=0.005, cap_s=0.02)
@@ -45,14 +48,14 @@ async def opened(
     """Our client, configured by a kubeconfig file for that URL."""
     with_kubeconfig = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
-        kubeconfig = write_kubeconfig(with_kubeconfig, url, user or {"token": "secret"})
+        kubeconfig = write_kubeconfig(with_kubeconfig, url, user)
         async with open_kube_api(kubeconfig=kubeconfig, timeouts=timeouts, limits=limits) as api:
             yield api
     finally:
         shutil.rmtree(with_kubeconfig)
 
 
-def write_kubeconfig(directory: Path, url: str, user: dict[str, Any]) -> Path:
+def write_kubeconfig(directory: Path, url: str, user: dict[str, Any] | None = None) -> Path:
     path = directory / "kubeconfig"
     config = {
         "apiVersion": "v1",
@@ -60,7 +63,7 @@ def write_kubeconfig(directory: Path, url: str, user: dict[str, Any]) -> Path:
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
         "clusters": [{"name": "k", "cluster": {"server": url}}],
-        "users": [{"name": "u", "user": user}],
+        "users": [{"name": "u", "user": user or {"token": "secret"}}],
     }
     path.write_text(json.dumps(config))
     return path
@@ -71,13 +74,13 @@ def raw_pod(
 ) -> dict[str, Any]:
     """A pod of the API with one container `main`; `parts` replace status, spec or add to metadata."""
     limits = {} if cores is None else {VCORE_RESOURCE: cores, VMEMORY_RESOURCE: "4", "cpu": "1"}
-    container = {"name": "main", "image": "x", "resources": {"limits": limits}}
+    main = {"name": "main", "image": "x", "resources": {"limits": limits}}
     metadata = {"name": name, "namespace": "default", "uid": uid or f"uid-{name}", "resourceVersion": version}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": metadata | parts.get("metadata", {}),
-        "spec": {"nodeName": NODE, "containers": [container]} | parts.get("spec", {}),
+        "spec": {"nodeName": NODE, "containers": [main]} | parts.get("spec", {}),
         "status": {"phase": "Pending"} | parts.get("status", {}),
     }
 
@@ -92,19 +95,23 @@ def bookmark(version: str) -> dict[str, Any]:
 
 def pod(name: str = "p", *, uid: str = "", version: str = "1", **fields: Any) -> Pod:
     """A parsed pod with one main container that asks for a share."""
-    container = ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={VCORE_RESOURCE: 30})
-    defaults: dict[str, Any] = {
-        "namespace": "default",
-        "phase": PodPhase.PENDING,
-        "containers": (container,),
-        "node_name": NODE,
-    }
-    return Pod(
-        uid=PodUid(uid or f"uid-{name}"),
-        name=name,
-        resource_version=version,
-        **(defaults | fields),
-    )
+    containers = fields.pop("containers", (container("main", 30),))
+    return support_core.pod(name, *containers, uid=uid, resource_version=version, **({"node_name": NODE} | fields))
+
+
+class Counted:
+    """What was counted, in order; `wait` waits until there are so many."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self._changed = Changes()
+
+    def note(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+        self._changed.set()
+
+    async def wait(self, count: int) -> None:
+        await self._changed.until(lambda: len(self.outcomes) >= count)
 
 
 def pod_named(store: PodStore, name: str) -> Pod | None:

@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.pod_annotations import pod_annotations
 from gpushare_agent.core.model.allocations import Allocation
-from gpushare_agent.core.model.names import GpuUuid, device_id
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.resources import ResourceNames
 from tests.cluster.support_gpushare_inspect import inspect_pod
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_core import GPU_MEM_NAMES, NAMES, allocation, container, ids, inventory, pod
 
 ASSIGNED = "tencent.com/gpu-assigned"
 INDEX = "tencent.com/predicate-gpu-idx-"
@@ -63,29 +62,19 @@ def test_a_container_whose_gpu_is_lost_keeps_its_annotation() -> None:
     assert _wanted(one, *given, gpus=1) == {ASSIGNED: "true", f"{INDEX}1": "0"}
 
 
-GPU_MEM_NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-
-
 def _asks_memory(*units: int, annotations: dict[str, str] | None = None) -> Pod:
     """A main container for each."""
-    specs = [
-        ContainerSpec(name=f"c{n}", kind=ContainerKind.MAIN, position=n, requests={"aliyun.com/gpu-mem": count})
-        for n, count in enumerate(units)
-    ]
-    return replace(pod("p", *specs), annotations=annotations or {})
-
-
-def _has_memory(one: Pod, container_name: str, gpu: int, units: int) -> Allocation:
-    found = frozenset(device_id(GpuUuid(f"GPU-{gpu}"), number) for number in range(units))
-    return replace(
-        allocation(one, container_name, [], []), gpus=(GpuUuid(f"GPU-{gpu}"),), ids={ResourceKind.GPU_MEM: found}
-    )
+    specs = [container(f"c{n}", position=n, units=count) for n, count in enumerate(units)]
+    return pod("p", *specs, annotations=annotations or {})
 
 
 def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers() -> None:
     """The extender writes both for it, with gpu-assigned false; GPUShare's time is the writer's affair."""
     one = _asks_memory(2, 4, annotations={ASSIGNED: "false"})
-    given = [_has_memory(one, "c0", 1, 2), _has_memory(one, "c1", 1, 4)]
+    given = [
+        allocation(one, "c0", [], [], units=ids(1, range(2))),
+        allocation(one, "c1", [], [], units=ids(1, range(4))),
+    ]
     assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
         ASSIGNED: "true",
         f"{INDEX}0": "1",
@@ -99,7 +88,10 @@ def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers() -> None:
 def test_memory_on_two_gpus_is_named_by_container() -> None:
     """GPUShare's one index for a pod cannot, and is left as it is; its inspection tool reads the form by container first."""
     one = _asks_memory(2, 4)
-    given = [_has_memory(one, "c0", 3, 2), _has_memory(one, "c1", 1, 4)]
+    given = [
+        allocation(one, "c0", [], [], units=ids(3, range(2))),
+        allocation(one, "c1", [], [], units=ids(1, range(4))),
+    ]
     assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
         ASSIGNED: "true",
         f"{INDEX}0": "3",
@@ -112,7 +104,7 @@ def test_memory_on_two_gpus_is_named_by_container() -> None:
 def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None:
     """It would differ from what is read at each comparison, and be written again without end."""
     one = _asks_memory(*[1] * 100)
-    given = [_has_memory(one, f"c{n}", n % 2, 1) for n in range(100)]
+    given = [allocation(one, f"c{n}", [], [], units=ids(n % 2, range(1))) for n in range(100)]
     wanted = _wanted(one, *given, names=GPU_MEM_NAMES)
     assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and "scheduler.framework.gpushare.allocation" not in wanted
 
@@ -122,7 +114,10 @@ def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None
 def test_gpushares_inspection_adds_up_what_the_ledger_has(first: int, second: int, written: dict[str, str]) -> None:
     """On one GPU or on two, also where GPUShare's extender wrote its index before."""
     one = _asks_memory(2, 4, annotations=written)
-    given = [_has_memory(one, "c0", first, 2), _has_memory(one, "c1", second, 4)]
+    given = [
+        allocation(one, "c0", [], [], units=ids(first, range(2))),
+        allocation(one, "c1", [], [], units=ids(second, range(4))),
+    ]
     expected = Counter({first: 2})
     expected[second] += 4
     assert inspect_pod(written | _wanted(one, *given, names=GPU_MEM_NAMES), 6) == expected

@@ -1,13 +1,14 @@
 """The labels of GPU Feature Discovery: its values, and what is left alone where it runs itself.
 
-Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0. EXPECTED has the names of its own suite
-(tests/expected-output*.txt), and GFD_EXPECTED_OUTPUTS may name the folder of those files, to be matched as that suite does.
+Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0. GFD_EXPECTED_OUTPUTS may name the folder of its own
+suite's files (tests/expected-output*.txt), to be matched as that suite does.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,25 @@ from gpushare_agent.agent.cluster.feature_labels import feature_labels, sanitise
 from gpushare_agent.agent.cluster.node_facts import (
     FEATURES_ANNOTATION,
     LABELS_ANNOTATION,
-    NodePatch,
+    NodeFacts,
     is_label,
     node_facts,
-    plan_facts_patch,
 )
 from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
-from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
+from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.mig import MigAttributes, MigPlace
 from gpushare_agent.core.model.resources import ReplicaLayout, ServedUnits
-from gpushare_agent.core.placement.topology import build_topology
+from tests.cluster import support_node_facts
+from tests.cluster.support_node_facts import after, patch_of
 from tests.gpus.support_gpus import uuid_of
-from tests.support_json import undecoded
 
 
 def gpu(index: int, name: str = "NVIDIA A100-SXM4-40GB", memory_mib: int = 40960, **fields: Any) -> Gpu:
-    known = {"compute_capability": (8, 0), "minor": index, "uuid": uuid_of(index), "bus_id": "", **fields}
-    return Gpu(index=index, name=name, memory_mib=memory_mib, **known)
+    return support_node_facts.gpu(index, name, memory_mib, **{"compute_capability": (8, 0), **fields})
 
 
-def inventory(*gpus: Gpu) -> GpuInventory:
-    return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version="570.86.15", cuda_version="12.8")
+inventory = partial(support_node_facts.inventory, version="570.86.15", cuda="12.8")
 
 
 def labels(
@@ -319,49 +316,20 @@ def test_strategy_none_shows_a_divided_gpu_without_replicas() -> None:
     assert labels(FIRST, count=4) == WHOLE | CAPABLE | of_gpu({"count": "1", "replicas": "0"})
 
 
-_OF_ALL = {
-    *(f"cuda.driver.{part}" for part in ("major", "minor", "rev")),
-    *(f"cuda.driver-version.{part}" for part in ("major", "minor", "revision", "full")),
-    *(f"cuda.runtime.{part}" for part in ("major", "minor")),
-    *(f"cuda.runtime-version.{part}" for part in ("major", "minor", "full")),
-    *("gfd.timestamp", "gpu.machine", "gpu.count", "gpu.replicas", "gpu.sharing-strategy", "gpu.product", "gpu.memory"),
-    *("gpu.family", "gpu.mode", "gpu.compute.major", "gpu.compute.minor", "mig.capable", "mps.capable"),
-}
-_OF_INSTANCES = {
-    *("multiprocessors", "engines.copy", "engines.decoder", "engines.encoder", "engines.jpeg", "engines.ofa"),
-    *("slices.gi", "slices.ci"),
-}
-_OF_PROFILE = {"product", "count", "replicas", "sharing-strategy", "memory", *_OF_INSTANCES}
 _DIVIDED = (instance(FIRST, 0, "3g.20gb"), instance(FIRST, 1, "3g.20gb"))
-EXPECTED: dict[str, tuple[dict[str, str], set[str]]] = {
-    "expected-output.txt": (labels(gpu(0)), _OF_ALL),
-    "expected-output-mig-none.txt": (labels(FIRST), _OF_ALL),
-    "expected-output-mig-single.txt": (
-        labels(*_DIVIDED, divided=(FIRST,), mig_strategy="single"),
-        _OF_ALL | {"mig.strategy"} | {f"gpu.{name}" for name in _OF_INSTANCES},
-    ),
-    "expected-output-mig-mixed.txt": (
-        labels(*_DIVIDED, divided=(FIRST,), mig_strategy="mixed"),
-        _OF_ALL | {"mig.strategy"} | {f"mig-3g.20gb.{name}" for name in _OF_PROFILE},
-    ),
-    "expected-output-vgpu.txt": (
-        labels(gpu(0), pci_configurations=(configuration(VGPU),)),
-        {"vgpu.present", "vgpu.host-driver-version", "vgpu.host-driver-branch"},
-    ),
+EXPECTED = {
+    "expected-output.txt": labels(gpu(0)),
+    "expected-output-mig-none.txt": labels(FIRST),
+    "expected-output-mig-single.txt": labels(*_DIVIDED, divided=(FIRST,), mig_strategy="single"),
+    "expected-output-mig-mixed.txt": labels(*_DIVIDED, divided=(FIRST,), mig_strategy="mixed"),
+    "expected-output-vgpu.txt": labels(gpu(0), pci_configurations=(configuration(VGPU),)),
 }
-"""By file of NVIDIA's suite: what is written of such a node, and the names that the file has, without `nvidia.com/`."""
+"""By file of NVIDIA's suite, what is written of such a node."""
 
 
 def _lines(name: str) -> list[str]:
     """As NVIDIA's suite divides them: a file is of vGPUs, or of everything else."""
-    written, _ = EXPECTED[name]
-    return [f"{key}={value}" for key, value in written.items() if ("vgpu" in key) == ("vgpu" in name)]
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_names_are_those_of_nvidias_suite(name: str) -> None:
-    """All of them and no others."""
-    assert {line.partition("=")[0] for line in _lines(name)} == {f"nvidia.com/{one}" for one in EXPECTED[name][1]}
+    return [f"{key}={value}" for key, value in EXPECTED[name].items() if ("vgpu" in key) == ("vgpu" in name)]
 
 
 @pytest.mark.suites
@@ -376,68 +344,51 @@ def test_nvidias_expected_outputs(name: str) -> None:
     assert [one.pattern for one in patterns if not any(one.search(line) for line in lines)] == []
 
 
-class Node:
-    """A node's object to which patches are applied."""
+def node_with(**node_labels: str) -> dict[str, Any]:
+    return {"metadata": {"labels": {"kubernetes.io/os": "linux", **node_labels}, "annotations": {}}}
 
-    def __init__(self, **node_labels: str) -> None:
-        self.labels: dict[str, str] = {"kubernetes.io/os": "linux", **node_labels}
-        self.annotations: dict[str, str] = {}
 
-    def reconcile(self, features: dict[str, str]) -> NodePatch:
-        facts = node_facts(
-            inventory(gpu(0), gpu(1)), "{}", label_prefix="gpushare-agent", node_labels={}, features=features
-        )
-        raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
-        patch = plan_facts_patch(read_node_json(undecoded(raw)), facts)
-        changed: Any = patch.body.get("metadata", {})
-        for present, part in ((self.labels, "labels"), (self.annotations, "annotations")):
-            for name, value in changed.get(part, {}).items():
-                if value is None:
-                    present.pop(name, None)
-                else:
-                    present[name] = value
-        return patch
+def facts(features: dict[str, str]) -> NodeFacts:
+    found = inventory(gpu(0), gpu(1))
+    return node_facts(found, "{}", label_prefix="gpushare-agent", node_labels={}, features=features)
 
-    def theirs(self) -> dict[str, str]:
-        return {name: value for name, value in self.labels.items() if name.startswith("nvidia.com/")}
+
+def of_nvidia(node: dict[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in node["metadata"]["labels"].items() if name.startswith("nvidia.com/")}
 
 
 def test_ours_are_written_once_and_removed_when_switched_off() -> None:
     """The timestamp is that of the last change."""
-    node = Node()
-    node.reconcile(WHOLE)
-    assert node.theirs() == WHOLE and node.annotations[FEATURES_ANNOTATION] == "1700000000"
-    assert not node.reconcile(labels(gpu(0), gpu(1), written_at=1700000300)).body
-    node.reconcile(labels(gpu(0), gpu(1), written_at=1700000600, count=4))
-    assert node.labels["nvidia.com/gfd.timestamp"] == "1700000600"
-    node.reconcile({})
-    assert (
-        node.theirs() == {}
-        and FEATURES_ANNOTATION not in node.annotations
-        and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
-    )
+    node = after(node_with(), facts(WHOLE))
+    assert of_nvidia(node) == WHOLE and node["metadata"]["annotations"][FEATURES_ANNOTATION] == "1700000000"
+    assert not patch_of(node, facts(labels(gpu(0), gpu(1), written_at=1700000300))).body
+    node = after(node, facts(labels(gpu(0), gpu(1), written_at=1700000600, count=4)))
+    assert of_nvidia(node)["nvidia.com/gfd.timestamp"] == "1700000600"
+    node = after(node, facts({}))
+    annotations = node["metadata"]["annotations"]
+    assert of_nvidia(node) == {} and FEATURES_ANNOTATION not in annotations
+    assert "nvidia.com" not in annotations[LABELS_ANNOTATION]
 
 
 def test_labels_of_gpu_feature_discovery_are_left_alone() -> None:
     """Where it ran before, with and without a timestamp; what differs is named. Neither on nor off changes them."""
     for theirs in ({"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "5"}, {"nvidia.com/gpu.count": "8"}):
-        node = Node(**theirs)
-        patch = node.reconcile(WHOLE)
-        assert node.theirs() == theirs and set(patch.foreign) == theirs.keys()
-        node.reconcile({})
-        assert node.theirs() == theirs
+        node = node_with(**theirs)
+        assert set(patch_of(node, facts(WHOLE)).foreign) == theirs.keys()
+        node = after(node, facts(WHOLE))
+        assert of_nvidia(node) == theirs
+        assert of_nvidia(after(node, facts({}))) == theirs
 
 
 def test_one_that_starts_later_takes_them_over() -> None:
     """Its timestamp is another: from then on the labels are its own."""
-    node = Node()
-    node.reconcile(WHOLE)
-    node.labels |= {"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "1800000000"}
-    before = node.theirs()
-    node.reconcile(WHOLE)
-    assert node.theirs() == before
-    node.reconcile({})
-    assert node.theirs() == before and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
+    node = after(node_with(), facts(WHOLE))
+    node["metadata"]["labels"] |= {"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "1800000000"}
+    theirs = of_nvidia(node)
+    node = after(node, facts(WHOLE))
+    assert of_nvidia(node) == theirs
+    node = after(node, facts({}))
+    assert of_nvidia(node) == theirs and "nvidia.com" not in node["metadata"]["annotations"][LABELS_ANNOTATION]
 
 
 def test_what_sysfs_has(tmp_path: Path) -> None:

@@ -1,21 +1,18 @@
-"""The taint on a node with free GPUs: when it comes and goes, what becomes of others' taints, through a real socket."""
+"""The taint on a node with free GPUs: when it comes and goes, and what becomes of others' taints."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.cluster.free_gpus_taint import EFFECT, KEY, plan_taint_patch
-from gpushare_agent.agent.cluster.node_fields import TAINT, NodeFieldsWriter
 from gpushare_agent.agent.cluster.part import desired_free_gpus
 from gpushare_agent.core.kube.objects import NodeJson, read_node_json
 from gpushare_agent.core.model.allocations import Charge, ClaimShare
@@ -24,9 +21,7 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.free_gpus import HYSTERESIS, FreeGpus, free_gpus
 from gpushare_agent.core.settings.settings import Settings
-from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.dra.support_claims import ref_of
-from tests.fakes.api_server import FakeApiServer, Seen, answers, fake_api, raw_status
 from tests.support_core import allocation, inventory, pod
 from tests.support_json import undecoded
 
@@ -125,40 +120,3 @@ def test_others_taints_stay_with_all_their_fields_and_a_second_look_changes_noth
 
 def test_taints_that_cannot_be_read_are_not_replaced() -> None:
     assert planned(read_node_json(undecoded({"spec": {"taints": "many"}})), 1.0) is None
-
-
-class TaintedNode:
-    """A node of the API server whose version changes before the first patch, as a kubelet's heartbeat does."""
-
-    def __init__(self) -> None:
-        self.taints: list[dict[str, Any]] = [OTHERS]
-        self.version = 7
-        self.patched = asyncio.Event()
-        self.beats = 1
-
-    async def __call__(self, server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
-        if seen.method == "PATCH":
-            self.version += self.beats
-            self.beats = 0
-            if seen.body["metadata"]["resourceVersion"] != str(self.version):
-                return await answers(409, raw_status(409, "the object has been modified"))(server, seen, request)
-            self.taints, self.version = seen.body["spec"]["taints"], self.version + 1
-            self.patched.set()
-        meta = {"name": NODE, "resourceVersion": str(self.version)}
-        body = {"kind": "Node", "metadata": meta, "spec": {"taints": self.taints}}
-        return await answers(200, body)(server, seen, request)
-
-
-async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_meanwhile() -> None:
-    """The list is replaced under the version that was read; a Conflict reads it again."""
-    there = TaintedNode()
-    writer = NodeFieldsWriter(
-        fields=replace(TAINT, gap_s=0.0),
-        node_name=NODE,
-        desired=lambda: FreeGpus(part=1.0, taint_above=0.5),
-        backoff=FAST,
-    )
-    async with fake_api(others=[there]) as server, opened(server.url) as api, running(lambda: writer.run(api)):
-        await there.patched.wait()
-    assert there.taints == [OTHERS, OURS]
-    assert [request.method for request in server.seen] == ["GET", "GET", "PATCH", "GET", "GET", "PATCH"]

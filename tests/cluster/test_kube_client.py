@@ -8,7 +8,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -175,7 +176,6 @@ def pages(*, gone_at: int = -1) -> Behaviour:
         if begin == gone_at and not refused:
             refused.append(begin)
             return await answers_gone(server, seen, request)
-            return
         end = begin + int(seen.query.get("limit", "1000"))
         metadata = {"resourceVersion": "77"} | ({"continue": str(end)} if end < len(server.listed) else {})
         return await answers(200, {"items": server.listed[begin:end], "metadata": metadata})(server, seen, request)
@@ -313,6 +313,8 @@ async def test_what_cannot_be_a_name_is_not_sent(name: str) -> None:
     async with fake_api() as server, opened(server.url) as api:
         with pytest.raises(Rejected):
             await api.get_pod("default", name, timeout_s=DEADLINE_S)
+        with pytest.raises(Rejected):
+            await api.patch_node(name, "labels", {"metadata": {"labels": {"a": "b"}}})
     assert server.seen == []
 
 
@@ -387,7 +389,7 @@ async def test_a_malformed_kubeconfig_ends_the_start(tmp_path: Path, content: st
 async def test_a_context_is_chosen_among_those_of_the_kubeconfig(tmp_path: Path) -> None:
     """Also in a pod that has a cluster of its own; a context that is not there is named."""
     async with fake_api() as server:
-        kubeconfig = write_kubeconfig(tmp_path, "http://127.0.0.1:1", {"token": "t"})
+        kubeconfig = write_kubeconfig(tmp_path, "http://127.0.0.1:1")
         config = json.loads(kubeconfig.read_text())
         config["clusters"].append({"name": "other", "cluster": {"server": server.url}})
         config["contexts"].append({"name": "second", "context": {"cluster": "other", "user": "u"}})
@@ -405,7 +407,7 @@ async def test_a_context_is_chosen_among_those_of_the_kubeconfig(tmp_path: Path)
 async def test_a_kubeconfig_is_never_written(tmp_path: Path) -> None:
     """Reading credentials leaves the user's file as it was."""
     async with fake_api() as server:
-        kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "t"})
+        kubeconfig = write_kubeconfig(tmp_path, server.url)
         before = kubeconfig.stat().st_mtime_ns, kubeconfig.read_bytes()
         async with open_kube_api(kubeconfig=kubeconfig) as api:
             await api.get_node("n")
@@ -433,6 +435,14 @@ async def test_in_cluster_configuration_reads_the_service_account(
         await client.close()
 
 
+@pytest.fixture(autouse=True)
+def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of this machine."""
+    for scheme in ("http", "https", "no"):
+        monkeypatch.delenv(f"{scheme}_proxy", raising=False)
+        monkeypatch.delenv(f"{scheme}_proxy".upper(), raising=False)
+
+
 @pytest.mark.parametrize(("excluded", "seen"), [("", ["/api/v1/pods"]), ("cluster.invalid", [])])
 async def test_the_proxy_of_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excluded: str, seen: list[str]
@@ -440,10 +450,8 @@ async def test_the_proxy_of_the_environment_is_used(
     """For an API server that NO_PROXY does not name; credentials of a ~/.netrc never are."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".netrc").write_text("default login somebody password secret\n")
-    kubeconfig = write_kubeconfig(tmp_path, "http://cluster.invalid", {"token": "t"})
+    kubeconfig = write_kubeconfig(tmp_path, "http://cluster.invalid")
     async with fake_api() as proxy:
-        for name in ("HTTP_PROXY", "NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.setenv("no_proxy", excluded)
         async with open_kube_api(kubeconfig=kubeconfig) as api:
@@ -453,7 +461,7 @@ async def test_the_proxy_of_the_environment_is_used(
             else:
                 await api.list_all(pods_of_node(NODE), whole)
         assert [request.path for request in proxy.seen] == seen
-        assert all(request.headers["authorization"] == "Bearer t" for request in proxy.seen)
+        assert all(request.headers["authorization"] == "Bearer secret" for request in proxy.seen)
 
 
 EXCLUDED = [
@@ -527,10 +535,8 @@ async def test_the_message_names_a_proxy_that_fails(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proxy without its password, and the variable: of the API server nothing is known."""
-    kubeconfig = write_kubeconfig(tmp_path, f"{scheme}://cluster.invalid", {"token": "t"})
+    kubeconfig = write_kubeconfig(tmp_path, f"{scheme}://cluster.invalid")
     variable = f"{scheme.upper()}_PROXY"
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv(variable, "http://me:s3cret@127.0.0.1:9")
     async with open_kube_api(kubeconfig=kubeconfig) as api:
         with pytest.raises(Unavailable) as refused:
@@ -559,9 +565,7 @@ async def test_a_proxy_that_is_no_url_is_not_shown(
     proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_in_kubeconfig: bool
 ) -> None:
     """The error says where it comes from. A password is often what makes it none."""
-    kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
+    kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid")
     if is_in_kubeconfig:
         document = json.loads(kubeconfig.read_text())
         document["clusters"][0]["cluster"]["proxy-url"] = proxy
@@ -575,6 +579,21 @@ async def test_a_proxy_that_is_no_url_is_not_shown(
     assert "cret" not in str(refused.value)
 
 
+@asynccontextmanager
+async def proxy_that_answers(answer: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Its address, and what it was asked."""
+    asked: list[bytes] = []
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", asked
+
+
 @pytest.mark.parametrize(
     "answer", [b"no http\r\n\r\n", b"HTTP/1.1 407 " + b"x" * 9000 + b"\r\n\r\n", b"HTTP/1.1 407 no\r\n\r\n"]
 )
@@ -582,19 +601,9 @@ async def test_a_proxy_that_does_not_connect_is_shown_without_its_password(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it answers: the HTTP library's own text has the whole URL."""
-
-    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    async with await asyncio.start_server(speak, "127.0.0.1", 0) as proxy:
-        where = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    async with proxy_that_answers(answer) as (where, _):
         monkeypatch.setenv("HTTPS_PROXY", f"http://me:s3cret@{where}")
-        kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
+        kubeconfig = write_kubeconfig(tmp_path, "https://cluster.invalid")
         async with open_kube_api(kubeconfig=kubeconfig) as api:
             with pytest.raises(
                 Unavailable, match=f"no connection through the proxy {where} .* it answered 4"
@@ -608,21 +617,9 @@ async def test_a_proxy_gets_the_password_as_from_kubectl(
     password: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In UTF-8; the HTTP library knows Latin-1 alone."""
-    sent: list[bytes] = []
-
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sent.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 407 no\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
-        monkeypatch.setenv("HTTPS_PROXY", f"http://me:{password}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
-        async with open_kube_api(
-            kubeconfig=write_kubeconfig(tmp_path, "https://cluster.invalid", {"token": "t"})
-        ) as api:
+    async with proxy_that_answers(b"HTTP/1.1 407 no\r\n\r\n") as (where, sent):
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:{password}@{where}")
+        async with open_kube_api(kubeconfig=write_kubeconfig(tmp_path, "https://cluster.invalid")) as api:
             with pytest.raises(Unavailable, match="it answered 407"):
                 await api.get_node(NODE)
     (header,) = [line for line in sent[0].split(b"\r\n") if line.startswith(b"Proxy-Authorization: Basic ")]
@@ -631,7 +628,7 @@ async def test_a_proxy_gets_the_password_as_from_kubectl(
 
 async def test_an_ipv6_address_is_named_in_brackets(tmp_path: Path) -> None:
     """With its port, as in a kubeconfig."""
-    async with open_kube_api(kubeconfig=write_kubeconfig(tmp_path, "https://[::1]:9", {"token": "t"})) as api:
+    async with open_kube_api(kubeconfig=write_kubeconfig(tmp_path, "https://[::1]:9")) as api:
         with pytest.raises(Unavailable, match=r"no connection to the API server at \[::1\]:9: "):
             await api.get_node(NODE)
 
@@ -749,7 +746,7 @@ async def test_a_pod_that_redirects_is_not_followed() -> None:
 async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> None:
     """A person's commands do not run with the agent's service account."""
     async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
-        kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
+        kubeconfig = write_kubeconfig(tmp_path, server.url)
         async with open_kube_api(kubeconfig=kubeconfig, advice="ask your administrator") as own:
             with pytest.raises(Rejected, match=r"on request; ask your administrator$"):
                 await own.list_all(ALL_NODES, whole)

@@ -19,38 +19,19 @@ from gpushare_agent.agent.cluster.node_facts import (
     is_label,
     label_value,
     node_facts,
-    plan_facts_patch,
 )
 from gpushare_agent.agent.cluster.part import desired_facts
-from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, HostMemory, Link, LinkKind
+from gpushare_agent.core.model.gpus import GpuInventory, Health, HostMemory, Link, LinkKind
 from gpushare_agent.core.model.names import GPU_MODEL_LABEL
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.settings import Settings
+from tests.cluster.support_node_facts import after, gpu, inventory, patch_of
 from tests.gpus.support_gpus import read_topology, uuid_of
-from tests.support_json import undecoded
 from tests.support_node import node_of
 
 OWN = "gpushare-agent"
 V100_ROW_0 = ["X", "NV1", "NV1", "NV2", "NV2"]
-
-
-def gpu(index: int, name: str = "NVIDIA H100 80GB HBM3", memory_mib: int = 81559, **fields: Any) -> Gpu:
-    return Gpu(
-        index=index,
-        minor=index,
-        uuid=uuid_of(index),
-        bus_id="",
-        name=name,
-        memory_mib=memory_mib,
-        numa_node=0,
-        **fields,
-    )
-
-
-def inventory(*gpus: Gpu, version: str = "") -> GpuInventory:
-    return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version=version)
 
 
 def facts_of(found: GpuInventory, prefix: str = OWN, **node_labels: str) -> NodeFacts:
@@ -62,24 +43,10 @@ def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] 
     return {"metadata": {"name": "n", "labels": labels or {}, "annotations": annotations or {}}}
 
 
-def patch_of(raw_node: dict[str, Any], facts: NodeFacts) -> NodePatch:
-    return plan_facts_patch(read_node_json(undecoded(raw_node)), facts)
-
-
 def changed(patch: NodePatch, part: str) -> dict[str, str | None]:
     metadata: Any = patch.body.get("metadata", {})
     found: dict[str, str | None] = metadata.get(part, {})
     return found
-
-
-def after(raw: dict[str, Any], facts: NodeFacts) -> dict[str, Any]:
-    """The node once the patch was applied, as RFC 7386 says."""
-    patch = patch_of(raw, facts)
-    merged = {}
-    for part, changes in ((part, changed(patch, part)) for part in ("labels", "annotations")):
-        both = {**raw["metadata"][part], **changes}
-        merged[part] = {name: value for name, value in both.items() if value is not None}
-    return {"metadata": merged}
 
 
 @pytest.mark.parametrize(

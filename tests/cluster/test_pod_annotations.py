@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gpushare_agent.agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnot
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import Pod
-from tests.cluster.support_kube import FAST, opened, pod, running
+from tests.cluster.support_kube import FAST, Counted, opened, pod, running
 from tests.fakes.api_server import (
     Behaviour,
     FakeApiServer,
@@ -23,21 +24,18 @@ from tests.fakes.api_server import (
     raw_status,
     resets,
 )
-from tests.support_deadline import Changes
 
 ASSIGNED = "tencent.com/gpu-assigned"
 INDEX = "tencent.com/predicate-gpu-idx-0"
 
 
-class Written:
-    """The writer with its pod store, subscribed as in the agent; `gpu` has the GPU of each pod by the ledger. Records
-    outcomes; `wait` waits for one."""
+class Written(Counted):
+    """The writer with its pod store, subscribed as in the agent; `gpu` has the GPU of each pod by the ledger."""
 
     def __init__(self, *pods: Pod, gpu: Mapping[str, int] | None = None, compare_s: float = 60.0) -> None:
+        super().__init__()
         self.gpu = dict(gpu or {})
         self.store = PodStore()
-        self.outcomes: list[str] = []
-        self._changed = Changes()
         self.writer = PodAnnotations(
             pods=self.store,
             desired=self._wanted,
@@ -57,11 +55,17 @@ class Written:
         self.writer.compare(PodUid(f"uid-{name}"))
 
     def pod_annotated(self, outcome: str) -> None:
-        self.outcomes.append(outcome)
-        self._changed.set()
+        self.note(outcome)
 
-    async def wait(self, count: int) -> None:
-        await self._changed.until(lambda: len(self.outcomes) >= count)
+    @asynccontextmanager
+    async def sending(self, *others: Behaviour) -> AsyncIterator[FakeApiServer]:
+        """To a server with these answers."""
+        async with (
+            fake_api(others=list(others or [answers(200, {})])) as server,
+            opened(server.url) as api,
+            running(lambda: self.writer.run(api)),
+        ):
+            yield server
 
 
 def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:
@@ -72,7 +76,7 @@ async def test_an_assignment_is_patched() -> None:
     """What was assigned before the API server could be reached is sent once it can, with the pod's UID."""
     written = Written(pod("a"))
     written.assign("a", 2)
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
     assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
     assert server.seen[0].body["metadata"]["uid"] == "uid-a"
@@ -83,7 +87,7 @@ async def test_what_an_agent_that_died_had_not_written_is_written_by_the_next() 
     """Nothing is called for an assignment: the ledger has it, and the first list of pods shows what is missing."""
     done = pod("b", annotations={ASSIGNED: "true", INDEX: "1"})
     written = Written(pod("a"), done, pod("without-gpu"), gpu={"a": 2, "b": 1})
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
     assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
 
@@ -91,7 +95,7 @@ async def test_what_an_agent_that_died_had_not_written_is_written_by_the_next() 
 async def test_only_the_difference_is_sent() -> None:
     """The extender's own correct annotation is not written again."""
     written = Written(pod("a", annotations={ASSIGNED: "false", INDEX: "2"}), gpu={"a": 2})
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
     assert _sent(server) == [("a", {ASSIGNED: "true"})]
 
@@ -113,7 +117,7 @@ async def test_gpushares_time_is_written_where_no_extender_has() -> None:
 async def test_who_overwrites_an_annotation_does_not_make_the_agent_write_each_time() -> None:
     """The pod is given the same again at the next comparison of all pods only, and another value at once."""
     written = Written(pod("a"), gpu={"a": 2})
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
         written.store.upsert(pod("a", annotations={INDEX: "7"}, version="2"))
         written.assign("b", 0)
@@ -131,7 +135,7 @@ async def test_who_overwrites_an_annotation_does_not_make_the_agent_write_each_t
 async def test_all_pods_are_compared_again_after_a_while() -> None:
     """No event announces it."""
     written = Written(pod("a"), gpu={"a": 2}, compare_s=0.01)
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
         written.store.upsert(pod("a", annotations={INDEX: "7"}, version="2"))
         await written.wait(2)
@@ -143,7 +147,7 @@ async def test_a_resize_status_is_written_and_removed() -> None:
     status = "gpushare-agent/resize-status"
     written = Written(pod("a", annotations={ASSIGNED: "true", INDEX: "2"}), gpu={"a": 2})
     written.writer.resize_status(pod("a"), "all in force")
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
         had = {ASSIGNED: "true", INDEX: "2", status: "all in force"}
         written.store.upsert(pod("a", annotations=had, version="2"))
@@ -156,8 +160,7 @@ async def test_a_resize_status_is_written_and_removed() -> None:
 async def test_an_unavailable_server_is_tried_again(bad: Behaviour) -> None:
     """Nothing is lost while the server cannot answer."""
     written = Written(pod("a"), gpu={"a": 2})
-    others = [bad, bad, answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending(bad, bad, answers(200, {})):
         await written.wait(3)
     assert written.outcomes == ["unavailable", "unavailable", "patched"]
 
@@ -165,8 +168,8 @@ async def test_an_unavailable_server_is_tried_again(bad: Behaviour) -> None:
 async def test_a_refusal_that_passes_loses_nothing() -> None:
     """As of an API server that has just started and has not read its roles: tried again with the next comparisons."""
     written = Written(pod("a"), gpu={"a": 2}, compare_s=0.001)
-    others = [answers(403, raw_status(403)), answers(403, raw_status(403)), answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    refused = answers(403, raw_status(403))
+    async with written.sending(refused, refused, answers(200, {})):
         await written.wait(3)
     assert written.outcomes == ["refused", "refused", "patched"]
 
@@ -175,8 +178,7 @@ async def test_a_refusal_that_passes_loses_nothing() -> None:
 async def test_a_no_lets_the_next_pod_have_its_turn(status: int, outcome: str) -> None:
     """A pod that is gone, another of its name, or a missing permission: the next comparison of all tries it again."""
     written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
-    others = [answers(status, raw_status(status)), answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending(answers(status, raw_status(status)), answers(200, {})) as server:
         await written.wait(2)
         written.store.upsert(pod("b", annotations={ASSIGNED: "true", INDEX: "3"}, version="2"))
         written.writer.compare_all()
@@ -188,11 +190,7 @@ async def test_a_no_lets_the_next_pod_have_its_turn(status: int, outcome: str) -
 async def test_what_was_refused_three_times_is_not_tried_again() -> None:
     """Nor logged: a right that is missing, or a name that Kubernetes does not take."""
     written = Written(pod("a"), gpu={"a": 2, "b": 3}, compare_s=0.001)
-    async with (
-        fake_api(others=[answers(403, raw_status(403))]) as server,
-        opened(server.url) as api,
-        running(lambda: written.writer.run(api)),
-    ):
+    async with written.sending(answers(403, raw_status(403))) as server:
         await written.wait(MOST_REFUSALS)
         written.store.upsert(pod("b"))
         await written.wait(2 * MOST_REFUSALS)
@@ -207,8 +205,7 @@ async def test_an_assignment_that_changes_while_it_is_sent_is_sent_again() -> No
         written.assign("a", 5)
         return await answers(200, {})(server, seen, request)
 
-    others = [changes_its_mind, answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending(changes_its_mind, answers(200, {})) as server:
         await written.wait(2)
     assert [sent[INDEX] for _, sent in _sent(server)] == ["2", "5"]
 
@@ -217,6 +214,6 @@ async def test_a_deleted_pod_is_forgotten() -> None:
     """It is not patched any more."""
     written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
     written.store.remove(PodUid("uid-a"))
-    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+    async with written.sending() as server:
         await written.wait(1)
     assert [name for name, _ in _sent(server)] == ["b"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from gpushare_agent.agent.cluster.rejected_pods import RejectedPods, plan_deleti
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.core.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import opened, pod, raw_pod, running
+from tests.cluster.support_kube import Counted, opened, pod, raw_pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, answers_html_502, fake_api, raw_status
 from tests.support_deadline import Changes
 
@@ -70,19 +69,9 @@ def test_a_garbage_version_counts_as_the_oldest(version: str) -> None:
     assert _planned(_rejected("web-7d9f-a", 3), odd, _rejected("web-7d9f-b", 2), keep=2) == ["web-7d9f-z"]
 
 
-class Counted:
-    """Counts deletions; `wait` waits until there are as many."""
-
-    def __init__(self) -> None:
-        self.deleted = 0
-        self._changed = Changes()
-
+class Deletions(Counted):
     def rejected_pod_deleted(self) -> None:
-        self.deleted += 1
-        self._changed.set()
-
-    async def wait(self, count: int) -> None:
-        await self._changed.until(lambda: self.deleted >= count)
+        self.note("deleted")
 
 
 class LookedAt(PodStore):
@@ -91,7 +80,7 @@ class LookedAt(PodStore):
     def __init__(self) -> None:
         super().__init__()
         self._looks = 0
-        self._looked = asyncio.Event()
+        self._looked = Changes()
 
     def pods(self) -> tuple[Pod, ...]:
         self._looks += 1
@@ -100,9 +89,7 @@ class LookedAt(PodStore):
 
     async def wait_cycles(self, count: int) -> None:
         end = self._looks + count
-        while self._looks < end:
-            self._looked.clear()
-            await self._looked.wait()
+        await self._looked.until(lambda: self._looks >= end)
 
 
 def _store(count: int) -> LookedAt:
@@ -115,7 +102,7 @@ def _store(count: int) -> LookedAt:
 async def test_deletions_are_bounded_per_minute() -> None:
     """With the clock standing still only so many go; a minute later as many again."""
     now = [0.0]
-    counted, store = Counted(), _store(12)
+    counted, store = Deletions(), _store(12)
 
     async def deletes(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
         store.remove(PodUid(seen.body["preconditions"]["uid"]))
@@ -146,7 +133,7 @@ async def test_deletions_are_bounded_per_minute() -> None:
 
 async def test_errors_cost_one_cycle_or_one_pod() -> None:
     """A pod that was deleted or replaced is skipped; a server that cannot answer is tried again."""
-    counted = Counted()
+    counted = Deletions()
     others: list[Behaviour] = [
         answers_html_502,
         answers(403, raw_status(403)),
@@ -165,7 +152,7 @@ async def test_errors_cost_one_cycle_or_one_pod() -> None:
 async def test_the_embedded_api_server_loses_only_the_rejected() -> None:
     """On a server with a running and five rejected pods three of the latter and the running one are left."""
     async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        store, counted = PodStore(), Counted()
+        store, counted = PodStore(), Deletions()
         owner = {"ownerReferences": [{"kind": "ReplicaSet", "name": "web-7d9f", "uid": "r", "controller": True}]}
         for number in range(5):
             raw = server.create_pod(raw_pod(f"web-7d9f-{number}", metadata=owner))

@@ -108,36 +108,14 @@ def test_the_taint_of_a_cordon_is_the_cordon() -> None:
     assert offer(taints=[cordon]).taints != ()
 
 
-@pytest.mark.parametrize(
-    ("spec", "milli"),
-    [
-        ({"containers": [container("100m"), container("1")]}, 1100),
-        ({"initContainers": [container("2")], "containers": [container("1")]}, 2000),
-        ({"initContainers": [container("1", restartPolicy="Always")], "containers": [container("1")]}, 2000),
-        (
-            {
-                "initContainers": [container("1", restartPolicy="Always"), container("2")],
-                "containers": [container("1")],
-            },
-            3000,
-        ),
-        ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1250),
-        ({"containers": [container("1")], "resources": {"requests": {"cpu": "3"}}}, 3000),
-        ({"containers": [{"name": "c", "resources": {"limits": {"cpu": "0.5"}}}]}, 500),
-    ],
-)
-def test_requests_are_added_as_kubernetes_adds_them(spec: dict[str, Any], milli: int) -> None:
-    """Init containers, sidecars, overhead, and what the pod as a whole asks for."""
-    assert needs(**spec).requests["cpu"] == milli
-
-
 def test_what_is_left_counts() -> None:
-    """Pods too; a device that no plugin offers is lacking, a resource of which the node says nothing is not."""
+    """Pods too, and what init containers ask for (how it is added: tests/extender/test_messages.py). A device that no plugin
+    offers is lacking, a resource of which the node says nothing is not."""
     pod = needs(containers=[container("1")])
     assert shortages(pod, offer(), {"cpu": 2500, "pods": 1}) == []
     assert shortages(pod, offer(), {"cpu": 2501, "pods": 2}) == ["cpu", "pods"]
     asks = {"resources": {"requests": {"a.test/device": "1", "ephemeral-storage": "1Gi"}}, "name": "c"}
-    assert shortages(needs(containers=[asks]), offer(), {}) == ["a.test/device"]
+    assert shortages(needs(initContainers=[asks]), offer(), {}) == ["a.test/device"]
 
 
 def test_what_is_not_checked_is_named() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,23 +15,27 @@ from typing import Any
 
 import aiohttp
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from gpushare_agent.core.kube.client import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Refused
-from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.core.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
     VCORE_RESOURCE,
     VMEMORY_RESOURCE,
+    GpuUuid,
     PodUid,
 )
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.core.placement import GpuAccount
+from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.extender.app import MOST_FITTING_NODES, ExtenderParts, build, serve
@@ -45,7 +48,7 @@ from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
-from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from tests.cluster.support_kube import FAST, running, write_kubeconfig
 from tests.fakes.api_server import FakeApiServer, Raw
 from tests.support_deadline import DEADLINE_S
@@ -54,6 +57,9 @@ from tests.support_json import undecoded
 MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"
 
 NAMES = ResourceNames()
+BLOCKS = 96
+"""Of a GPU of `cluster_node`."""
+READ_NODE = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
 
 
 def raw_node(name: str, *, gpus: int = 2, memory_mib: int = 4096, model: str = "", pool: str = "") -> Raw:
@@ -109,6 +115,30 @@ def raw_pod(
     }
 
 
+def node_of(raw: Raw, names: ResourceNames = NAMES) -> ClusterNode:
+    """As the extender reads it."""
+    found = READ_NODE(undecoded(raw), names=names).node
+    assert found is not None
+    return found
+
+
+def pod_of(raw: Raw, names: ResourceNames = NAMES) -> Pod:
+    """As the extender keeps it."""
+    return lean_pod(read_pod_json(undecoded(raw)), names)
+
+
+def cluster_node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
+    """GPUs of 24 GiB, all PIX apart; its agent reports its allocations."""
+    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
+    made = ClusterNode(
+        name=name,
+        gpus=tuple(GpuReport(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
+        topology=build_topology(links, [None] * gpus),
+        allocated={},
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
 class FakeCluster(FakeApiServer):
     """A bound pod is given GPUs as the agent of its node would do it."""
 
@@ -131,16 +161,12 @@ class FakeCluster(FakeApiServer):
     def admit(self, pod: Raw) -> None:
         """What the node's agent does once the pod is bound: it takes the GPUs of the annotations where they are free."""
         node, uid = pod["spec"]["nodeName"], pod["metadata"]["uid"]
-        if not lean_pod(read_pod_json(undecoded(pod)), NAMES).containers:
+        if not pod_of(pod).containers:
             return
         given = charges_by_annotation(pod) if predicted(pod).get(PREDICATE_NODE_ANNOTATION) == node else {}
         if not given or not self._fits(node, given):
-            planned = plan_pod(
-                lean_pod(read_pod_json(undecoded(pod)), NAMES),
-                self._accounts(node),
-                self._topology(node),
-                ClusterPolicy(names=NAMES),
-            )
+            topology = node_of(self.objects["nodes"][node]).topology
+            planned = plan_pod(pod_of(pod), self._accounts(node), topology, ClusterPolicy(names=NAMES))
             if isinstance(planned, Refused):
                 self.rejected.append(f"{uid} on {node}: {planned.detail}")
                 return
@@ -149,8 +175,7 @@ class FakeCluster(FakeApiServer):
 
     def report_held(self, node: str) -> None:
         """The node's agent tells what its pods hold."""
-        text = json.dumps({"schema": 1, "allocations": self.admitted.get(node, {})})
-        self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
+        self._report(node, self.admitted.get(node, {}))
 
     def end_pod(self, key: str) -> None:
         """The pod is gone from its node, and from the API server."""
@@ -160,11 +185,11 @@ class FakeCluster(FakeApiServer):
 
     def used(self, node: str) -> dict[str, list[int]]:
         """Of each GPU, by what the node's agent gave."""
-        used: dict[str, list[int]] = {}
-        for given in self.admitted.get(node, {}).values():
-            for index, charge in given.items():
-                used[index] = [a + b for a, b in zip(used.get(index, [0, 0, 0, 0]), charge, strict=True)]
-        return used
+        return summed(self.admitted.get(node, {}).values())
+
+    def writes(self) -> list[str]:
+        """The methods of the requests that are no reads."""
+        return [method for method, _ in self.requests if method != "GET"]
 
     def _fits(self, node: str, given: Mapping[str, Sequence[int]]) -> bool:
         """Whether the GPUs of the annotations can still give so much."""
@@ -192,16 +217,11 @@ class FakeCluster(FakeApiServer):
             )
         return accounts
 
-    def _topology(self, node: str) -> Topology:
-        found = read_node(
-            undecoded(self.objects["nodes"][node]), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
-        ).node
-        assert found is not None
-        return found.topology
-
     def holds(self, node: str, *charges: tuple[str, int, int, int]) -> None:
         """The node's agent tells of pods: UID, GPU, cores, blocks."""
-        held = {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges}
+        self._report(node, {uid: {str(gpu): [cores, blocks, 0, 0]} for uid, gpu, cores, blocks in charges})
+
+    def _report(self, node: str, held: Mapping[str, Any]) -> None:
         text = json.dumps({"schema": 1, "allocations": held})
         self.change("nodes", node, lambda raw: raw["metadata"]["annotations"].update({ALLOCATIONS_ANNOTATION: text}))
 
@@ -220,6 +240,14 @@ class FakeCluster(FakeApiServer):
                 yield api
         finally:
             shutil.rmtree(directory)
+
+
+def summed(charges: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """By GPU."""
+    sums: dict[str, list[int]] = {}
+    for index, charge in (item for of_pod in charges for item in of_pod.items()):
+        sums[index] = [a + b for a, b in zip(sums.get(index, [0, 0, 0, 0]), charge, strict=True)]
+    return sums
 
 
 def foreign_lease(holder: str = "somebody") -> Raw:
@@ -277,7 +305,7 @@ class Asker:
         return f"http://127.0.0.1:{self.parts.web.bound_port}"
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with asyncio.timeout(DEADLINE_S), self._session.post(f"{self.url}{path}", data=data) as answer:
             text = await answer.text()
             return answer.status, json.loads(text) if answer.content_type == "application/json" else text
@@ -364,7 +392,7 @@ class Replica:
         pods = PodsFeed(state=self.state)
         nodes = NodesFeed(
             state=self.state,
-            read=lambda raw: read_node(raw, NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL),
+            read=READ_NODE,
             metrics=metrics,
             on_report=pods.drop_missing,
             clock=clock,
@@ -396,14 +424,9 @@ class Replica:
 
     def ledger(self) -> dict[str, dict[str, list[int]]]:
         """What is taken of each GPU by its picture, as `FakeCluster.used` has it."""
-        found: dict[str, dict[str, list[int]]] = {}
-        for node in state_document(self.state):
-            used: dict[str, list[int]] = {}
-            for reservation in node["reservations"]:
-                for index, charge in reservation["charges"].items():
-                    used[index] = [a + b for a, b in zip(used.get(index, [0, 0, 0, 0]), charge, strict=True)]
-            found[node["name"]] = used
-        return found
+        return {
+            node["name"]: summed(one["charges"] for one in node["reservations"]) for node in state_document(self.state)
+        }
 
 
 @asynccontextmanager

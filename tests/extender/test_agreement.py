@@ -19,13 +19,13 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from tests.placement.support_placement import (
-    GPU_MEM,
     Node,
     accounts,
     leaves_blocks_without_cores,
     nodes,
     pods_with_units,
 )
+from tests.support_core import GPU_MEM_NAMES
 
 AS_WHOLE = {"is_healthy": True, "instance": "", "takes_shares": True}
 
@@ -73,7 +73,7 @@ def test_what_the_extender_decides_the_agent_decides_too(
     the annotations; where filter refuses, the agent refuses. Both have the same capacity free after every bind and every
     end of a pod, and all of it once every pod has ended."""
     names = replace(
-        GPU_MEM,
+        GPU_MEM_NAMES,
         shares_in_mig=shares_in_mig,
         gpu=(NVIDIA_GPU_RESOURCE,) if served else (),
         nvidia=NvidiaNames(gpus=served),

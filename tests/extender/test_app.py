@@ -182,23 +182,25 @@ async def test_who_is_refused_by_a_follower_connects_anew() -> None:
             await writer.wait_closed()
 
 
-def client(*, has_certificate: bool) -> ssl.SSLContext:
+TLS = {"tls_cert": DATA / "kube-ca.pem", "tls_key": DATA / "kube-server.key", "client_ca": DATA / "kube-ca.pem"}
+
+
+def session_of_client(*, has_certificate: bool) -> aiohttp.ClientSession:
+    """Over TLS, to a server with the settings TLS."""
     context = ssl.create_default_context(cafile=str(DATA / "kube-ca.pem"))
     context.check_hostname = False
     if has_certificate:
         context.load_cert_chain(DATA / "kube-ca.pem", DATA / "kube-server.key")
-    return context
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context))
 
 
 async def test_with_client_authorities_only_their_clients_may_ask() -> None:
     """A verb and the state need a certificate; a probe does not."""
     pod = raw_pod("a", (30, 4))
-    tls = {"tls_cert": DATA / "kube-ca.pem", "tls_key": DATA / "kube-server.key", "client_ca": DATA / "kube-ca.pem"}
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster, **tls) as asker:
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster, **TLS) as asker:
         url = f"https://127.0.0.1:{asker.parts.web.bound_port}"
         for has_certificate, expected in ((True, 200), (False, 403)):
-            connector = aiohttp.TCPConnector(ssl=client(has_certificate=has_certificate))
-            async with aiohttp.ClientSession(connector=connector) as session:
+            async with session_of_client(has_certificate=has_certificate) as session:
                 body = {"Pod": pod, "NodeNames": ["n1"]}
                 async with session.post(f"{url}/scheduler/filter", json=body) as answer:
                     assert answer.status == expected

@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.decide import hinted_gpus
 from gpushare_agent.agent.admission.decisions.ledger import Policy
@@ -31,16 +30,15 @@ from gpushare_agent.core.model.names import (
 from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.bind import Bind, PodWrites
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
-from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.extender.support_extender import (
-    MODEL_LABEL,
     NAMES,
-    POOL_LABEL,
     FakeCluster,
     Replica,
     eventually,
     fake_cluster,
+    node_of,
+    pod_of,
     predicted,
     raw_node,
     raw_pod,
@@ -48,6 +46,7 @@ from tests.extender.support_extender import (
 )
 from tests.fakes.api_server import FAULTS, GOOD, Seen
 from tests.fakes.clock import FakeClock
+from tests.support_core import GPU_MEM_NAMES
 from tests.support_json import undecoded
 
 FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
@@ -157,6 +156,26 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
         assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
 
 
+@pytest.mark.parametrize("is_bound", [True, False])
+async def test_an_unknown_outcome_is_read_where_its_patch_is_refused(is_bound: bool) -> None:
+    """As an admission policy refuses it: a pod without a node is not bound any more once nobody can wait for it."""
+    pod, clock = raw_pod("a", (60, 8)), FakeClock()
+    async with (
+        fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster,
+        running_replica(cluster, clock) as replica,
+    ):
+        await replica.lead()
+        cluster.mute(True)  # the watch does not say what has become of it
+        cluster.faults = ["silent-done" if is_bound else "silent", *["500"] * 20]
+        assert "stay reserved" in await replica.bind(pod, "n1")
+        for open_binds in (int(not is_bound), 0):
+            cluster.faults = ["403"]
+            await replica.binder.reconcile()
+            assert replica.binder.open_binds == open_binds
+            clock.now += 60.0
+        assert [one.stage for one in replica.state.reservations()] == [Stage.BOUND] * is_bound
+
+
 async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
     """Deleted, or replaced by one of the same name, while its bind was unknown."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (30, 4))]
@@ -209,9 +228,9 @@ async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
             await cluster.wait(lambda: any(method == "PATCH" for method, _ in cluster.requests))
             replica.is_leading = False
         assert "does not lead" in bind.result()
-        writes = [request for request in cluster.requests if request[0] != "GET"]
+        writes = cluster.writes()
         await replica.binder.reconcile()
-        assert [request for request in cluster.requests if request[0] != "GET"] == writes
+        assert cluster.writes() == writes
         assert not any(path.endswith("/binding") for _, path in cluster.requests)
 
 
@@ -241,7 +260,7 @@ async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> N
             f"{PREDICATE_GPU_INDEX_PREFIX}0",
         }
         assert annotations[f"{PREDICATE_GPU_INDEX_PREFIX}0"] == "0"
-        assert [method for method, _ in cluster.requests if method != "GET"] == ["PATCH", "PATCH", "POST"]
+        assert cluster.writes() == ["PATCH", "PATCH", "POST"]
 
 
 async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
@@ -250,7 +269,7 @@ async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
         await replica.lead()
         assert await replica.bind(pod, "n1") == ""
-        assert [method for method, _ in cluster.requests if method != "GET"] == ["POST"]
+        assert cluster.writes() == ["POST"]
         assert (
             cluster.pod("default", "a")["metadata"]["annotations"].items()
             > {**OWN, PREDICATE_NODE_ANNOTATION: "n1"}.items()
@@ -265,7 +284,7 @@ async def test_choices_that_the_watch_has_not_delivered_are_removed_too() -> Non
         cluster.mute(True)
         cluster.change("pods", "default/a", lambda raw: raw["metadata"].update(annotations={**FORGED, **OWN}))
         assert await replica.bind(pod, "n1") == ""
-        assert [method for method, _ in cluster.requests if method != "GET"] == ["POST", "PATCH", "PATCH", "POST"]
+        assert cluster.writes() == ["POST", "PATCH", "PATCH", "POST"]
         annotations = cluster.pod("default", "a")["metadata"]["annotations"]
         assert annotations.items() > {**OWN, f"{PREDICATE_GPU_INDEX_PREFIX}0": "0"}.items()
         assert not annotations.keys() & (FORGED.keys() - {f"{PREDICATE_GPU_INDEX_PREFIX}0"})
@@ -319,23 +338,17 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
     pod = raw_pod("a", (0, 0), (0, 0), annotations=FORGED_INDEX)
     for container in pod["spec"]["containers"]:
         container["resources"] = {"limits": {"aliyun.com/gpu-mem": "3"}}
-    names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, cluster.opened_api() as api:
-        writes = PodWrites(api=api, names=names, leads=lambda: True)
-        found = read_node(
-            undecoded(cluster.objects["nodes"]["n1"]), names, model_label=MODEL_LABEL, pool_label=POOL_LABEL
-        ).node
-        assert found is not None
-        state = ClusterState(policy=ClusterPolicy(names=names))
-        state.put_node(found, 0.0)
-        lean = lean_pod(read_pod_json(undecoded(pod)), names)
-        reservation = state.reserve(lean, "n1", 0.0)
+        writes = PodWrites(api=api, names=GPU_MEM_NAMES, leads=lambda: True)
+        state = ClusterState(policy=ClusterPolicy(names=GPU_MEM_NAMES))
+        state.put_node(node_of(cluster.objects["nodes"]["n1"], GPU_MEM_NAMES), 0.0)
+        reservation = state.reserve(pod_of(pod, GPU_MEM_NAMES), "n1", 0.0)
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
         await writes.bind(Bind(reservation))
         reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))))
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
-        policy = Policy(names=names, node_name="n1")
+        policy = Policy(names=GPU_MEM_NAMES, node_name="n1")
         assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [
             one.gpus for one in reservation.plan.containers
         ]
@@ -369,11 +382,11 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
 
         async with cluster.opened_api() as api:
             writes = PodWrites(api=api, names=NAMES, leads=lambda: replica.is_leading, time_ns=time_ns)
-            reservation = replica.state.reserve(lean_pod(read_pod_json(undecoded(pod)), NAMES), "n1", 0.0)
+            reservation = replica.state.reserve(pod_of(pod), "n1", 0.0)
             assert isinstance(reservation, Reservation)
             with pytest.raises(Rejected, match="does not lead any more"):
                 await writes.bind(Bind(reservation))
-        assert [method for method, _ in cluster.requests if method != "GET"] == ["PATCH"] * (at - 1)
+        assert cluster.writes() == ["PATCH"] * (at - 1)
 
 
 async def test_the_next_leader_takes_over_what_the_last_left() -> None:

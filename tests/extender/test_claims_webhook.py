@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,12 +26,13 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.messages import MAX_POD_BYTES
+from gpushare_agent.sandbox.api import patch as api_patch
 from tests.extender.support_extender import FakeCluster, fake_cluster, running_extender
-from tests.extender.test_app import DATA, client
+from tests.extender.test_app import TLS, session_of_client
 from tests.fakes.api_server import Raw
+from tests.support_core import GPU_MEM_NAMES as NAMES
 from tests.support_json import undecoded
 
-NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
 TEMPLATES = "resourceclaimtemplates"
 
 
@@ -69,19 +68,7 @@ def template_of(raw: Raw) -> Template:
 
 def patched(raw: Raw, patch: Any) -> Raw:
     """As an API server applies a JSON Patch: a path that is not there is an error."""
-    made = copy.deepcopy(raw)
-    for one in to_builtins(patch):
-        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"][1:].split("/")]
-        place: Any = made
-        for part in path:
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        if one["op"] == "remove":
-            del place[last]
-        elif last == "-":
-            place.append(one["value"])
-        else:
-            place[last] = one["value"]
-    return made
+    return api_patch.patched(raw, list(to_builtins(patch)), api_patch.JSON_PATCH)
 
 
 @pytest.mark.parametrize(
@@ -357,17 +344,15 @@ async def test_what_is_no_review_of_a_new_pod_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("open", [200, 200]), ("certificate", [200, 403]), ("off", [404, 404])])
 async def test_who_may_ask_is_a_setting_and_every_replica_answers(mode: str, expected: list[int]) -> None:
     """With a certificate of client_ca and without one; the lease is another's."""
-    tls = {"tls_cert": DATA / "kube-ca.pem", "tls_key": DATA / "kube-server.key", "client_ca": DATA / "kube-ca.pem"}
     found = []
     async with (
         fake_cluster() as cluster,
-        running_extender(cluster, claims_webhook=mode, leader_elect=True, is_ready=False, **tls) as asker,
+        running_extender(cluster, claims_webhook=mode, leader_elect=True, is_ready=False, **TLS) as asker,
     ):
         url = f"https://127.0.0.1:{asker.parts.web.bound_port}/mutate-pods?timeout=5s"
         for has_certificate in (True, False):
-            connector = aiohttp.TCPConnector(ssl=client(has_certificate=has_certificate))
             async with (
-                aiohttp.ClientSession(connector=connector) as session,
+                session_of_client(has_certificate=has_certificate) as session,
                 session.post(url, json=review(SHARE, is_dry_run=True)) as answer,
             ):
                 found.append(answer.status)

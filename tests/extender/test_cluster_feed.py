@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpushare_agent.core.kube.pods import read_pod_json
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.extender.support_extender import (
-    MODEL_LABEL,
     NAMES,
-    POOL_LABEL,
     eventually,
     fake_cluster,
+    node_of,
+    pod_of,
     raw_node,
     raw_pod,
     running_extender,
@@ -40,16 +39,16 @@ class Feeding:
 
     def __post_init__(self) -> None:
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES))
-        node = read_node(undecoded(raw_node("n1")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
-        assert node is not None
-        self.state.put_node(node, self.now)
+        self.state.put_node(node_of(raw_node("n1")), self.now)
         self.pods = PodsFeed(state=self.state, clock=lambda: self.now)
 
     def reserve(self, raw: Raw) -> None:
         """As a bind does that read the pod itself."""
-        assert isinstance(
-            self.state.reserve(lean_pod(read_pod_json(undecoded(raw)), NAMES), "n1", self.now), Reservation
-        )
+        assert isinstance(self.state.reserve(pod_of(raw), "n1", self.now), Reservation)
+
+    def bind(self, raw: Raw) -> None:
+        self.reserve(raw)
+        self.state.bound(pod_of(raw).uid)
 
     def reserved(self) -> list[str]:
         return sorted(one.pod_uid for one in self.state.reservations())
@@ -180,7 +179,7 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
     assert feeding.reserved() == ["uid-a"]
     feeding.pods.drop_missing()
     assert feeding.reserved() == ["uid-a"]
-    feeding.state.bound(lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4)))), NAMES).uid)
+    feeding.state.bound(PodUid("uid-a"))
     feeding.pods.drop_missing()
     assert feeding.reserved() == []
 
@@ -188,11 +187,9 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
 def test_pods_that_came_while_the_list_was_read_stay(feeding: Feeding) -> None:
     """Reserved and bound after the API server was asked: not in its answer, and there."""
     early, late = raw_pod("early", (30, 4)), raw_pod("late", (30, 4))
-    feeding.reserve(early)
-    feeding.state.bound(lean_pod(read_pod_json(undecoded(early)), NAMES).uid)
+    feeding.bind(early)
     feeding.pods.list_begins()
-    feeding.reserve(late)
-    feeding.state.bound(lean_pod(read_pod_json(undecoded(late)), NAMES).uid)
+    feeding.bind(late)
     feeding.pods.list_ended(["uid-early"], (), "7")
     assert feeding.reserved() == ["uid-early", "uid-late"]
     feeding.pods.list_begins()
@@ -205,7 +202,7 @@ def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: F
     feeding.reserve(raw_pod("a", (30, 4)))
     feeding.pods.list_begins()
     feeding.now += 5.0
-    feeding.state.bound(lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4)))), NAMES).uid)
+    feeding.state.bound(PodUid("uid-a"))
     assert [one.stage for one in feeding.state.reservations()] == [Stage.BOUND]
     feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == []

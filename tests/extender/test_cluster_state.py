@@ -12,33 +12,17 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
-from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, PodPhase, Rank
-from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.core.model.pods import HostRequest, Pod, PodPhase, Rank
 from gpushare_agent.core.placement.fragmentation import KindCosts
-from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import kind_of, signature_of
 from gpushare_agent.extender.decisions.quota import QuotaState
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
-from tests.extender.support_extender import state_document
-from tests.support_core import NAMES, container, pod
-
-BLOCKS = 96
-
-
-def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
-    """GPUs of 24 GiB, all PIX apart; its agent reports its allocations."""
-    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
-    made = ClusterNode(
-        name=name,
-        gpus=tuple(GpuReport(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
-        topology=build_topology(links, [None] * gpus),
-        allocated={},
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
+from tests.extender.support_extender import BLOCKS, state_document
+from tests.extender.support_extender import cluster_node as node
+from tests.support_core import GPU_MEM_NAMES, NAMES, container, pod
 
 
 class Quotas(QuotaState):
@@ -95,13 +79,11 @@ def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
 
 def test_memory_that_is_free_on_two_gpus_together_serves_no_pod() -> None:
     """GPUShare's second demo: 11 GiB are free on each of two GPUs, and nobody has 20."""
-    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-    cluster = ClusterState(policy=ClusterPolicy(names=names))
+    cluster = ClusterState(policy=ClusterPolicy(names=GPU_MEM_NAMES))
     cluster.put_node(node("a"), 0.0)
 
     def asks(name: str, units: int) -> Pod:
-        one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": units})
-        return pod(name, one, node_name="")
+        return pod(name, container(units=units), node_name="")
 
     for name in ("first", "second"):
         reserve(cluster, asks(name, 13), "a")
@@ -129,26 +111,6 @@ def test_a_gpu_that_the_pods_annotations_leave_out_is_not_chosen() -> None:
     assert planned.gpus == (1,)
     assert reserve(cluster, replace(chosen, uid=PodUid("q"), name="q")).plan.containers[0].gpus == (1,)
     assert cluster.filter(found, None).fitting == ["a", "b"]
-
-
-def test_to_filter_changes_nothing() -> None:
-    """Autoscalers and preemption ask again and again what would be."""
-    cluster = state(node())
-    before = state_document(cluster)
-    for _ in range(3):
-        assert cluster.filter(share("p", 60), None).fitting == ["a"]
-        cluster.prioritize(share("p", 60), ["a"])
-        at_once(cluster.victims_steps(share("p", 60), {"a": []}))
-    assert state_document(cluster) == before
-
-
-def test_two_pods_of_one_moment_get_two_places() -> None:
-    """The second finds what the first has left, before anything is bound."""
-    cluster = state(node(gpus=1))
-    reserve(cluster, share("first", 60))
-    refused = cluster.reserve(share("second", 60), "a", 1.0)
-    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_CORES
-    assert refused.detail.startswith("node a: container main: ")
 
 
 def test_the_same_bind_again_is_the_same_reservation() -> None:
@@ -281,16 +243,6 @@ def test_a_pod_that_has_ended_holds_nothing() -> None:
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.put_pod(replace(on(owner, "a"), phase=PodPhase.SUCCEEDED), 3.0)
     assert cluster.filter(share("q", 60), None).fitting == ["a"]
-
-
-def test_victims_are_kept_where_their_end_makes_room() -> None:
-    """As the scheduler chose them; a node where it would not help is left out."""
-    cluster = state(node("a", gpus=1), node("b", gpus=1))
-    for name, place in (("x", "a"), ("y", "a"), ("z", "b")):
-        reserve(cluster, share(name, 45), place)
-    wanted = share("p", 90)
-    candidates = {"a": [PodUid("uid-x")], "b": [PodUid("uid-z")], "gone": [PodUid("uid-q")]}
-    assert at_once(cluster.victims_steps(wanted, candidates)) == {"b": [PodUid("uid-z")]}
 
 
 def test_what_more_room_would_not_cure_is_unresolvable() -> None:
@@ -461,51 +413,13 @@ def test_a_quota_is_asked_once_for_each_kind_of_node() -> None:
     assert isinstance(cluster.reserve(share("p", 10), "a", 1.0), Refused)
 
 
-def test_what_is_reserved_counts_against_quotas() -> None:
-    """Whichever way a reservation comes and goes."""
-    quotas = QuotaState(NAMES)
-    cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quotas)
-
-    def used() -> int:
-        return quotas.used("default", "").vcore
-
-    cluster.put_node(node(), 0.0)
-    reserve(cluster, share("p", 10))
-    assert used() == 10
-    cluster.undo(PodUid("uid-p"))
-    assert used() == 0
-    cluster.put_pod(on(share("q", 20), "a"), 1.0)
-    assert used() == 20
-    cluster.remove_pod(PodUid("uid-q"))
-    assert used() == 0
-    cluster.put_pod(on(share("r", 30), "late"), 2.0)
-    assert used() == 0
-    cluster.put_node(node("late"), 3.0)
-    assert used() == 30
-    cluster.remove_node("late")
-    assert used() == 0
-
-
-def test_a_filter_in_steps_gives_the_same_answer_and_lets_others_in_between() -> None:
+def test_a_filter_lets_others_in_between() -> None:
     """Pods with several containers cost a plan on every node."""
-    nodes = [node(f"n{number:03}") for number in range(300)]
-    cluster = state(*nodes)
+    cluster = state(*(node(f"n{number:03}") for number in range(300)))
     reserve(cluster, share("x", 90), "n000")
     three = pod("three", *(container(f"c{i}", 60, 5, position=i) for i in range(2)), node_name="")
-    steps = cluster.filter_steps(three, None)
-    turns = 0
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            stepped = done.value
-            break
-        turns += 1
-    assert turns >= 5
-    whole = state(*nodes)
-    reserve(whole, share("x", 90), "n000")
-    assert stepped == whole.filter(three, None)
-    assert list(stepped.failed) == ["n000"]
+    assert sum(1 for _ in cluster.filter_steps(three, None)) >= 5
+    assert list(cluster.filter(three, None).failed) == ["n000"]
 
 
 def test_a_pod_with_very_many_containers_is_not_planned_at_all() -> None:
@@ -657,13 +571,6 @@ TestInterleavings = Machine.TestCase
 TestInterleavings.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-
-
-def test_init_containers_go_on_the_ledger_once() -> None:
-    """What they hold is handed on."""
-    cluster = state(node())
-    owner = pod("p", container("init", 60, 20, ContainerKind.INIT), container("main", 50, 10), node_name="")
-    assert gpus_of(reserve(cluster, owner)) == {0: 60}
 
 
 QUESTIONS = [

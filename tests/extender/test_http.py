@@ -7,23 +7,23 @@ import contextlib
 import gc
 import json
 import logging
+import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.core.kit.http_server import HttpLimits
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import Refused
-from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
+from gpushare_agent.core.model.gpus import GpuReport
 from gpushare_agent.core.model.names import GpuUuid, PodUid
-from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.sections import ExtenderSettings
 from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
@@ -40,14 +40,18 @@ from gpushare_agent.extender.http import (
     MAX_REVIEW_BYTES,
     SHORT_BYTES,
     ExtenderWeb,
+    reload_certificate,
+    tls_context,
 )
-from gpushare_agent.extender.messages import MAX_POD_BYTES, BindArgs, NodesArgs, PreemptArgs
+from gpushare_agent.extender.messages import MAX_POD_BYTES, NodesArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.values import ClusterNode, PodPlan, Reservation, Stage
+from gpushare_agent.extender.values import PodPlan, Reservation, Stage
 from gpushare_agent.extender.verbs import Extender
 from tests.cluster.support_kube import running
+from tests.extender.support_extender import cluster_node
 from tests.kit.support_http import Peer, loop_time_s
-from tests.support_deadline import DEADLINE_S
+from tests.support_core import GPU_MEM_NAMES, NAMES
+from tests.support_deadline import DEADLINE_S, poll_until
 from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data"
@@ -57,7 +61,8 @@ PLACES = 8
 MIB = 1 << 20
 BAD_FILTER = b'gpushare_extender_requests_total{outcome="bad",verb="filter"} 1.0'
 FILTER = json.dumps({"Pod": {"metadata": {"name": "a", "namespace": "b", "uid": "c"}}, "NodeNames": ["n"]}).encode()
-
+LONG_FILTER = FILTER.ljust(SHORT_BYTES + 1)
+Connect = Callable[..., Awaitable[Peer]]
 
 NOTHING: Any = None
 """Nobody asks it."""
@@ -69,27 +74,14 @@ class EverythingFits(Extender, kw_only=True):
     async def nodes_for(self, args: NodesArgs) -> Filtered:
         return Filtered(fitting=list(args.names))
 
-    async def scores(self, args: NodesArgs) -> list[tuple[str, int]]:
-        return [(name, 0) for name in args.names]
-
-    async def bound(self, _args: BindArgs) -> str:
-        return ""
-
-    async def victims(self, args: PreemptArgs) -> Mapping[str, Any]:
-        return args.victims
-
 
 class Nodes:
     """`going` has gone by the time that it is shown."""
 
     def __init__(self, count: int) -> None:
-        names = ResourceNames()
         gpus = tuple(GpuReport(index=index, uuid=GpuUuid(f"GPU-{index}"), memory_mib=1024) for index in range(2))
-        topology = build_topology([[Link(kind=LinkKind.SELF)]], [None])
-        self.known = {
-            name: NodeLedger(ClusterNode(name=name, gpus=gpus, topology=topology), names)
-            for name in (f"n{number:04}" for number in range(count))
-        }
+        names = (f"n{number:04}" for number in range(count))
+        self.known = {name: NodeLedger(replace(cluster_node(name), gpus=gpus), NAMES) for name in names}
         self.going = ""
 
     def node_names(self) -> list[str]:
@@ -116,7 +108,7 @@ async def served(
         body_s=body_s,
         limits=limits or HttpLimits(idle_s=IDLE_S),
         verbs=EverythingFits(
-            state=ClusterState(policy=ClusterPolicy(names=ResourceNames())),
+            state=ClusterState(policy=ClusterPolicy(names=NAMES)),
             **dict.fromkeys(("binder", "metrics", "waiters", "preemption"), NOTHING),
         ),
         metrics=metrics or ExtenderMetrics(),
@@ -142,10 +134,15 @@ def post_bytes(body: bytes, verb: str = "filter", *, length: int | None = None, 
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[list[Peer]]:
-    """Whatever is put in is closed at the end."""
+async def connect() -> AsyncIterator[Connect]:
+    """Opens connections, which are closed at the end."""
     opened: list[Peer] = []
-    yield opened
+
+    async def open_peer(port: int, **settings: Any) -> Peer:
+        opened.append(await Peer.open(port, **settings))
+        return opened[-1]
+
+    yield open_peer
     for peer in opened:
         peer.close()
     await asyncio.sleep(0)
@@ -157,45 +154,41 @@ def client() -> ssl.SSLContext:
     return context
 
 
-async def test_the_scheduler_is_served_whoever_idles(peers: list[Peer]) -> None:
+async def test_the_scheduler_is_served_whoever_idles(connect: Connect) -> None:
     """As many idle connections as there are places, twice, from its own address: it is answered, and so is a probe."""
     async with served(limits=HttpLimits(connections=PLACES)) as port:
         for _ in range(2):
-            peers += [await Peer.open(port) for _ in range(PLACES)]
-            fresh = await Peer.open(port)
-            peers.append(fresh)
+            for _ in range(PLACES):
+                await connect(port)
+            fresh = await connect(port)
             assert (await fresh.get("/healthz"))[0] == 200
             post(fresh)
             assert (await fresh.answer())[0] == 200
 
 
-async def test_half_open_handshakes_do_not_keep_the_scheduler_out(peers: list[Peer]) -> None:
+async def test_half_open_handshakes_do_not_keep_the_scheduler_out(connect: Connect) -> None:
     """Connections that never send a byte of TLS count like others, and are closed for new ones."""
     tls = {"tls_cert": CA, "tls_key": KEY}
     limits = HttpLimits(connections=PLACES, handshake_s=600.0, headers_s=600.0)
     async with served(limits=limits, **tls) as port:
-        silent = [await Peer.open(port) for _ in range(PLACES)]
-        peers += silent
+        silent = [await connect(port) for _ in range(PLACES)]
         for _ in range(PLACES):
-            fresh = await Peer.open(port, tls=client())
-            peers.append(fresh)
+            fresh = await connect(port, tls=client())
             post(fresh)
             assert (await fresh.answer())[0] == 200
         assert all([await peer.ended() for peer in silent])
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_a_handshake_has_a_time(peers: list[Peer], sent: bytes) -> None:
+async def test_a_handshake_has_a_time(connect: Connect, sent: bytes) -> None:
     """Nothing, half a greeting and something else are given up; one that does not end stops no other."""
     limits = HttpLimits(handshake_s=1.0)  # enough for the fresh one's own
     async with served(limits=limits, tls_cert=CA, tls_key=KEY) as port:
-        dull = await Peer.open(port)
-        peers.append(dull)
+        dull = await connect(port)
         dull.send(sent)
         while not await dull.ended():  # an alert may come first
             pass
-        fresh = await Peer.open(port, tls=client())
-        peers.append(fresh)
+        fresh = await connect(port, tls=client())
         assert (await fresh.get("/healthz"))[0] == 200
 
 
@@ -216,53 +209,44 @@ async def test_the_end_during_a_handshake_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("length", [100, SHORT_BYTES + 1])
-async def test_a_body_that_does_not_come_is_given_up(peers: list[Peer], length: int) -> None:
+async def test_a_body_that_does_not_come_is_given_up(connect: Connect, length: int) -> None:
     """408, and the connection ends, however long the body would have been."""
     async with served(body_s=QUICK) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
-        post(peer, b"{", length=length)
+        post(peer := await connect(port), b"{", length=length)
         status, text = await peer.answer()
         assert (status, b"no whole request within" in text) == (408, True)
         assert await peer.ended()
 
 
-async def test_so_many_long_bodies_are_read_at_once(peers: list[Peer]) -> None:
+async def test_so_many_long_bodies_are_read_at_once(connect: Connect) -> None:
     """A further one is answered 503, a short one is read; when one has ended there is a place again."""
     async with served() as port:
-        slow = [await Peer.open(port) for _ in range(LONG_AT_ONCE)]
-        peers += slow
+        slow = [await connect(port) for _ in range(LONG_AT_ONCE)]
         for peer in slow:
             post(peer, b"{", length=SHORT_BYTES + 1)
-        statuses = set()
-        while 503 not in statuses:  # until all of them have begun
-            peers.append(await Peer.open(port))
-            post(peers[-1], FILTER.ljust(SHORT_BYTES + 1))
-            statuses.add((await peers[-1].answer())[0])
-        assert statuses <= {200, 503}
-        peers.append(await Peer.open(port))
-        post(peers[-1])
-        assert (await peers[-1].answer())[0] == 200
+
+        async def status(body: bytes) -> int:
+            post(one := await connect(port), body)
+            return (await one.answer())[0]
+
+        while (answered := await status(LONG_FILTER)) != 503:  # until all of them have begun
+            assert answered == 200
+        assert await status(FILTER) == 200
         slow[0].close()
-        status = 503
-        while status == 503:
-            peers.append(await Peer.open(port))
-            post(peers[-1], FILTER.ljust(SHORT_BYTES + 1))
-            status = (await peers[-1].answer())[0]
-        assert status == 200
+        while (answered := await status(LONG_FILTER)) == 503:
+            pass
+        assert answered == 200
 
 
 @pytest.mark.parametrize("length", [100, SHORT_BYTES + 1])
 async def test_a_client_that_goes_away_in_a_body_leaves_no_traceback(
-    peers: list[Peer], caplog: pytest.LogCaptureFixture, length: int
+    connect: Connect, caplog: pytest.LogCaptureFixture, length: int
 ) -> None:
     """It is counted as a bad request; the log stays empty."""
     metrics = ExtenderMetrics()
     with caplog.at_level(logging.WARNING):
         async with served(metrics=metrics) as port:
-            peer = await Peer.open(port)
-            peers.append(peer)
-            post(peer, b"{", length=length)
+            post(peer := await connect(port), b"{", length=length)
             await peer.drain()
             peer.send(b" ")
             await asyncio.sleep(0.05)
@@ -316,11 +300,11 @@ async def test_no_mebibyte_of_json_keeps_the_loop_for_long(body: bytes) -> None:
         assert longest_s < 0.05
 
 
-async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(peers: list[Peer]) -> None:
+async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(connect: Connect) -> None:
     """JSON can escape half a surrogate pair."""
     body = json.dumps({"Pod": {}, "NodeNameToMetaVictims": {"\ud800": "x"}}).encode()
     async with served() as port:
-        peers.append(peer := await Peer.open(port))
+        peer = await connect(port)
         peer.send(post_bytes(body, "preemption"))
         status, text = await peer.answer()
         assert status == 400 and b"surrogate" in text
@@ -342,21 +326,19 @@ def _big_pod() -> bytes:
     del limits[-1]["limits"]["tencent.com/vcuda-memory"]
     env = [{"name": f"n{number}", "value": "x" * 40} for number in range(60)]
     containers = [{"name": f"c{n}", "env": env, "resources": limits[n]} for n in range(240)]
-    assert isinstance(
-        convert_pod(read_pod_json(undecoded({"spec": {"containers": containers}})), ResourceNames()), Refused
-    )
+    assert isinstance(convert_pod(read_pod_json(undecoded({"spec": {"containers": containers}})), NAMES), Refused)
     return json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
 
 
-async def test_reviews_take_no_place_of_the_schedulers_requests(peers: list[Peer]) -> None:
+async def test_reviews_take_no_place_of_the_schedulers_requests(connect: Connect) -> None:
     """The webhook may be open to whoever reaches it. A body longer than a pod can be is not read at all."""
 
     async def review(length: int, body: bytes = b"{") -> Peer:
-        peers.append(peer := await Peer.open(port))
+        peer = await connect(port)
         peer.send(post_bytes(body, length=length).replace(b"/scheduler/filter", b"/mutate-pods", 1))
         return peer
 
-    webhook = ClaimsWebhook(api=NoTemplates(), names=ResourceNames())
+    webhook = ClaimsWebhook(api=NoTemplates(), names=NAMES)
     async with served(webhook=webhook) as port:
         assert (await (await review(MAX_REVIEW_BYTES + 1)).answer())[0] == 413
         for _ in range(LONG_REVIEWS_AT_ONCE):
@@ -364,9 +346,8 @@ async def test_reviews_take_no_place_of_the_schedulers_requests(peers: list[Peer
         status = 0
         while status != 503:  # until all of them have begun
             status = (await (await review(SHORT_BYTES + 1, b" " * (SHORT_BYTES + 1))).answer())[0]
-        peers.append(await Peer.open(port))
-        post(peers[-1], FILTER.ljust(SHORT_BYTES + 1))
-        assert (await peers[-1].answer())[0] == 200
+        post(own := await connect(port), LONG_FILTER)
+        assert (await own.answer())[0] == 200
 
 
 def test_the_big_pod_is_read() -> None:
@@ -380,7 +361,7 @@ async def test_no_review_of_a_mebibyte_keeps_the_loop_for_long(raw_object: bytes
     head = {"uid": "u", "namespace": "n", "operation": "CREATE", "resource": {"resource": "pods"}}
     request = json.dumps(head)[:-1].encode() + b',"object":' + raw_object + b"}"
     body = b'{"apiVersion":"admission.k8s.io/v1","request":' + request + b"}"
-    webhook = ClaimsWebhook(api=NoTemplates(), names=ResourceNames())
+    webhook = ClaimsWebhook(api=NoTemplates(), names=NAMES)
     async with served(webhook=webhook) as port:
         content = post_bytes(body).replace(b"/scheduler/filter", b"/mutate-pods", 1)
         longest_s, _ = await loop_time_s(port, content)
@@ -409,23 +390,21 @@ async def test_no_request_however_long_keeps_the_loop_for_long(body: bytes, verb
         assert longest_s < 0.05
 
 
-async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(peers: list[Peer]) -> None:
+async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(connect: Connect) -> None:
     """By its headers: 415, as what it unpacks to is not known, and 413."""
     async with served() as port:
-        packed, long = await Peer.open(port), await Peer.open(port)
-        peers += [packed, long]
+        packed, long = await connect(port), await connect(port)
         post(packed, b"x", header="Content-Encoding: gzip\r\n", length=100)
         assert (await packed.answer())[0] == 415
         post(long, b"{", length=MAX_BODY_BYTES + 1)
         assert (await long.answer())[0] == 413
 
 
-async def test_the_state_is_shown_a_page_at_a_time(peers: list[Peer]) -> None:
+async def test_the_state_is_shown_a_page_at_a_time(connect: Connect) -> None:
     """Each page names where the next begins; together they have every node once."""
     nodes = Nodes(MOST_NODES + 50)
     async with served(nodes) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await connect(port)
         found: list[str] = []
         path = "/debug/state"
         while path:
@@ -438,11 +417,10 @@ async def test_the_state_is_shown_a_page_at_a_time(peers: list[Peer]) -> None:
         assert found == nodes.node_names()
 
 
-async def test_one_node_can_be_asked_for(peers: list[Peer]) -> None:
+async def test_one_node_can_be_asked_for(connect: Connect) -> None:
     """By its name; one that is not known is 404, and a parameter that is not known 400."""
     async with served(Nodes(3)) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await connect(port)
         status, text = await peer.get("/debug/state?node=n0001")
         assert (status, [node["name"] for node in json.loads(text)["nodes"]]) == (200, ["n0001"])
         assert (await peer.get("/debug/state?node=zz"))[0] == 404
@@ -450,30 +428,28 @@ async def test_one_node_can_be_asked_for(peers: list[Peer]) -> None:
         assert (await peer.get(f"/debug/state?limit={MOST_NODES + 1}"))[0] == 400
 
 
-async def test_a_node_that_goes_while_a_page_is_made_is_left_out(peers: list[Peer]) -> None:
+async def test_a_node_that_goes_while_a_page_is_made_is_left_out(connect: Connect) -> None:
     """What remains is still a document."""
     nodes = Nodes(3)
     nodes.going = "n0000"
     async with served(nodes) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await connect(port)
         page = json.loads((await peer.get("/debug/state"))[1])
         assert [node["name"] for node in page["nodes"]] == ["n0001", "n0002"]
 
 
-async def test_gpushares_inspect_counts_in_its_units(peers: list[Peer]) -> None:
+async def test_gpushares_inspect_counts_in_its_units(connect: Connect) -> None:
     """What its inspect reads, of all nodes or of one: memory of other resources is used too, a unit in part is a unit, and
     the pods are those of gpu-mem."""
     nodes = Nodes(2)
     on_two = PodPlan(containers=(), charges={0: Charge(units=1), 1: Charge(units=1)})
     by_cores = PodPlan(containers=(), charges={1: Charge(cores=10, blocks=1)})
-    names = replace(ResourceNames(), gpu_mem="aliyun.com/gpu-mem", gpu_mem_unit_mib=256)
+    names = replace(GPU_MEM_NAMES, gpu_mem_unit_mib=256)
     ledger = nodes.known["n0000"] = NodeLedger(nodes.known["n0000"].node, names)
     ledger.add(_reservation("two", on_two))
     ledger.add(_reservation("by-cores", by_cores))
     async with served(nodes) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await connect(port)
         status, text = await peer.get("/gpushare-scheduler/inspect")
         assert (status, [node["name"] for node in json.loads(text)["nodes"]]) == (200, ["n0000", "n0001"])
         [node] = json.loads((await peer.get("/gpushare-scheduler/inspect/n0000"))[1])["nodes"]
@@ -501,3 +477,23 @@ def _reservation(name: str, plan: PodPlan) -> Reservation:
         stage=Stage.CONFIRMED,
         at=0.0,
     )
+
+
+async def test_a_renewed_certificate_is_read_once_it_fits_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two files may be of two versions for a moment; the former one stays in use."""
+    monkeypatch.setattr("gpushare_agent.extender.http.CERTIFICATE_PERIOD_S", 0.001)
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    shutil.copy(CA, cert)
+    shutil.copy(KEY, key)
+    context = tls_context(cert, key, None)
+
+    def is_logged(event: str, content: bytes) -> bool:
+        cert.write_bytes(content)  # again and again: the first time may be before the first look
+        return event in [one["event"] for one in logs]
+
+    with capture_logs() as logs:
+        async with running(lambda: reload_certificate(context, cert, key)):
+            await poll_until(lambda: is_logged("certificate_not_reloaded", b"none"), "a certificate that does not fit")
+            await poll_until(lambda: is_logged("certificate_reloaded", CA.read_bytes()), "a renewed certificate")

@@ -26,13 +26,13 @@ from gpushare_agent.core.node_report.annotations import (
 from gpushare_agent.core.placement import Placed, place
 from gpushare_agent.core.placement.topology import build_topology, parse_topology
 from gpushare_agent.extender.decisions.ledger import NodeLedger
-from gpushare_agent.extender.objects import MAX_GPUS, NodeReading, read_node
+from gpushare_agent.extender.objects import MAX_GPUS, NodeReading
 from gpushare_agent.extender.values import ClusterNode
+from tests.extender.support_extender import MODEL_LABEL, POOL_LABEL, READ_NODE
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
-from tests.support_core import NAMES, allocation, ids, mig_instance, pod
+from tests.support_core import GPU_MEM_NAMES, NAMES, allocation, ids, mig_instance, pod
 from tests.support_json import undecoded
 
-MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"
 COUNTS = {VCORE_RESOURCE: "400", VMEMORY_RESOURCE: "384"}
 LINKS = [["X", "PIX"], ["PIX", "X"]]
 
@@ -76,7 +76,7 @@ def raw_node(
 
 
 def read(raw: Mapping[str, Any], names: ResourceNames = NAMES) -> NodeReading:
-    return read_node(undecoded(raw), names, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
+    return READ_NODE(undecoded(raw), names=names)
 
 
 def node_of(raw: Mapping[str, Any], names: ResourceNames = NAMES) -> ClusterNode:
@@ -374,8 +374,8 @@ def test_a_huge_capacity_is_bounded() -> None:
 
 def test_gpushares_resource_tells_the_memory_too() -> None:
     """Where the node offers it, and no blocks."""
-    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-    node = node_of(raw_node(allocatable={VCORE_RESOURCE: "200", VMEMORY_RESOURCE: "0", names.gpu_mem: "48"}), names)
+    counts = {VCORE_RESOURCE: "200", VMEMORY_RESOURCE: "0", GPU_MEM_NAMES.gpu_mem: "48"}
+    node = node_of(raw_node(allocatable=counts), GPU_MEM_NAMES)
     assert [gpu.memory_mib for gpu in node.gpus] == [24576, 24576]
 
 

@@ -13,9 +13,8 @@ from gpushare_agent.agent.admission.decisions.ledger import Policy
 from gpushare_agent.core.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod
-from gpushare_agent.core.model.resources import ResourceNames
+from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX
+from gpushare_agent.core.model.pods import ContainerKind, HostRequest, Pod
 from gpushare_agent.core.placement.fragmentation import PodKind
 from gpushare_agent.extender.decisions.pod_plan import (
     MAX_SCORE,
@@ -28,7 +27,7 @@ from gpushare_agent.extender.decisions.pod_plan import (
 )
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
 from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods
-from tests.support_core import NAMES, container, inventory, pod
+from tests.support_core import GPU_MEM_NAMES, NAMES, container, inventory, pod
 
 POLICY = ClusterPolicy(names=NAMES)
 
@@ -142,12 +141,8 @@ def test_a_request_that_no_node_can_serve_is_invalid(cores: int, blocks: int) ->
 
 def test_memory_alone_is_one_account_with_blocks() -> None:
     """GPUShare's units and memory blocks come from the same GPU's memory."""
-    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-    policy = ClusterPolicy(names=names)
-    asks = ContainerSpec(name="units", kind=ContainerKind.MAIN, position=1, requests={"aliyun.com/gpu-mem": 20})
-    share = ContainerSpec(
-        name="share", kind=ContainerKind.MAIN, position=0, requests={VCORE_RESOURCE: 10, VMEMORY_RESOURCE: 40}
-    )
+    policy = ClusterPolicy(names=GPU_MEM_NAMES)
+    share, asks = container("share", 10, 40), container("units", units=20, position=1)
     outcome = planned(pod("p", share, asks), policy=policy)
     assert isinstance(outcome, PodPlan)
     assert outcome.charges == {0: Charge(cores=10, blocks=40), 1: Charge(units=20)}

@@ -9,20 +9,19 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import Charge
-from gpushare_agent.core.model.gpus import GpuReport, Link, LinkKind
-from gpushare_agent.core.model.names import GpuUuid, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, HostRequest, Pod, Rank
+from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.pods import HostRequest, Pod, Rank
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.preemption import MOST_TRIED
 from gpushare_agent.extender.preemption import GRACE_S, MOST_NODES
 from gpushare_agent.extender.steps import at_once
-from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
+from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from tests.extender.support_extender import (
     Asker,
     FakeCluster,
+    cluster_node,
     eventually,
     fake_cluster,
     raw_node,
@@ -31,9 +30,8 @@ from tests.extender.support_extender import (
 )
 from tests.fakes.api_server import Raw, answers, raw_status
 from tests.fakes.clock import FakeClock
-from tests.support_core import NAMES, container, pod
+from tests.support_core import GPU_MEM_NAMES, NAMES, container, pod
 
-BLOCKS = 96
 URGENT = 1000
 SIX_TENTHS = ((60, 10),)
 WHOLE = ((100, 0),)
@@ -75,16 +73,10 @@ def cluster_of(
     **node: object,
 ) -> ClusterState:
     """One node, whose agent reports the pods, and `others`, which the API server does not know."""
-    links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
-    allocated = {PodUid(f"uid-{one.name}"): charges(one) for one in held}
+    allocated = {f"uid-{one.name}": charges(one) for one in held}
+    allocated |= {uid: charges(one) for uid, one in (others or {}).items()}
     state = ClusterState(policy=ClusterPolicy(names=names))
-    made = ClusterNode(
-        name="a",
-        gpus=tuple(GpuReport(index=i, uuid=GpuUuid(f"GPU-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
-        topology=build_topology(links, [None] * gpus),
-        allocated=allocated | {PodUid(uid): charges(one) for uid, one in (others or {}).items()},
-    )
-    state.put_node(replace(made, **node), 0.0)  # type: ignore[arg-type]
+    state.put_node(cluster_node("a", gpus, allocated=allocated, **node), 0.0)
     for one in held:
         state.put_pod(bound(one), 0.0)
     return state
@@ -202,16 +194,13 @@ def test_pods_that_end_already_cost_nothing() -> None:
 
 def test_memory_alone_is_made_room_for() -> None:
     """GPUShare's units."""
-    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-    state = cluster_of(2, (), names=names)
+    state = cluster_of(2, (), names=GPU_MEM_NAMES)
     for number, units in enumerate((13, 13, 8)):
-        one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": units})
-        owner = pod(f"m{number}", one, node_name="", rank=Rank(0, f"{number}"))
+        owner = pod(f"m{number}", container(units=units), node_name="", rank=Rank(0, f"{number}"))
         made = state.reserve(owner, "a", 1.0)
         assert isinstance(made, Reservation) and set(made.plan.charges) <= {0, 1}
         state.put_pod(replace(owner, node_name="a"), 1.0)
-    one = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": 20})
-    found = victims_of(state, pod("p", one, node_name="", rank=Rank(URGENT)))
+    found = victims_of(state, pod("p", container(units=20), node_name="", rank=Rank(URGENT)))
     assert found is not None and len(found) == 1
 
 

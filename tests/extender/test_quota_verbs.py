@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import RefusalReason
 from gpushare_agent.core.model.names import RETRY_ANNOTATION
 from gpushare_agent.core.model.pods import Pod
@@ -19,16 +17,16 @@ from gpushare_agent.extender.cluster_feed import MALFORMED, NodesFeed, PodsFeed,
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota import QuotaState, QuotaUse
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from tests.extender.support_extender import (
-    MODEL_LABEL,
     NAMES,
-    POOL_LABEL,
+    READ_NODE,
     Asker,
     FakeCluster,
     eventually,
     fake_cluster,
+    node_of,
+    pod_of,
     raw_node,
     raw_pod,
     running_extender,
@@ -68,15 +66,11 @@ def feed(keeper: QuotaState) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
 
 
 def asking(name: str, cores: int = 60, namespace: str = "team") -> Pod:
-    return lean_pod(read_pod_json(undecoded(raw_pod(name, (cores, 4), namespace=namespace))), NAMES)
+    return pod_of(raw_pod(name, (cores, 4), namespace=namespace))
 
 
 def node(model: str = "M40") -> ClusterNode:
-    found = read_node(
-        undecoded(raw_node("n1", model=model, pool="public")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
-    ).node
-    assert found is not None
-    return found
+    return node_of(raw_node("n1", model=model, pool="public"))
 
 
 def state_of(keeper: QuotaState, *nodes: ClusterNode) -> ClusterState:
@@ -166,8 +160,7 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
     """Whichever of pod and node is heard of first; a node that goes and comes back changes nothing for good."""
     state, metrics = state_of(keeper), ExtenderMetrics()
     pods = PodsFeed(state=state)
-    read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
-    nodes = NodesFeed(state=state, read=read, metrics=metrics, on_report=pods.drop_missing)
+    nodes = NodesFeed(state=state, read=READ_NODE, metrics=metrics, on_report=pods.drop_missing)
     raw = raw_node("n1", model="M40")
     pods.put(undecoded(raw_pod("a", (60, 4), namespace="team", node="n1")))
     assert keeper.used("team", "M40") == QuotaUse()
@@ -189,16 +182,10 @@ def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaState) -> None:
     """A whole GPU counts with the largest GPU's memory of its model: of the nodes there are, not of those there were."""
     quotas, _, _ = feed(keeper)
     quotas.put(undecoded(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}}))))
-    whole = lean_pod(read_pod_json(undecoded(raw_pod("w", (100, 0), namespace="team"))), NAMES)
+    whole = asking("w", 100)
     keeper.put_node(node())
     assert keeper(whole, model="M40", pool="public") is None
-    huge = read_node(
-        undecoded(raw_node("n2", model="M40", pool="public", memory_mib=1 << 20)),
-        NAMES,
-        model_label=MODEL_LABEL,
-        pool_label=POOL_LABEL,
-    ).node
-    assert huge is not None
+    huge = node_of(raw_node("n2", model="M40", pool="public", memory_mib=1 << 20))
     for mend in (
         lambda: keeper.remove_node("n2"),
         lambda: keeper.put_node(replace(huge, model="V100")),
@@ -238,9 +225,10 @@ async def refused(asker: Asker, pod: Raw) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() -> None:
-    """So that the scheduler tries it at once. One that a raise does not help is left alone, and so is one that was never
-    refused."""
+async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the scheduler tries it at once, also where the API server does not answer at first. One that a raise does not
+    help is left alone, and so is one that was never refused."""
+    monkeypatch.setattr("gpushare_agent.extender.waiters.RETRY_S", 0.01)
     small, large, other = (
         raw_pod(name, (cores, 4), namespace="team") for name, cores in (("a", 60), ("b", 90), ("c", 10))
     )
@@ -249,6 +237,7 @@ async def test_a_pod_that_waits_for_quota_is_updated_once_the_quota_allows_it() 
         async with running_extender(cluster) as asker:
             for pod in (large, small):
                 await refused(asker, pod)
+            cluster.faults = ["500"] * 6
             cluster.put_quota({"team": {"vcore": 60}})
             await eventually(lambda: bool(retried_at(cluster, "a")))
             assert (await asker.filter(small, ["n1"]))["NodeNames"] == ["n1"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from gpushare_agent.core.model.names import (
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.extender.bind import BindTiming
 from gpushare_agent.extender.cluster_state import Filtered
-from gpushare_agent.extender.http import MAX_BODY_BYTES
 from gpushare_agent.extender.steps import Steps
 from tests.extender.support_extender import (
     Asker,
@@ -112,18 +110,22 @@ async def test_the_version_is_answered() -> None:
     assert status == 200 and __version__ in text
 
 
-async def test_filter_changes_nothing() -> None:
-    """Asked any number of times, filter writes nothing and sets nothing aside."""
+async def test_what_only_asks_changes_nothing() -> None:
+    """Asked any number of times, as autoscalers do: nothing is written and nothing set aside."""
     async with (
         fake_cluster(raw_node("n1", gpus=1), pods=[raw_pod("a", (100, 0))]) as cluster,
         running_extender(cluster) as asker,
     ):
-        before = await asker.get("/debug/state")
-        writes = [request for request in cluster.requests if request[0] != "GET"]
-        answers = [await asker.filter(cluster.pod("default", "a"), ["n1"]) for _ in range(5)]
-        assert all(answer["NodeNames"] == ["n1"] for answer in answers)
-        assert await asker.get("/debug/state") == before
-        assert [request for request in cluster.requests if request[0] != "GET"] == writes
+        before, writes = await asker.get("/debug/state"), cluster.writes()
+        pod = cluster.pod("default", "a")
+        for _ in range(3):
+            assert (await asker.filter(pod, ["n1"]))["NodeNames"] == ["n1"]
+            for path, more in (
+                ("prioritize", {"NodeNames": ["n1"]}),
+                ("preemption", {"NodeNameToMetaVictims": {"n1": {}}}),
+            ):
+                assert (await asker.post(f"/scheduler/{path}", {"Pod": pod, **more}))[0] == 200
+        assert (await asker.get("/debug/state"), cluster.writes()) == (before, writes)
 
 
 async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
@@ -301,13 +303,6 @@ async def test_a_malformed_request_is_reported_what_is_wrong(path: str, body: An
         assert got == status
         assert words in (answer["Error"] if isinstance(answer, dict) else answer)
         assert (await asker.get("/healthz"))[0] == 200
-
-
-async def test_a_request_that_is_too_long_is_refused() -> None:
-    """More than 8 MiB are not read."""
-    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
-        status, _ = await asker.post("/scheduler/filter", io.BytesIO(b" " * (MAX_BODY_BYTES + 1)))
-        assert status == 413
 
 
 async def test_quota_counts_reservations_and_follows_its_config_map() -> None:

@@ -9,12 +9,10 @@ import pytest
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.names import RETRY_ANNOTATION, PodUid
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.waiters import LONGEST_S, MAX_WAITING, Waiters
 from tests.extender.support_extender import (
@@ -22,17 +20,16 @@ from tests.extender.support_extender import (
     FakeCluster,
     eventually,
     fake_cluster,
+    node_of,
+    pod_of,
     raw_node,
     raw_pod,
     running_extender,
 )
 from tests.fakes.clock import FakeClock
-from tests.support_json import undecoded
 
 RAW = raw_pod("a", (100, 0))
-POD = lean_pod(read_pod_json(undecoded(RAW)), NAMES)
-NODE = read_node(undecoded(raw_node("n")), NAMES, model_label="", pool_label="").node
-assert NODE is not None
+POD, NODE = pod_of(RAW), node_of(raw_node("n"))
 
 
 class Waiting(Struct, kw_only=True):
@@ -131,7 +128,7 @@ async def test_a_nomination_that_led_to_nothing_is_the_last_for_a_while(fits: bo
     other = raw_pod("b", (100, 0))
     async with waiting(parts=2) as (one, waiters):
         one.cluster.put("pods", other)
-        pods = {pod.uid: pod for pod in (POD, lean_pod(read_pod_json(undecoded(other)), NAMES))}
+        pods = {pod.uid: pod for pod in (POD, pod_of(other))}
         waiters.unscheduled = pods.get
         assert await one.is_tried() and one.nominated == "n"
         waiters.answered(POD.uid, parts=0 if fits else 2)

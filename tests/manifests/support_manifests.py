@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from gpushare_agent.core.settings.settings import Settings, load_settings
+from gpushare_agent.sandbox.api import patch as api_patch
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SETTINGS_DIRECTORY = Path("/etc/gpushare-agent")
-Merge = dict[str, Any]
 
 
 def documents(path: str) -> list[dict[str, Any]]:
@@ -95,34 +95,9 @@ def by_name(items: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {item["name"]: item for item in items}
 
 
-def merged(base: Merge, patch: Merge) -> Merge:
-    """A strategic merge of the kind that the patches here use: lists of named things, `$patch: delete`, null removes."""
-    result = dict(base)
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        elif isinstance(value, dict):
-            result[key] = merged(base.get(key, {}), value)
-        elif isinstance(value, list) and all(isinstance(item, dict) and _key_of(key) in item for item in value):
-            result[key] = list(_merged_items(base.get(key, []), value, _key_of(key)))
-        else:
-            result[key] = value
-    return result
-
-
-def _key_of(field: str) -> str:
-    """By what the items of such a list are merged; lists of others are replaced."""
-    return "mountPath" if field == "volumeMounts" else "name"
-
-
-def _merged_items(base: list[Merge], patch: list[Merge], key: str) -> Iterator[Merge]:
-    patches = {item[key]: item for item in patch}
-    assert all(name in {item[key] for item in base} for name, item in patches.items() if "$patch" in item)
-    for item in base:
-        one = patches.pop(item[key], {})
-        if one.get("$patch") != "delete":
-            yield merged(item, one)
-    yield from patches.values()
+def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """After a strategic merge, which is what a patch of a kustomization is."""
+    return api_patch.patched(base, patch, api_patch.STRATEGIC)
 
 
 def patched(*files: str) -> dict[str, Any]:

@@ -26,132 +26,100 @@ SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
 API_SERVERS = [{"ipBlock": {"cidr": "192.0.2.0/28"}}]
 WEBHOOK = {"enabled": True, "claimsWebhook": {"enabled": True, "caBundle": "Q0E="}}
 
+
+def case(
+    values: Values, components: str = "", *, base: str = "base", also: str = ""
+) -> tuple[Values, list[str], list[str]]:
+    """Values, and the same choice as `resources:` and `components:` (below manifests/components) of a kustomization, by
+    names with spaces between them."""
+    return values, [base, *also.split()], components.split()
+
+
 CASES: dict[str, tuple[Values, list[str], list[str]]] = {
-    "base": ({}, ["base"], []),
-    "simulated": ({"simulated": ON}, ["overlays/simulated"], []),
-    "vcuda": ({"isolation": "vcuda"}, ["base"], ["vcuda"]),
-    "mps": ({"isolation": "mps", "mpsDaemon": {"enabled": False}}, ["base"], ["mps"]),
-    "mps-daemon": ({"isolation": "mps"}, ["base", "mps-daemon"], ["mps"]),
-    "none": ({"isolation": "none"}, ["base"], ["isolation-none"]),
-    "without-host-pid": ({"hostPID": False}, ["base"], ["without-host-pid"]),
-    "driver-limits": (
-        {"isolation": "gpushare+driver", "driverLimits": {"setByAgent": True}},
-        ["base"],
-        ["driver-limits"],
-    ),
-    "end-unlimited": ({"endUnlimited": True}, ["base"], ["end-unlimited"]),
-    "driver-container": (
+    "base": case({}),
+    "simulated": case({"simulated": ON}, base="overlays/simulated"),
+    "vcuda": case({"isolation": "vcuda"}, "vcuda"),
+    "mps": case({"isolation": "mps", "mpsDaemon": {"enabled": False}}, "mps"),
+    "mps-daemon": case({"isolation": "mps"}, "mps", also="mps-daemon"),
+    "none": case({"isolation": "none"}, "isolation-none"),
+    "without-host-pid": case({"hostPID": False}, "without-host-pid"),
+    "driver-limits": case({"isolation": "gpushare+driver", "driverLimits": {"setByAgent": True}}, "driver-limits"),
+    "end-unlimited": case({"endUnlimited": True}, "end-unlimited"),
+    "driver-container": case(
         {"isolation": "vcuda", "vcuda": {"driverContainer": True, "pruneDriverVolume": True}},
-        ["base"],
-        ["vcuda", "driver-container", "prune-driver-volume"],
+        "vcuda driver-container prune-driver-volume",
     ),
-    "cdi": ({"deviceListStrategy": "cdi-cri"}, ["base"], ["cdi"]),
-    "driver-from-host": (
-        {"deviceListStrategy": "cdi-cri", "driverFromHost": ON},
-        ["base"],
-        ["cdi", "driver-from-host"],
-    ),
-    "nvidia": ({"nvidia": ON}, ["base"], ["nvidia"]),
-    "nvidia-mig-monitor": (
-        {"nvidia": {"enabled": True, "migMonitor": True}},
-        ["base"],
-        ["nvidia", "nvidia-mig-monitor"],
-    ),
-    "dra": ({"dra": ON}, ["base"], ["dra"]),
-    "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
-    "dra-nvidia-names": ({"dra": {"enabled": True, "nvidiaNames": True}}, ["base"], ["dra", "dra-nvidia-names"]),
-    "dra-mig-profiles": (
-        {"dra": {"enabled": True, "migProfiles": ["all"]}},
-        ["base"],
-        ["dra", "dra-mig-profiles"],
-    ),
-    "mig-on-demand": (
+    "cdi": case({"deviceListStrategy": "cdi-cri"}, "cdi"),
+    "driver-from-host": case({"deviceListStrategy": "cdi-cri", "driverFromHost": ON}, "cdi driver-from-host"),
+    "nvidia": case({"nvidia": ON}, "nvidia"),
+    "nvidia-mig-monitor": case({"nvidia": {"enabled": True, "migMonitor": True}}, "nvidia nvidia-mig-monitor"),
+    "dra": case({"dra": ON}, "dra"),
+    "dra-whole-gpus": case({"dra": {"enabled": True, "wholeGpus": ON}}, "dra dra-whole-gpus"),
+    "dra-nvidia-names": case({"dra": {"enabled": True, "nvidiaNames": True}}, "dra dra-nvidia-names"),
+    "dra-mig-profiles": case({"dra": {"enabled": True, "migProfiles": ["all"]}}, "dra dra-mig-profiles"),
+    "mig-on-demand": case(
         {"dra": {"enabled": True, "migOnDemand": ["all"]}, "driverFromHost": ON, "deviceListStrategy": "cdi-cri"},
-        ["base"],
-        ["cdi", "driver-from-host", "dra", "mig-on-demand"],
+        "cdi driver-from-host dra mig-on-demand",
     ),
-    "mig-on-demand-nvidias-runtime": (
+    "mig-on-demand-nvidias-runtime": case(
         {"dra": {"enabled": True, "migOnDemand": ["all"]}, "nvidia": {"migMonitor": True}},
-        ["base"],
-        ["nvidia-mig-monitor", "dra", "mig-on-demand"],
+        "nvidia-mig-monitor dra mig-on-demand",
     ),
-    "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
-    "static-pods": (
-        {"staticPods": {"enabled": True, "selfSignedKubelet": True}},
-        ["base"],
-        ["static-pods", "static-pods-self-signed"],
+    "gpushare": case({"gpuMem": ON}, "gpushare"),
+    "static-pods": case(
+        {"staticPods": {"enabled": True, "selfSignedKubelet": True}}, "static-pods static-pods-self-signed"
     ),
-    "access": (
+    "access": case(
         {"cleanupRejectedPods": False, "nodeFacts": False, "networkPolicy": ON},
-        ["base"],
-        ["without-cleanup", "without-node-facts", "network-policy"],
+        "without-cleanup without-node-facts network-policy",
     ),
-    "sockets": (
-        {"displaySocket": ON, "runtimeSocket": ON},
-        ["base"],
-        ["display-socket", "runtime-socket"],
-    ),
-    "read-only-etc": ({"hostDirectory": "/var/lib/gpu-manager"}, ["base"], ["read-only-etc"]),
-    "read-only-etc-cdi": (
+    "sockets": case({"displaySocket": ON, "runtimeSocket": ON}, "display-socket runtime-socket"),
+    "read-only-etc": case({"hostDirectory": "/var/lib/gpu-manager"}, "read-only-etc"),
+    "read-only-etc-cdi": case(
         {"hostDirectory": "/var/lib/gpu-manager", "deviceListStrategy": "cdi-cri", "driverFromHost": ON},
-        ["base"],
-        ["cdi", "driver-from-host", "read-only-etc"],
+        "cdi driver-from-host read-only-etc",
     ),
-    "read-only-etc-vcuda": (
-        {"hostDirectory": "/var/lib/gpu-manager", "isolation": "vcuda"},
-        ["base"],
-        ["vcuda", "read-only-etc"],
-    ),
-    "kubelet-directory": (
+    "read-only-etc-vcuda": case({"hostDirectory": "/var/lib/gpu-manager", "isolation": "vcuda"}, "vcuda read-only-etc"),
+    "kubelet-directory": case(
         {
             "kubeletDirectory": "/var/lib/k0s/kubelet",
             "dra": ON,
             "staticPods": {"enabled": True, "selfSignedKubelet": True},
         },
-        ["base"],
-        ["dra", "static-pods", "static-pods-self-signed", "kubelet-directory"],
+        "dra static-pods static-pods-self-signed kubelet-directory",
     ),
-    "node-configuration": ({"config": {"name": "gpushare-agent-nodes"}}, ["base"], ["node-configuration"]),
-    "monitoring": ({"prometheusOperator": ON}, ["base"], ["prometheus-operator"]),
-    "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
-    "extender": ({"extender": ON}, ["base", "extender"], []),
-    "extender-all": (
+    "node-configuration": case({"config": {"name": "gpushare-agent-nodes"}}, "node-configuration"),
+    "monitoring": case({"prometheusOperator": ON}, "prometheus-operator"),
+    "resize": case({"resizePolicy": ON}, also="resize"),
+    "extender": case({"extender": ON}, also="extender"),
+    "extender-all": case(
         {"extender": {**WEBHOOK, **SCHEDULER}},
-        ["base", "extender", "extender/second-scheduler"],
-        ["../extender/components/claims-webhook"],
+        "../extender/components/claims-webhook",
+        also="extender extender/second-scheduler",
     ),
-    "extender-network-policy": (
-        {"extender": {"enabled": True, "networkPolicy": ON}},
-        ["base", "extender"],
-        ["../extender/components/network-policy"],
+    "extender-network-policy": case(
+        {"extender": {"enabled": True, "networkPolicy": ON}}, "../extender/components/network-policy", also="extender"
     ),
-    "extender-monitoring": (
+    "extender-monitoring": case(
         {"extender": ON, "prometheusOperator": ON},
-        ["base", "extender"],
-        ["prometheus-operator", "../extender/components/prometheus-operator"],
+        "prometheus-operator ../extender/components/prometheus-operator",
+        also="extender",
     ),
-    "openshift": (
-        {"openshift": ON, "isolation": "mps"},
-        ["base", "mps-daemon"],
-        ["mps", "openshift"],
+    "openshift": case({"openshift": ON, "isolation": "mps"}, "mps openshift", also="mps-daemon"),
+    "openshift-from-host": case(
+        {"openshift": ON, "deviceListStrategy": "cdi-cri", "driverFromHost": ON}, "cdi driver-from-host openshift"
     ),
-    "openshift-from-host": (
-        {"openshift": ON, "deviceListStrategy": "cdi-cri", "driverFromHost": ON},
-        ["base"],
-        ["cdi", "driver-from-host", "openshift"],
-    ),
-    "openshift-extender": (
+    "openshift-extender": case(
         {"openshift": ON, "extender": {"enabled": True, **SCHEDULER}},
-        ["base", "extender", "extender/second-scheduler"],
-        ["openshift", "../extender/components/openshift"],
+        "openshift ../extender/components/openshift",
+        also="extender extender/second-scheduler",
     ),
-    "extender-without-tls": (
+    "extender-without-tls": case(
         {"extender": {"enabled": True, "tls": {"enabled": False}}},
-        ["base", "extender"],
-        ["../extender/components/without-tls"],
+        "../extender/components/without-tls",
+        also="extender",
     ),
 }
-"""Values, and the same choice as `resources:` and `components:` (below manifests/components) of a kustomization."""
 
 
 @pytest.mark.parametrize(

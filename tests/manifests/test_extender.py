@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.manifests.support_manifests import (
     by_name,
     deployed,
     documents,
+    kustomized,
     merged,
     rendered,
     volumes_are_those_mounted,
@@ -415,13 +415,8 @@ def test_pods_that_the_former_webhooks_leave_alone_are_left_alone(label: dict[st
 @pytest.mark.parametrize("components", [(), ("without-tls", "network-policy"), ("claims-webhook",)], ids=str)
 def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, ...]) -> None:
     """With all its objects in the namespaces that they name, and a pod as the tests above see it."""
-    shutil.copytree(EXTENDER, tmp_path / "extender")
-    own = tmp_path / "own"
-    own.mkdir()
-    named = [f"../extender/components/{name}" for name in components]
-    made = {"resources": ["../extender", "../extender/second-scheduler"], "components": named}
-    (own / "kustomization.yaml").write_text(yaml.safe_dump(made))
-    found = rendered(own)
+    named = [f"extender/components/{name}" for name in components]
+    found = kustomized(tmp_path, ["extender", "extender/second-scheduler"], named)
     assert {item["metadata"].get("namespace") for item in found} == {None, NAMESPACE}
     (extender,) = [item for item in found if item["kind"] == "Deployment" and item["metadata"]["name"] == NAME]
     spec = extender["spec"]["template"]["spec"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -14,14 +15,15 @@ from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
 from gpushare_agent.agent.admission.device_tables import unit_ids
 from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind
+from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind, Topology
 from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import KINDS, ResourceKind, ResourceNames, replica_layout
 from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.core.placement.gpu_account import account_of
 from gpushare_agent.core.placement.topology import build_topology
-from tests.support_core import NAMES, container, inventory, mig_instance, pod
+from tests.gpus.support_gpus import read_topology
+from tests.support_core import GPU_MEM_NAMES, NAMES, container, inventory, mig_instance, pod
 
 
 def accounts(
@@ -127,10 +129,6 @@ class Node:
         return None
 
 
-GPU_MEM = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-"""With GPUShare's resource."""
-
-
 def requests() -> st.SearchStrategy[tuple[int, int]]:
     """Cores and blocks of one container; some ask for nothing."""
     shares = st.tuples(st.sampled_from([5, 10, 25, 40, 50, 60, 90]), st.sampled_from([1, 8, 20, 40, 60]))
@@ -158,21 +156,35 @@ def pods_with_units(draw: st.DrawFn, name: str) -> Pod:
     containers = []
     for one in owner.containers:
         units = draw(st.sampled_from([0, 0, 1, 3, 6, 8, 17]))
-        containers.append(replace(one, requests={GPU_MEM.gpu_mem: units}) if units else one)
+        containers.append(replace(one, requests={GPU_MEM_NAMES.gpu_mem: units}) if units else one)
     left_out = draw(st.sampled_from(["", "", "", "GPU-0", "GPU-1,GPU-2"]))
     return replace(owner, containers=tuple(containers), annotations={"nvidia.com/nouse-gpuuuid": left_out})
+
+
+LINKS = st.sampled_from(
+    [Link(kind=kind) for kind in LinkKind if kind > LinkKind.NVLINK]
+    + [Link(kind=LinkKind.NVLINK, nvlinks=count) for count in (1, 2, 12)]
+)
+KNOWN = st.sampled_from(["p40-x7-two-switches", "v100-x8-cube-mesh", "a100-pcie-x8-nvlink-pairs", "t4-x4-two-sockets"])
+
+
+@st.composite
+def random_topologies(draw: st.DrawFn, most: int = 7) -> Topology:
+    """Also such that no machine has."""
+    size = draw(st.integers(1, most))
+    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
+    for a, b in combinations(range(size), 2):
+        links[a][b] = links[b][a] = draw(LINKS)
+    return build_topology(links, draw(st.lists(st.sampled_from([None, 0, 1]), min_size=size, max_size=size)))
+
+
+topologies = KNOWN.map(read_topology) | random_topologies()
 
 
 @st.composite
 def nodes(draw: st.DrawFn, *, with_instances: bool = False) -> GpuInventory:
     """One to five GPUs, not all alike, some unhealthy, with some links; on request some are MIG instances."""
-    count = draw(st.integers(1, 5))
-    kinds = [LinkKind.NVLINK, LinkKind.PIX, LinkKind.PHB, LinkKind.SYS]
-    links = [[Link(kind=LinkKind.SELF)] * count for _ in range(count)]
-    for a in range(count):
-        for b in range(a):
-            kind = draw(st.sampled_from(kinds))
-            links[a][b] = links[b][a] = Link(kind=kind, nvlinks=2 if kind is LinkKind.NVLINK else 0)
+    topology = draw(random_topologies(5))
     gpus = tuple(
         replace(
             gpu,
@@ -180,9 +192,9 @@ def nodes(draw: st.DrawFn, *, with_instances: bool = False) -> GpuInventory:
             health=draw(st.sampled_from([Health.HEALTHY] * 5 + [Health.UNHEALTHY])),
             mig=mig_instance(gpu.index, 9, gpu.index).mig if with_instances and draw(st.booleans()) else None,
         )
-        for gpu in inventory(count).gpus
+        for gpu in inventory(len(topology.links)).gpus
     )
-    return GpuInventory(gpus=gpus, topology=build_topology(links, [None] * count))
+    return GpuInventory(gpus=gpus, topology=topology)
 
 
 def leaves_blocks_without_cores(owner: Pod) -> bool:

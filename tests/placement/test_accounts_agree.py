@@ -40,7 +40,6 @@ from gpushare_agent.sandbox.scheduler.scheduler import lacking, take
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape
 from tests.placement.support_placement import (
-    GPU_MEM,
     Node,
     accounts,
     leaves_blocks_without_cores,
@@ -49,6 +48,7 @@ from tests.placement.support_placement import (
     pods_with_units,
 )
 from tests.simulation.support_simulation import GPU_MIB, cluster_of, scheduler_of
+from tests.support_core import GPU_MEM_NAMES as GPU_MEM
 from tests.support_core import NAMES, container, inventory, pod
 from tests.support_json import undecoded
 

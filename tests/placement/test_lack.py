@@ -14,17 +14,16 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.model.allocations import Charge
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
+from gpushare_agent.core.model.gpus import Topology
 from gpushare_agent.core.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.placement import GpuAccount, Placed, place
 from gpushare_agent.core.placement.gpu_account import Cause, capacity_of, memory_text
 from gpushare_agent.core.placement.place import SharePolicy, why_not_chosen
-from gpushare_agent.core.placement.topology import build_topology
-from tests.gpus.support_gpus import BLOCKS, gpu, indexes_of, read_topology, set_cost, uuid_of
+from tests.gpus.support_gpus import BLOCKS, gpu, indexes_of, set_cost, uuid_of
+from tests.placement.support_placement import topologies
 
 POLICIES = st.sampled_from(["binpack", "spread"])
-KINDS = [LinkKind.PIX, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS]
 
 
 @st.composite
@@ -55,28 +54,16 @@ def accounts(draw: st.DrawFn, index: int) -> GpuAccount:
 
 
 @st.composite
-def topologies(draw: st.DrawFn) -> Topology:
-    if draw(st.booleans()):
-        return read_topology(draw(st.sampled_from(["p40-x7-two-switches", "t4-x4-two-sockets"])))
-    size = draw(st.integers(1, 5))
-    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
-    for a in range(size):
-        for b in range(a):
-            links[a][b] = links[b][a] = Link(kind=draw(st.sampled_from(KINDS)))
-    return build_topology(links, [None] * size)
-
-
-@st.composite
 def machines(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
     """All GPUs serve at most so many sharing containers, or any number."""
-    topology, most = draw(topologies()), draw(st.sampled_from([None, None, 2]))
+    topology, most = draw(topologies), draw(st.sampled_from([None, None, 2]))
     return topology, [replace(draw(accounts(index)), max_shares=most) for index in range(len(topology.links))]
 
 
 @st.composite
 def roomy_machines(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
     """Most requests fit several of the GPUs."""
-    topology = draw(topologies())
+    topology = draw(topologies)
     cores, blocks = st.sampled_from([100, 100, 100, 60, 50]), st.sampled_from([96, 96, 96, 90, 80])
     gpus = [gpu(n, cores=draw(cores), blocks=draw(blocks)) for n in range(len(topology.links))]
     return topology, gpus

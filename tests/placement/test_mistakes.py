@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.core.kube.pods import MAX_COMPARED, read_pod_json
-from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.placement.mistakes import NO_OFFER, Offer, mistakes
+from tests.support_core import GPU_MEM_NAMES as NAMES
 from tests.support_json import undecoded
 
 CORES, MEMORY = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
-NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
 OFFER = Offer(frozenset({CORES, MEMORY, "nvidia.com/gpu"}), 4, 24576)
 
 

@@ -8,29 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
+from gpushare_agent.core.model.gpus import Topology
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.placement import GpuAccount, Placed, place
 from gpushare_agent.core.placement.place import SharePolicy, broken_first
-from gpushare_agent.core.placement.topology import build_topology
-from tests.gpus.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
+from tests.gpus.support_gpus import gpu, indexes_of, set_cost, uuid_of
+from tests.placement.support_placement import topologies
 
 POLICIES = st.sampled_from(["binpack", "spread"])
-LINKS = st.sampled_from(
-    [Link(kind=kind) for kind in LinkKind if kind > LinkKind.NVLINK]
-    + [Link(kind=LinkKind.NVLINK, nvlinks=count) for count in (1, 2, 12)]
-)
-KNOWN = st.sampled_from(["p40-x7-two-switches", "v100-x8-cube-mesh", "a100-pcie-x8-nvlink-pairs", "t4-x4-two-sockets"])
-
-
-@st.composite
-def random_topologies(draw: st.DrawFn) -> Topology:
-    size = draw(st.integers(1, 7))
-    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
-    for a in range(size):
-        for b in range(a):
-            links[a][b] = links[b][a] = draw(LINKS)
-    return build_topology(links, draw(st.lists(st.sampled_from([None, 0, 1]), min_size=size, max_size=size)))
 
 
 @st.composite
@@ -49,7 +34,7 @@ def states(draw: st.DrawFn, index: int) -> GpuAccount:
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
     """A machine with some occupancy; now and then a GPU is missing from the list."""
-    topology = draw(st.one_of(KNOWN.map(read_topology), random_topologies()))
+    topology = draw(topologies)
     gpus = [draw(states(index)) for index in range(len(topology.links))]
     return topology, draw(st.sampled_from([gpus, gpus, gpus[1:]]))
 
@@ -130,14 +115,14 @@ def test_several_whole_gpus_have_the_least_total_cost(
 def test_a_share_follows_its_policy(
     machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
 ) -> None:
-    """Binpack leaves no fuller fitting GPU aside, spread no emptier one."""
+    """Binpack takes the fullest GPU that fits and spread the emptiest: by cores, then by memory, then the lowest index."""
     topology, gpus = machine
     answer = place(request, gpus, topology, share_policy=share_policy)
     if not isinstance(answer, Placed) or answer.policy != "share":
         return
-    by_uuid = {c.uuid: (c.free_cores, c.free_blocks) for (c,) in feasible_sets(request, gpus)}
-    best = min(by_uuid.values()) if share_policy == "binpack" else max(by_uuid.values())
-    assert by_uuid[answer.gpus[0]] == best
+    sign = 1 if share_policy == "binpack" else -1
+    fitting = [one for (one,) in feasible_sets(request, gpus)]
+    assert answer.gpus == (min(fitting, key=lambda c: (sign * c.free_cores, sign * c.free_blocks, c.index)).uuid,)
 
 
 @given(nodes(), requests())

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from gpushare_agent.core.model.gpus import Branch, Link, LinkKind
+from gpushare_agent.core.model.gpus import Branch, Link, LinkKind, Topology
 from gpushare_agent.core.placement.topology import build_topology, infer_pcie_kinds
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, read_topology, shape
+from tests.placement.support_placement import random_topologies
 
 TREES = {
     "p40-x7-two-switches": "PHB[PIX(0,1,2) PIX(3,4,5,6)]",
@@ -78,26 +78,10 @@ def test_a_given_pcie_matrix_is_used_instead_of_guessing() -> None:
     assert shape(build_topology(links, [None] * 3, pcie=pcie).root) == "SYS[NVLINK(0,1) SELF(2)]"
 
 
-KINDS = st.sampled_from(
-    [Link(kind=kind) for kind in LinkKind if kind > LinkKind.NVLINK] + [Link(kind=LinkKind.NVLINK, nvlinks=2)]
-)
-
-
-@st.composite
-def matrices(draw: st.DrawFn) -> tuple[list[list[Link]], list[int | None]]:
-    size = draw(st.integers(1, 7))
-    links = [[Link(kind=LinkKind.SELF)] * size for _ in range(size)]
-    for a in range(size):
-        for b in range(a):
-            links[a][b] = links[b][a] = draw(KINDS)
-    return links, draw(st.lists(st.sampled_from([None, 0, 1]), min_size=size, max_size=size))
-
-
-@given(matrices())
-def test_every_tree_divides_its_gpus_into_finer_branches(matrix: tuple[list[list[Link]], list[int | None]]) -> None:
+@given(random_topologies())
+def test_every_tree_divides_its_gpus_into_finer_branches(topology: Topology) -> None:
     """Also for matrices that no machine has: children part their branch's GPUs, are at least two, and are closer."""
-    topology = build_topology(*matrix)
-    assert topology.root.gpus == tuple(range(len(matrix[0])))
+    assert topology.root.gpus == tuple(range(len(topology.links)))
     for branch in branches(topology.root):
         assert (branch.kind is LinkKind.SELF) == (len(branch.gpus) == 1)
         if branch.children:

@@ -1,4 +1,5 @@
-"""settings/sources.py: the variables of gpu-manager's image, and the flags of gpu-manager and gpu-admission."""
+"""settings/sources.py: the variables of gpu-manager's image, the flags of gpu-manager and gpu-admission, and of all programs
+those that do nothing."""
 
 from __future__ import annotations
 
@@ -93,49 +94,39 @@ def test_every_flag_of_gpu_manager_is_a_setting(flag: str) -> None:
         assert loaded.sources[name].endswith(("flag --" + flag, "flag --" + flag.replace("-", "_")))
 
 
-@pytest.mark.parametrize(
-    ("flag", "is_lost"),
-    [
-        ("checkpoint-path=/etc/gpu-manager/checkpoint", False),
-        ("checkpoint-path=/c", True),
-        ("wait-timeout=1m0s", False),
-        ("wait-timeout=2m", True),
-    ],
-)
-def test_what_gpu_manager_needs_and_the_agent_does_not_is_taken(flag: str, is_lost: bool) -> None:
-    """It sets nothing; the values that gpu-manager's manifests have are no loss. wait-timeout is of its master."""
-    for loaded in (load_settings([f"--{flag}"], {}), load_settings([], {"EXTRA_FLAGS": f"--{flag}"})):
-        (key,) = loaded.migrated
-        assert not key.settings and key.is_lost is is_lost
-
-
 def test_the_display_socket_of_the_service_unit_is_taken() -> None:
     """gpu-manager.conf has --addr."""
     assert load_settings(["--addr=/run/x.sock"], {}).settings.display.socket == Path("/run/x.sock")
 
 
+NOTHING_LOST = """
+    --logtostderr -logtostderr --alsologtostderr --incluster-mode=false
+    --checkpoint-path=/etc/gpu-manager/checkpoint --wait-timeout=1m0s
+    --health-check --query-kubelet --open-kernel-modules --domain=nvidia.com
+    --device-memory-scaling=1 --disable-core-limit=false --device-memory-factor=1
+"""
+"""Of klog and gpu-admission, gpu-manager's manifests, GPUShare and HAMi, in this order."""
+LOST = """
+    --logtostderr=false --log-dir=/var/log/gpu-manager --log_dir=/var/log/gpu-manager --stderrthreshold=2
+    --vmodule=tree=5 --log-backtrace-at=main.go:12 --pprofAddress=127.0.0.1:3457
+    --checkpoint-path=/c --wait-timeout=2m
+    --health-check=false --kubelet-address=10.0.0.1 --kubelet-port=10250 --client-cert=/c --client-key=/k --token=secret
+    --timeout=10 --domain=example.com
+    --device-split-count=10 --device-memory-scaling=1.8 --device-cores-scaling=2 --disable-core-limit
+    --resource-name=nvidia.com/gpu --device-memory-factor=1024 --feature-gates=SharedSMUtilizationWatcher=true
+"""
+
+
 @pytest.mark.parametrize(
-    ("flag", "is_lost"),
-    [
-        ("--logtostderr", False),
-        ("-logtostderr", False),
-        ("--logtostderr=false", True),
-        ("--alsologtostderr", False),
-        ("--log-dir=/var/log/gpu-manager", True),
-        ("--log_dir=/var/log/gpu-manager", True),
-        ("--stderrthreshold=2", True),
-        ("--vmodule=tree=5", True),
-        ("--log-backtrace-at=main.go:12", True),
-        ("--incluster-mode=false", False),
-        ("--pprofAddress=127.0.0.1:3457", True),
-    ],
+    ("flag", "is_lost"), [(flag, text is LOST) for text in (NOTHING_LOST, LOST) for flag in text.split()]
 )
 def test_a_flag_without_effect_is_accepted_and_reported_once(flag: str, is_lost: bool) -> None:
-    """As in EXTRA_FLAGS; a warning only where something is lost."""
-    (key,) = load_settings([flag], {}).migrated
-    (extra,) = load_settings([], {"EXTRA_FLAGS": flag}).migrated
-    assert (key.is_lost, key.settings, bool(key.reason)) == (is_lost, {}, True)
+    """As in EXTRA_FLAGS, with why; a warning only where something is lost. A secret is not repeated."""
+    loaded = load_settings([flag], {})
+    (key,), (extra,) = loaded.migrated, load_settings([], {"EXTRA_FLAGS": flag}).migrated
+    assert (loaded.outcome(key)[0], key.settings, bool(key.reason)) == (is_lost, {}, True)
     assert (extra.name, extra.is_lost) == (f"EXTRA_FLAGS {key.name}", is_lost)
+    assert "secret" not in key.value + extra.value
 
 
 @pytest.mark.parametrize("flags", [["--v=5"], ["-v=5"], ["-v", "5"], ["--v", "5"]])

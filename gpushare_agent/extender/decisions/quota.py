@@ -11,8 +11,8 @@ memory of the nodes' GPUs. ClusterState says which pods and nodes count.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -36,7 +36,6 @@ MAX_GPUS = 1_000_000
 MAX_TOTAL = 10**12
 _SHOWN_NAMES = 8
 _SHOWN_CHARS = 80
-_PARTS = re.compile(r"([0-9]{1,7})\.([0-9]{1,2})")
 _FIELDS = ("pool", "quota", "vcore", "vmemory")
 _REMEDY = "Wait until pods of the namespace end, ask for less, or have its quota raised."
 
@@ -341,12 +340,6 @@ class QuotaState:
 # --- reading ---
 
 
-class _Written(Struct, frozen=True):
-    """A number with a point or an exponent, as it stands in the text: a float would round it."""
-
-    text: str
-
-
 def parse_quota(data: Mapping[str, str]) -> Quota:
     """The quota that the ConfigMap's `data` states. Keys other than `gpu_quota` are left to others.
 
@@ -360,7 +353,7 @@ def parse_quota(data: Mapping[str, str]) -> Quota:
         raise Corrupt(f"quota, key {QUOTA_KEY}: {len(text)} characters, at most {MAX_QUOTA_CHARS} are read")
     try:
         # By hand, not by a schema: twins, exact decimals and the place of each mistake are what matters here.
-        raw = json.loads(text, parse_float=_Written, parse_constant=_Written, object_pairs_hook=_without_twins)
+        raw = json.loads(text, parse_float=Decimal, object_pairs_hook=_without_twins)
     except RecursionError as error:
         raise Corrupt(f"quota, key {QUOTA_KEY}: too deeply nested") from error
     except ValueError as error:
@@ -406,7 +399,7 @@ def _gpus(raw: object, where: str) -> dict[str, int]:
     for model, number in sorted(raw.items()):
         _check_name(model, f"{where}, field quota")
         hundredths = _hundredths(number)
-        if hundredths is None or hundredths > MAX_GPUS * CORES_PER_GPU:
+        if hundredths is None:
             raise Corrupt(
                 f"{where}, field quota, model {_shown(model)}: {_shown(number)} is no number of GPUs from 0 to {MAX_GPUS} "
                 "with at most two decimals"
@@ -416,14 +409,10 @@ def _gpus(raw: object, where: str) -> dict[str, int]:
 
 
 def _hundredths(number: object) -> int | None:
-    if isinstance(number, _Written):
-        match = _PARTS.fullmatch(number.text)
-        # `0.5` is 50 hundredths: the missing digit is a zero at the end.
-        return int(match[1]) * CORES_PER_GPU + int(f"{match[2]:0<2}") if match else None
-    # In Python True is a number; in JSON it is a mistake.
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    # In Python True is a number; in JSON it is a mistake. The bound comes first: 1e999999999 cannot be written out.
+    if isinstance(number, bool) or not isinstance(number, int | Decimal) or not 0 <= number <= MAX_GPUS:
         return None
-    return number * CORES_PER_GPU
+    return int(number * CORES_PER_GPU) if number == round(number, 2) else None
 
 
 def _total(raw: Mapping[str, object], name: str, where: str) -> int | None:
@@ -459,5 +448,5 @@ def _shown(value: object) -> str:
     """The text of a plain value, shortened; a nested one may be of any length, and is only named."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    text = value.text if isinstance(value, _Written) else json.dumps(value)
+    text = str(value) if isinstance(value, Decimal) else json.dumps(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
