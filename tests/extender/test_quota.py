@@ -115,6 +115,7 @@ def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], re
         ('{"a": {"quota": {"M40": -0.5}}}', "-0.5 is no number of GPUs"),
         ('{"a": {"quota": {"M40": 1e-999999999}}}', "1E-999999999 is no number of GPUs"),
         ('{"a": {"quota": {"M40": 1e999999999}}}', "1E+999999999 is no number of GPUs"),
+        ('{"a": {"quota": {"M40": 1e99999999999999999999}}}', "is no number of GPUs"),
         ('{"a": {"quota": {"M40": NaN}}}', "NaN is no number of GPUs"),
         ('{"a": {"quota": {"M40": 1000001}}}', "1000001 is no number of GPUs"),
         ('{"a": {"quota": {"\\ud800": 1}}}', '"\\ud800" is no name'),
@@ -126,7 +127,7 @@ def test_what_is_left_out_means_what_the_document_says(entry: dict[str, Any], re
         (json.dumps({"a": {"quota": {f"m{n}": 1 for n in range(257)}}}), "each of at most 256 models"),
         (json.dumps({f"n{n}": {} for n in range(20_001)}), "20001 namespaces, at most 20000"),
     ],
-    ids=range(36),
+    ids=range(37),
 )
 def test_a_mistake_is_reported_with_the_key_and_the_place(text: str, said: str) -> None:
     """Nothing is guessed: the last good quota stays."""

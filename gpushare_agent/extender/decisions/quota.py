@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -356,6 +356,9 @@ def parse_quota(data: Mapping[str, str]) -> Quota:
         raw = json.loads(text, parse_float=Decimal, object_pairs_hook=_without_twins)
     except RecursionError as error:
         raise Corrupt(f"quota, key {QUOTA_KEY}: too deeply nested") from error
+    # An exponent of twenty digits is more than even a Decimal has.
+    except InvalidOperation as error:
+        raise Corrupt(f"quota, key {QUOTA_KEY}: a number with such an exponent is no number of GPUs") from error
     except ValueError as error:
         raise Corrupt(f"quota, key {QUOTA_KEY}: no JSON ({error})") from error
     if not isinstance(raw, dict):
