@@ -28,10 +28,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, field, to_builtins
+from msgspec import Meta, Struct, field
 
 from gpushare_agent.agent.admission.decisions.resize import (
     DesiredSize,
@@ -56,7 +56,6 @@ from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.agent.isolation import Isolation
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.core.kube.events import PodEvents
@@ -114,18 +113,16 @@ _LOST = "every share gets what the kubelet allocated; those whose pods ask for a
 
 class ResizeFile:
     def __init__(self, path: Path) -> None:
-        self._file = StateFile(
-            path, "the resized shares", on_corrupt=lambda **said: log.error("resize_state_corrupt", **said), lost=_LOST
-        )
+        self._file = StateFile(path, "the resized shares", _Document, event="resize_state_corrupt", lost=_LOST)
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
-        return await self._file.load(_parsed, tuple)
+        return await self._file.load(_shares, tuple)
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         rows = [_row_of(share) for share in sorted(shares, key=lambda share: share.key)]
-        await self._file.save(lambda: to_builtins(_Document(shares=rows)))
+        await self._file.save(lambda: _Document(shares=rows))
 
 
 def _row_of(share: ResizedShare) -> _Row:
@@ -144,11 +141,10 @@ def _row_of(share: ResizedShare) -> _Row:
     )
 
 
-def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
+def _shares(document: _Document) -> tuple[ResizedShare, ...]:
     """Raises Corrupt."""
-    rows = converted(raw, _Document).shares
-    found = {share.key: share for share in map(_share, rows)}
-    if len(found) < len(rows):
+    found = {share.key: share for share in map(_share, document.shares)}
+    if len(found) < len(document.shares):
         raise Corrupt("a container is in it twice")
     return tuple(found.values())
 
@@ -240,7 +236,6 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     file: ResizeFile | None
     enforcement: Isolations
     reports: ResizeReports
-    wall_clock: Callable[[], float] = time.time
     request_usage: Callable[[], None] = lambda: None
     """Called while a decision waits for a sample: samples may be rare."""
     _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
@@ -428,8 +423,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 self._enforced.pop(key, None)
                 continue
             if not is_enforced:
-                now = self.wall_clock()
-                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
+                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=time.time())
             # The await may have let an Allocate or a pod's end change it: then the next round decides.
             if self.node.cache.resized.get(key) is share:
                 is_less |= self._charge_less(share, isolation, instance)

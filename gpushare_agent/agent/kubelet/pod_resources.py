@@ -26,12 +26,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 from grpclib import Status
-from msgspec import Raw, Struct, field
-from msgspec.json import Decoder
+from msgspec import Struct, field
 
 from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.core.kit.json_schema import decoded_or
 from gpushare_agent.core.kit.protobuf import (
     MalformedMessageError,
     PodEntry,
@@ -42,6 +40,7 @@ from gpushare_agent.core.kit.protobuf import (
     varint,
 )
 from gpushare_agent.core.kit.supervision import bounded, wait_for
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
@@ -61,26 +60,6 @@ ADMISSION_RETRY_S = 0.1
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
 
 
-class _NodeInfo(Struct, frozen=True, rename="camel"):
-    kubelet_version: str = ""
-
-
-class _NodeStatus(Struct, frozen=True, rename="camel"):
-    node_info: _NodeInfo = _NodeInfo()
-
-
-class _Node(Struct, frozen=True):
-    status: _NodeStatus = _NodeStatus()
-
-
-_NODE = Decoder(_Node)
-
-
-def kubelet_version(raw_node: Raw) -> str:
-    """The kubelet's version as the Node has it, empty where it has none."""
-    return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
-
-
 def parsed_version(text: str) -> tuple[int, int] | None:
     """The first two numbers of a version, None where it has none."""
     return (int(match[1]), int(match[2])) if (match := _VERSION.match(text)) else None
@@ -93,7 +72,6 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     kubelet_socket: Path
     has_pod_resources: bool = True
     retry_s: float = RETRY_S
-    wall_clock: Callable[[], float] = time.time
     version: str | None = None
     """As in the Node object, None while unknown."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,7 +90,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         """Seconds since the kubelet created its socket, None where there is none."""
         try:
             # A file's times are of the wall clock, which may have been set back since: never negative.
-            return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
+            return max(0.0, time.time() - self.kubelet_socket.stat().st_ctime)
         except OSError:
             return None
 
@@ -139,13 +117,13 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         while True:
             try:
                 async with bounded(10, "no answer within 10 s"):
-                    node = await api.get_node(self.node_name)
+                    node = read_node_json(await api.get_node(self.node_name))
             except AgentError as e:
                 self._unavailable_reason = str(e)
                 log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
                 await self._pause()
                 continue
-            self._read_version(kubelet_version(node))
+            self._read_version(node.status.info.kubelet_version)
             await self._is_outdated.wait()
             self._is_outdated.clear()
 
