@@ -16,9 +16,9 @@ decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 The file, resize.json in state_directory, has the shares whose size was changed while they run, over a restart of the agent:
 
     {"version": 1, "shares": [{"pod_uid": "…", "container": "main", "gpu": "GPU-…", "resource": "vmemory",
-                               "allocated": "30,8", "target": "50,24", "booked": "50,24", "instance": "…"}]}
+                               "allocated": {"cores": 30, "memory": 8}, "target": …, "charged": …, "instance": "…"}]}
 
-Sizes are cores and memory units; the fields are those of `ResizedShare`. It is written before a share grows, so that no
+The fields are those of `ResizedShare`. It is written before a share grows, so that no
 restart gives the same capacity away twice. A file that is not this format is set aside as `<name>.corrupt`, and every share
 then has what the kubelet allocated, in the ledger and by its isolation.
 """
@@ -70,6 +70,7 @@ from gpushare_agent.core.model.allocations import (
 )
 from gpushare_agent.core.model.errors import AgentError, Corrupt
 from gpushare_agent.core.model.names import (
+    CORES_PER_GPU,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     GpuUuid,
@@ -88,8 +89,8 @@ MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
 _Name = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z:._-]{1,128}\Z")]
-_Size = Annotated[str, Meta(pattern=r"\A[0-9]{1,2},[0-9]{1,7}\Z")]
-"""Cores of a share, which are less than a GPU has, and units of memory."""
+_MOST_UNITS = 9_999_999
+"""Of memory, as the annotation can ask for."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -97,9 +98,9 @@ class _Row(Struct, frozen=True, kw_only=True):
     container: _Name
     gpu: _Name
     resource: str
-    allocated: _Size
-    target: _Size
-    booked: _Size
+    allocated: ShareSize
+    target: ShareSize
+    charged: ShareSize
     instance: str
 
 
@@ -126,17 +127,14 @@ class ResizeFile:
 
 
 def _row_of(share: ResizedShare) -> _Row:
-    allocated, target, booked = (
-        f"{size.cores},{size.memory}" for size in (share.allocated, share.target, share.charged)
-    )
     return _Row(
         pod_uid=share.key.pod_uid,
         container=share.key.container,
         gpu=share.gpu,
         resource=share.kind.value,
-        allocated=allocated,
-        target=target,
-        booked=booked,
+        allocated=share.allocated,
+        target=share.target,
+        charged=share.charged,
         instance=share.instance,
     )
 
@@ -150,21 +148,20 @@ def _shares(document: _Document) -> tuple[ResizedShare, ...]:
 
 
 def _share(row: _Row) -> ResizedShare:
-    allocated, target, charged = (
-        ShareSize(cores=int(cores), memory=int(memory))
-        for cores, _, memory in (text.partition(",") for text in (row.allocated, row.target, row.booked))
-    )
+    for size in (row.allocated, row.target, row.charged):
+        if not (0 <= size.cores < CORES_PER_GPU and 0 <= size.memory <= _MOST_UNITS):
+            raise Corrupt("a share in it is none of one GPU")
     if row.resource not in _KINDS or (row.instance and not is_container_id(row.instance)):
         raise Corrupt("a share in it has no memory, or a container ID that is none")
-    if charged.at_least(target) != charged or not target.memory:
+    if row.charged.at_least(row.target) != row.charged or not row.target.memory:
         raise Corrupt("a share in it has more than is charged, or nothing")
     return ResizedShare(
         key=ContainerKey(PodUid(row.pod_uid), row.container),
         gpu=GpuUuid(row.gpu),
         kind=_KINDS[row.resource],
-        allocated=allocated,
-        target=target,
-        charged=charged,
+        allocated=row.allocated,
+        target=row.target,
+        charged=row.charged,
         instance=row.instance,
     )
 
