@@ -17,7 +17,6 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
-from grpclib.encoding.base import CodecBase
 from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated, StreamReset
 
@@ -32,6 +31,7 @@ from gpushare_agent.core.kit.protobuf import (
 )
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.wire import v1, v1beta1
+from tests.kit.support_grpc import RawCodec
 from tests.kit.support_http2 import RawClient, frame, raw_client, request_fields
 from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 
@@ -73,18 +73,6 @@ class Echo:
             await asyncio.Event().wait()
         finally:
             self.happened.record("ended")
-
-
-class RawCodec(CodecBase):
-    """Bytes as they are, in both directions."""
-
-    __content_subtype__ = "proto"
-
-    def encode(self, message: Any, message_type: Any) -> bytes:
-        return bytes(message)
-
-    def decode(self, data: bytes, message_type: Any) -> bytes:
-        return data
 
 
 async def call_on(channel: Channel, method: str, request: bytes) -> bytes:
