@@ -1,4 +1,4 @@
-"""kubelet/registration.py and kubelet/registration.py against a fake kubelet on real sockets.
+"""kubelet/registration.py against a fake kubelet on real sockets.
 
 The slow poll is set to never wherever an event must do the work, so that a lost event fails the test.
 """
@@ -19,10 +19,10 @@ from gpushare_agent.agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.sockets import bind_unix_socket
-from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.wire import v1beta1
+from tests.cluster.support_kube import running
 from tests.kubelet.support_plugin import (
     DEADLINE_S,
     FakeAdmission,
@@ -68,12 +68,8 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
     )
     registrar.on_registered = lambda resource: reported.record(("registered", resource))
     registrar.on_kubelet_restart = lambda: reported.record("kubelet-restart")
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(registrar.run())
-        try:
-            yield Agent(registrar=registrar, tables=tables, reported=reported)
-        finally:
-            await stop_task(running)
+    async with running(registrar.run):
+        yield Agent(registrar=registrar, tables=tables, reported=reported)
     assert not any((directory / name).is_socket() for name in SOCKETS.values()), "a socket was left behind"
 
 

@@ -16,6 +16,7 @@ from gpushare_agent.agent.mig.own_node import MANAGER_LABEL, WITHOUT_MANAGER_LAB
 from gpushare_agent.agent.mig.records import InstanceRecords
 from gpushare_agent.core.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.core.model.names import GpuUuid
+from tests.cluster.support_kube import running
 from tests.mig.support_mig import place
 from tests.support_json import undecoded
 
@@ -104,13 +105,11 @@ async def seen(*answers: dict[str, Any] | AgentError) -> list[tuple[bool, bool, 
     own, found = OwnNode(name="node", period_s=0.0, retry_s=0.0), []
     own.changed = lambda: found.append((own.is_known, own.is_draining, own.managed))
     api = Api(*answers)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(own.run(api))
+    async with running(lambda: own.run(api)):
         while api.answers:
             await asyncio.sleep(0)
         for _ in range(5):
             await asyncio.sleep(0)
-        task.cancel()
     return found
 
 
