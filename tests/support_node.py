@@ -29,6 +29,7 @@ def node_of(
     names: ResourceNames = NAMES,
     settings: Any = None,
     kind: type[Node] = Node,
+    has_claims: bool = False,
     **states: Any,
 ) -> Any:
     """Of GPUs that are `inventory.current`, with states of its own where none are given."""
@@ -42,7 +43,11 @@ def node_of(
     }
     found.setdefault("claim_pods", ClaimPods(found["pods"], found["cache"]))
     return kind(
-        settings=settings or Settings(node_name="node"), isolation_reason="", names=names, has_claims=False, **found
+        settings=settings or Settings(node_name="node"),
+        isolation_reason="",
+        names=names,
+        has_claims=has_claims,
+        **found,
     )
 
 

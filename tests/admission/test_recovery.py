@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,6 +17,7 @@ from gpushare_agent.core.model.pods import ContainerKind, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod, written
 from tests.support_json import undecoded
+from tests.support_steps import counted
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
@@ -45,33 +43,22 @@ def test_the_checkpoint_tells_the_uid_of_a_listed_pod() -> None:
     )
 
 
-def _lines_for(pods: int) -> int:
-    """How many lines run while the cache of a node with so many pods is rebuilt from both records, less one pod's."""
+def _steps_for(pods: int) -> int:
+    """Of rebuilding the cache of a node with so many pods from both records."""
     records = Records(
         listed=[listed(f"p{n}", main=(ids(0, [n]), ids(0, [n]))) for n in range(pods)],
         checkpoint=[one for n in range(pods) for one in written(f"u{n}", "main", ids(0, [n]), ids(0, [n]))],
         pods=None,
     )
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with counted() as steps:
         found = rebuilt(records)
-    finally:
-        sys.settrace(before)
     assert [key.pod_uid for key in found] == sorted(f"u{n}" for n in range(pods))
-    return lines
+    return steps.count
 
 
 def test_a_pod_costs_the_same_on_a_full_node() -> None:
     """The start of the agent must not take the square of the pods."""
-    assert _lines_for(80) <= 4.1 * _lines_for(20)
+    assert _steps_for(80) <= 4.1 * _steps_for(20)
 
 
 def test_without_checkpoint_the_pod_store_tells_it() -> None:

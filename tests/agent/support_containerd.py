@@ -30,11 +30,11 @@ from typing import Any
 from grpclib import GRPCError
 from grpclib.client import Channel
 from grpclib.const import Cardinality
-from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import StreamTerminatedError
 
 from gpushare_agent.core.kit.protobuf import scan_fields
 from gpushare_agent.core.model.names import PodUid
+from tests.kit.support_grpc import RawCodec
 from tests.support_deadline import DEADLINE_S
 
 PACKAGES = ("containerd", "runc", "busybox-static")
@@ -294,18 +294,8 @@ class Cri:
 
 @asynccontextmanager
 async def open_cri(socket: Path) -> AsyncIterator[Cri]:
-    async with Channel(path=str(socket), codec=_BytesCodec()) as channel:
+    async with Channel(path=str(socket), codec=RawCodec()) as channel:
         yield Cri(channel)
-
-
-class _BytesCodec(CodecBase):
-    __content_subtype__ = "proto"
-
-    def encode(self, message: Any, message_type: Any) -> bytes:
-        return bytes(message)
-
-    def decode(self, data: bytes, message_type: Any) -> bytes:
-        return data
 
 
 def _encode(message: Mapping[int, Any]) -> bytes:

@@ -6,12 +6,8 @@ PodResources socket is replaced by a channel that answers with bytes.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 from uuid import NAMESPACE_DNS, uuid5
 
 from msgspec.structs import replace
@@ -27,6 +23,7 @@ from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
 from tests.support_core import container, pod
+from tests.support_steps import Steps, counted
 
 NODE, GPUS, CORES, BLOCKS = "node", 16, 1, 2
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
@@ -35,26 +32,6 @@ RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 def uid_of(name: str) -> PodUid:
     """One that the API server could have given, and so the name of a cgroup could have in it."""
     return PodUid(str(uuid5(NAMESPACE_DNS, name)))
-
-
-class Steps:
-    """How much was executed: lines of Python, and calls of functions of Python and C. `lines` has them by function."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, int] = {}
-
-    @property
-    def count(self) -> int:
-        return sum(self.lines.values())
-
-    def add(self, frame: FrameType) -> None:
-        name = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
-        self.lines[name] = self.lines.get(name, 0) + 1
-
-    def more_than(self, other: Steps) -> dict[str, int]:
-        """By how much each function took more than in `other`, the most first: what takes less must not hide it."""
-        more = {name: count - other.lines.get(name, 0) for name, count in self.lines.items()}
-        return {name: count for name, count in sorted(more.items(), key=lambda one: -one[1]) if count > 0}
 
 
 def grown(few: dict[str, Steps], many: dict[str, Steps], allowed: dict[str, int]) -> str:
@@ -66,31 +43,6 @@ def grown(few: dict[str, Steps], many: dict[str, Steps], allowed: dict[str, int]
         if sum(more.values()) > few[step].count / 20 + allowed.get(step, 0):
             found.append(f"{step}: {few[step].count} grew by {sum(more.values())}: {dict(list(more.items())[:12])}")
     return "\n".join(found)
-
-
-@contextmanager
-def counted() -> Iterator[Steps]:
-    """Counts what this thread executes meanwhile. A loop counts as often as it turns; one inside a function of C, such as
-    the copy of a dictionary, does not."""
-    steps = Steps()
-    before = sys.gettrace(), sys.getprofile()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            steps.add(frame)
-        return trace
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call":
-            steps.add(frame)
-
-    sys.settrace(trace)
-    sys.setprofile(profile)
-    try:
-        yield steps
-    finally:
-        sys.settrace(before[0])
-        sys.setprofile(before[1])
 
 
 class _Channel:

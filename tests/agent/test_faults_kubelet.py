@@ -162,8 +162,7 @@ async def test_a_start_reads_the_records_only_when_its_plugins_are_registered(mo
         async with asyncio.TaskGroup() as group:
             recovering = group.create_task(collection_of(node, agent).recover(registered))
             await poll_until(lambda: len(node.calls.pod_resources_calls) > asked, "the records are asked for")
-            async with agent.parts.kubelet.gate.quiet():  # their answer is there
-                pass
+            await agent.parts.kubelet.gate.wait_quiet()  # their answer is there
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not recovering.done()

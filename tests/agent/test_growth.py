@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from gpushare_agent.agent.composition import NodeAgent
 from gpushare_agent.agent.isolation.gpushare.part import GpusharePart
 from gpushare_agent.core.model.allocations import ContainerKey
-from tests.agent.support_growth import CrowdedNode, Steps, counted, grown
+from tests.agent.support_growth import CrowdedNode, grown
+from tests.support_steps import Steps, counted
 
 FEW, MANY = 100, 1500
 LISTED = 20

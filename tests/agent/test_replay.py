@@ -41,6 +41,7 @@ from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.core.model.pods import Pod, PodPhase
 from gpushare_agent.core.wire import v1beta1
+from tests.kit.support_grpc import RawCodec
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
 from tests.support_json import undecoded
 from tests.support_node import FreeIsolations, node_of
@@ -166,7 +167,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     ids = DeviceIds(gpu.uuid for gpu in gpus.gpus)
     node, recorder, lists = node_of(gpus), Recorder(), RecordedLists()
     node.pods.replace_all([])
-    lister = Server([lists], codec=_Raw())
+    lister = Server([lists], codec=RawCodec())
     await lister.start(path=str(directory / "pr.sock"))
     client = PodResourcesClient(directory / "pr.sock", ids)
     gate = PodResourcesGate(client, clock=time.monotonic)
@@ -215,16 +216,6 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         client.close()
         lister.close()
         await lister.wait_closed()
-
-
-class _Raw:
-    __content_subtype__ = "proto"
-
-    def encode(self, message: bytes, message_type: object) -> bytes:
-        return message
-
-    def decode(self, data: bytes, message_type: object) -> bytes:
-        return data
 
 
 def created(note: str) -> list[str]:

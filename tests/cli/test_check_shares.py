@@ -61,7 +61,7 @@ async def test_no_report_says_that_a_missing_library_keeps_memory(tmp_path: Path
     findings = await check_node(settings)
     assert Level.ERROR in {finding.level for finding in findings if finding.what == "gpushare"}
     assert not [finding for finding in findings if "memory is kept" in finding.detail]
-    assert [finding for finding in await check_kept(settings) if "memory is kept by gpushare" in finding.detail]
+    assert [finding for finding in check_kept(settings) if "memory is kept by gpushare" in finding.detail]
 
 
 async def test_a_library_that_is_too_large_is_an_error_and_not_read(tmp_path: Path) -> None:

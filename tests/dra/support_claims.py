@@ -19,6 +19,7 @@ from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.dra.claims import Claims
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.agent.node import GpuSplit, Node
+from gpushare_agent.core.claims.claim import ClaimPolicy
 from gpushare_agent.core.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.core.model.errors import NotFound, Refused
 from gpushare_agent.core.model.gpus import Gpu
@@ -207,10 +208,16 @@ class FakeInstances:
 
 
 class Driver:
-    """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's."""
+    """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's. `policy` as ClaimPolicy."""
 
     def __init__(
-        self, directory: Path, *claims: RawClaim, gpus: int = 2, wait_s: float = 0.0, cdi: Path | None = None
+        self,
+        directory: Path,
+        *claims: RawClaim,
+        gpus: int = 2,
+        wait_s: float = 0.0,
+        cdi: Path | None = None,
+        **policy: bool,
     ) -> None:
         self.directory, self.cdi = directory, cdi or directory / "cdi"
         self.api = FakeClaimApi(*claims)
@@ -219,7 +226,7 @@ class Driver:
         self.counted: list[tuple[str, str, str]] = []
         self.gpus = inventory(gpus)
         self.claimable = {gpu.uuid for gpu in self.gpus.gpus}
-        self.policy = edit_policy()
+        self.policy, self.claim_policy = edit_policy(), ClaimPolicy(**policy)
         self.prepared_keys: list[ContainerKey] = []
         self.refusal: Refused | None = None
         self.unavailable = ""
@@ -250,6 +257,7 @@ class Driver:
         made = Claims(
             node=self.node,
             policy=lambda: self.policy,
+            claim_policy=self.claim_policy,
             runtime_classes=RuntimeClasses(),
             files=self.files,
             isolation=self,
@@ -271,6 +279,10 @@ class Driver:
 
     def pod(self, name: str, *containers: ContainerSpec, claims: dict[str, str]) -> None:
         self.store.upsert(pod(name, *containers, claims=claims))
+
+    def pod_with_both(self) -> None:
+        """A pod whose one container uses both claims."""
+        self.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
 
     def specs(self) -> list[str]:
         return sorted(path.name for path in self.cdi.glob("*"))

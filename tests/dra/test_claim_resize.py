@@ -2,85 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from msgspec.structs import replace
-
-from gpushare_agent.agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.agent.admission.resizing import ResizeReports, ShareResizing
 from gpushare_agent.agent.dra.claims import allocations_of
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.core.claims.claim import read_claim
 from gpushare_agent.core.claims.devices import device_name
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ShareSize
+from gpushare_agent.core.model.allocations import ContainerKey, ShareSize
 from gpushare_agent.core.model.isolation import ResizeMode
-from gpushare_agent.core.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
 from tests.dra.support_claims import NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
+from tests.fakes.resizing import ResizedNode
 from tests.support_core import NAMES, inventory, pod
 from tests.support_json import undecoded
-from tests.support_node import node_of
 
 KEY = ContainerKey(PodUid(uid_of(1)), "gpu")
 HELD = ShareSize(cores=40, memory=64)
 
 
-class World:
-    """A claim on a node of two GPUs under vcuda, the pods that the test makes, and what is reported to these."""
+class World(ResizedNode):
+    """A claim on a node of two GPUs, and the pods that the test makes."""
 
     def __init__(self, raw: RawClaim, mode: ResizeMode = ResizeMode.FREE_CAPACITY, users: Sequence[Pod] = ()) -> None:
         """`users` are the pods that are known when the claim is prepared."""
-        node = node_of(inventory(2))
-        self.store, self.cache = node.pods, node.cache
-        self.store.replace_all([])
+        super().__init__(inventory(2), mode)
         gpus = {device_name(gpu.uuid): gpu for gpu in inventory(2).gpus}
         claim = read_claim(undecoded(raw), pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)
         for allocation in allocations_of(made, NAMES, 0.0):
             self.cache.put(allocation)
-        self.statuses: dict[str, str | None] = {}
-        self.events: list[tuple[str, str]] = []
-        self.enforced: list[tuple[ContainerKey, ShareSize]] = []
-        policy = ResizePolicy(names=NAMES, mode=mode)
-        self.resizing = ShareResizing(
-            node=node,
-            policy=policy,
-            file=None,
-            enforcement=self,
-            reports=ResizeReports(node=node, annotations=self, events=self, clock=lambda: 0.0),
-        )
 
     def pod(self, name: str, *requests: str, claim: str = "g", **annotations: str) -> None:
         containers = [using(f"c{number}", (claim, request)) for number, request in enumerate(requests or ("",))]
         text = {RESIZE_ANNOTATION: annotations["resize"]} if "resize" in annotations else {}
         self.store.upsert(pod(name, *containers, claims={claim: "claim-1"}, annotations=text))
-
-    @property
-    def sizes(self) -> Mapping[str, ShareSize]:
-        return {one.key.container: one.size for one in self.cache}
-
-    # As Enforcement, PodAnnotations and PodEvents:
-
-    def isolation_of(self, allocation: Allocation) -> Isolation | None:
-        return ISOLATIONS["vcuda"]
-
-    async def enforce(self, allocation: Allocation) -> str:
-        self.enforced.append((allocation.key, allocation.size))
-        return ""
-
-    def resize_status(self, pod: Pod, status: str | None) -> None:
-        self.statuses[pod.name] = status
-        shown = {**pod.annotations, **({RESIZE_STATUS_ANNOTATION: status} if status is not None else {})}
-        if status is None:
-            shown.pop(RESIZE_STATUS_ANNOTATION, None)
-        self.store.upsert(replace(pod, annotations=shown))
-
-    def noted(self, pod: Pod, reason: str, text: str) -> None:
-        self.events.append((pod.name, text))
-
-    warned = noted
 
 
 async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_informed() -> None:

@@ -54,8 +54,7 @@ def driver(tmp_path: Path) -> Driver:
     return Driver(tmp_path, raw_claim(result()))
 
 
-async def test_a_claim_is_booked_recorded_and_ended(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result(cores=40)))
+async def test_a_claim_is_booked_recorded_and_ended(driver: Driver) -> None:
     made = await prepared(driver)
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 64}
     assert driver.prepared_keys == [made.results[0].key]
@@ -131,9 +130,8 @@ async def test_an_unreadable_record_stops_no_other(tmp_path: Path, content: str)
     assert driver.claims.prepared.keys() == {uid_of(2)}
 
 
-async def test_the_copy_of_an_unreadable_record_counts(tmp_path: Path) -> None:
+async def test_the_copy_of_an_unreadable_record_counts(driver: Driver, tmp_path: Path) -> None:
     """Its GPU would else be free for others while its pod runs. An agent without copies may have written the record."""
-    driver = Driver(tmp_path, raw_claim(result()))
     first = await prepared(driver)
     (tmp_path / "records.last" / f"{uid_of(1)}.json").unlink()
     other = (tmp_path / "records" / f"{uid_of(1)}.json").read_text().replace("GPU-0", "GPU-1")
@@ -146,8 +144,7 @@ async def test_the_copy_of_an_unreadable_record_counts(tmp_path: Path) -> None:
     assert driver.records() == [] and not any((tmp_path / "records.last").iterdir())
 
 
-async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result()))
+async def test_a_record_of_a_newer_agent_is_read(driver: Driver, tmp_path: Path) -> None:
     first = await prepared(driver)
     path = tmp_path / "records" / f"{uid_of(1)}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "boot": "x"}))
@@ -223,8 +220,7 @@ async def test_no_gpu_is_given_away_twice(tmp_path: Path, first: dict[str, objec
     assert driver.claims.prepared.keys() == {uid_of(1)}
 
 
-async def test_what_the_host_or_the_disk_refuses_is_not_booked(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result()))
+async def test_what_the_host_or_the_disk_refuses_is_not_booked(driver: Driver, tmp_path: Path) -> None:
     driver.refusal = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
     assert await refused(driver) == "the disk is full" and not len(driver.cache)
     driver.refusal = None
@@ -272,8 +268,7 @@ async def test_a_call_that_is_cut_off_while_its_record_is_written_leaves_no_file
     assert task.cancelled() and not len(driver.cache) and not driver.records() and not driver.specs()
 
 
-async def test_a_spec_that_cannot_be_written_stops_no_restart(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result(cores=40)))
+async def test_a_spec_that_cannot_be_written_stops_no_restart(driver: Driver, tmp_path: Path) -> None:
     await prepared(driver)
     shutil.rmtree(tmp_path / "cdi")
     (tmp_path / "cdi").write_text("no directory")
@@ -391,7 +386,7 @@ async def test_whole_gpus_of_claims_that_no_template_makes_add_up_by_cdi(tmp_pat
     ):
         driver = Driver(tmp_path / strategies[0], *claims)
         driver.policy = replace(edit_policy(), strategies=strategies)
-        driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+        driver.pod_with_both()
         first = await prepared(driver)
         # The driver's directory is the same for all, so it is nothing that another claim could lose.
         driver.policy = replace(
@@ -415,7 +410,7 @@ async def test_a_share_keeps_its_limit_beside_a_whole_gpu_of_another_claim(
     for first, second in ((1, 2), (2, 1)):
         driver = Driver(tmp_path / str(first), raw_claim(result("a", 1)), raw_claim(whole("b", 0), number=2))
         driver.policy = replace(edit_policy(isolation), strategies=(DeviceListStrategy.CDI_CRI,))
-        driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+        driver.pod_with_both()
         await prepared(driver, first)
         if by_uuid:
             await prepared(driver, second)
@@ -501,8 +496,7 @@ async def test_a_limit_beside_no_limit_on_one_gpu_is_refused(tmp_path: Path) -> 
     nothing = {"cores": "0", "memory": "0", "shares": "1"}
     for index, is_refused in ((0, True), (1, False)):
         free = {**result("b", index), "consumedCapacity": nothing}
-        driver = Driver(tmp_path / str(index), raw_claim(result("a", 0, cores=20), free))
-        driver.claims.claim_policy = ClaimPolicy(has_unlimited=True)
+        driver = Driver(tmp_path / str(index), raw_claim(result("a", 0, cores=20), free), has_unlimited=True)
         if is_refused:
             assert "by a request with a limit and by one without" in await refused(driver)
         else:
@@ -512,16 +506,14 @@ async def test_a_limit_beside_no_limit_on_one_gpu_is_refused(tmp_path: Path) -> 
 async def test_a_whole_gpu_beside_one_without_a_size_asks_for_one_isolation(tmp_path: Path) -> None:
     """Nobody asked for any: what has no limit is none's by itself."""
     free = {**result("b", 1), "consumedCapacity": {"cores": "0", "memory": "0", "shares": "1"}}
-    driver = Driver(tmp_path, raw_claim(whole("a", 0), free))
-    driver.claims.claim_policy = ClaimPolicy(has_unlimited=True)
+    driver = Driver(tmp_path, raw_claim(whole("a", 0), free), has_unlimited=True)
     assert len((await prepared(driver)).results) == 2
 
 
 async def test_nvidias_memory_is_no_request(tmp_path: Path) -> None:
     """A claim may name it with its domain; as nothing its limit would be lost."""
     named = {"cores": "0", "memory": "0", "gpu.nvidia.com/memory": "10Gi"}
-    driver = Driver(tmp_path, raw_claim(result(consumedCapacity=named)))
-    driver.claims.claim_policy = ClaimPolicy(has_unlimited=True, nvidia_names=True)
+    driver = Driver(tmp_path, raw_claim(result(consumedCapacity=named)), has_unlimited=True, nvidia_names=True)
     assert "write memory in capacity.requests" in await refused(driver)
 
 
@@ -631,8 +623,7 @@ async def test_limits_of_a_configuration_follow_their_gpus(tmp_path: Path) -> No
     """NVIDIA's names the GPUs by place in the order of UUID, which the record keeps."""
     mps = {"defaultActiveThreadPercentage": 50, "defaultPerDevicePinnedMemoryLimit": {"0": "4Gi", "1": "8Gi"}}
     config = gpu_config("MPS", mpsConfig=mps)
-    driver = Driver(tmp_path, raw_claim(whole("a", 0), whole("b", 1), config=[config]))
-    driver.claims.claim_policy = ClaimPolicy(nvidia_names=True)
+    driver = Driver(tmp_path, raw_claim(whole("a", 0), whole("b", 1), config=[config]), nvidia_names=True)
     await prepared(driver)
     boot(driver, ("GPU-1", 0), ("GPU-0", 1))
     await driver.claims.restore()
@@ -644,7 +635,7 @@ async def test_limits_of_a_configuration_follow_their_gpus(tmp_path: Path) -> No
 async def test_gpus_of_another_claim_stay_in_the_list_of_a_claim_made_again(tmp_path: Path) -> None:
     claims = raw_claim(whole("a", 0), owner="p"), raw_claim(whole("b", 1), number=2, owner="p")
     driver = Driver(tmp_path, *claims)
-    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    driver.pod_with_both()
     await prepared(driver), await prepared(driver, 2)
     boot(driver, ("GPU-1", 4), ("GPU-0", 5))
     await driver.claims.restore()

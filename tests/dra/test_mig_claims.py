@@ -29,7 +29,6 @@ from tests.dra.support_claims import (
     ref_of,
     result,
     uid_of,
-    using,
 )
 from tests.extender.support_extender import eventually
 from tests.fakes.clock import FakeClock
@@ -328,7 +327,7 @@ async def test_two_claims_of_one_container_wait_for_each_others_instance(tmp_pat
     """The kubelet asks for both at once, and a list of GPUs has those of both."""
     claims = [raw_claim(at(start), number=number, owner="p") for start, number in ((6, 1), (5, 2))]
     driver = driver_of(tmp_path, *claims, wait_s=DEADLINE_S)
-    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    driver.pod_with_both()
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(driver.claims.prepare(ref_of(number))) for number in (1, 2)]
     for call in calls:
@@ -342,7 +341,7 @@ async def test_after_a_reboot_a_container_sees_the_new_instances_of_all_its_clai
     """In whatever order the claims are prepared again, and over another start of the agent in between."""
     claims = [raw_claim(at(start), number=number, owner="p") for start, number in ((6, 1), (5, 2))]
     driver = driver_of(tmp_path, *claims, wait_s=DEADLINE_S)
-    driver.pod("p", using("x", ("one", ""), ("two", "")), claims={"one": "claim-1", "two": "claim-2"})
+    driver.pod_with_both()
     async with asyncio.TaskGroup() as group:
         for number in (1, 2):
             group.create_task(driver.claims.prepare(ref_of(number)))

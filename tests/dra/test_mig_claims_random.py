@@ -16,7 +16,7 @@ from gpushare_agent.core.model.mig import MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.settings.settings import Settings
 from tests.dra.support_claims import NODE, ClaimedNode, Driver, edit_policy, raw_claim, ref_of, result, using
-from tests.mig.support_mig import BY_ID, Owner, gpu_uuid, named
+from tests.mig.support_mig import BY_ID, Owner, gpu_uuid, named, slices_of
 from tests.support_core import used_cores
 from tests.support_deadline import DEADLINE_S
 from tests.support_node import node_of
@@ -119,10 +119,6 @@ class Together:
         assert {uid: one.results[0].gpu for uid, one in self.claims.prepared.items()} == given
         assert used_cores(self.node.cache) == dict.fromkeys(map(GpuUuid, given.values()), 100)
         assert not self.owner.hardware.wrong
-
-
-def slices_of(place: MigPlacement) -> set[int]:
-    return set(range(place.start, place.start + BY_ID[place.profile].size))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -141,3 +141,9 @@ async def running_probe(
     finally:
         if machine is None:
             shutil.rmtree(directory)
+
+
+async def read_once(library: Path | None, script: str, **options: Any) -> Any:
+    """What a probe on this machine finds."""
+    async with running_probe(library, script, **options) as probe:
+        return await probe.read()

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.agent.support_agent import open_child, poll_until
-from tests.gpus.support_nvml import Probe, running_probe
+from tests.gpus.support_nvml import Probe, read_once, running_probe
 from tests.sandbox.support_sandbox import CORE, open_test_node
 
 pytestmark = pytest.mark.suites
@@ -211,8 +211,7 @@ async def test_what_is_read_beside_the_real_machine(
     if (folder := os.environ.get("SMI_CAPTURES")) is None:
         pytest.skip("SMI_CAPTURES does not name a folder of nvidia-smi's answers")
     machine.is_a(model, monkeypatch)
-    async with running_probe(mokka, "") as probe:
-        read = (await probe.read())["gpus"][0]
+    read = (await read_once(mokka, ""))["gpus"][0]
     gpus = Xml.parse(Path(folder) / f"qx-{model}.xml").findall("gpu")
     assert gpus
     for gpu in gpus:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.support_nvml import ONE_GPU, ROOT, TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import ONE_GPU, ROOT, TWO_PAIRS, read_once, running_probe
 
 
 async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
     """The minor number is the driver's and not the index; names, memory, bus IDs and the version come along."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS)
     gpus = inventory["gpus"]
     assert [(gpu["index"], gpu["minor"], gpu["uuid"]) for gpu in gpus] == [
         (0, 2, "GPU-aaaa"),
@@ -30,8 +29,7 @@ async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_d
 
 async def test_the_tree_follows_the_common_ancestors(library_directory: Path) -> None:
     """Single switch, internal board switch, host bridge and system become PIX, PIX, PHB and SYS."""
-    async with running_probe(library_directory, TWO_PAIRS.replace("ancestor 0 1 10", "ancestor 0 1 0")) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS.replace("ancestor 0 1 10", "ancestor 0 1 0"))
     assert inventory["links"][0] == ["SELF", "PIX", "SYS", "SYS"]
     assert inventory["links"][3] == ["SYS", "SYS", "PHB", "SELF"]
     assert inventory["tree"] == "SYS[PIX(0,1) PHB(2,3)]"
@@ -44,8 +42,7 @@ async def test_nvlinks_between_two_gpus_are_counted(library_directory: Path) -> 
         "nvlink 1 0 0 00000000:3B:00.0\nnvlink 1 1 0 00000000:3B:00.0\n"
         "nvlink 1 2 0 00000000:AF:00.0\nnvlink 2 5 0 00000000:3C:00.0\n"
     )
-    async with running_probe(library_directory, TWO_PAIRS + links) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS + links)
     assert inventory["links"][0] == ["SELF", "NVLINK2", "SYS", "SYS"]
     assert inventory["links"][1] == ["NVLINK2", "SELF", "NVLINK1", "SYS"]
     assert inventory["links"][2] == ["SYS", "NVLINK1", "SELF", "PHB"]
@@ -59,8 +56,7 @@ async def test_nvlinks_between_two_gpus_are_counted(library_directory: Path) -> 
 async def test_links_through_an_nvswitch_join_all_gpus_that_have_them(library_directory: Path) -> None:
     """GPUs whose links end at switches reach each other with all of them; a GPU without keeps its PCIe links."""
     links = "".join(f"nvlink {gpu} {n} 2 00000000:{5 + n:02X}:00.0\n" for gpu in (0, 1, 2) for n in range(6))
-    async with running_probe(library_directory, TWO_PAIRS + links) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS + links)
     assert inventory["links"][0] == ["SELF", "NVLINK6", "NVLINK6", "SYS"]
     assert inventory["links"][2] == ["NVLINK6", "NVLINK6", "SELF", "PHB"]
 
@@ -121,16 +117,14 @@ async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -
 
 async def test_a_gpu_lost_from_the_start_is_unhealthy_under_its_uuid(library_directory: Path) -> None:
     """With a UUID but nothing else it is listed with unknown minor and no memory."""
-    async with running_probe(library_directory, TWO_PAIRS + "error 1 15\n") as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS + "error 1 15\n")
     lost = inventory["gpus"][1]
     assert (lost["uuid"], lost["health"], lost["minor"], lost["memory_mib"]) == ("GPU-bbbb", "Unhealthy", -1, 0)
 
 
 async def test_a_gpu_without_a_name_is_reported_as_unreadable(library_directory: Path) -> None:
     """No handle and never seen: only its index and the reason are known, and the others keep their indexes."""
-    async with running_probe(library_directory, TWO_PAIRS + "handle_error 1 15\n") as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS + "handle_error 1 15\n")
     assert inventory["unreadable"] == [[1, "NVML: GPU is lost"]]
     assert [gpu["index"] for gpu in inventory["gpus"]] == [0, 2, 3]
     assert inventory["links"][0][1] == "SYS"
@@ -234,8 +228,7 @@ async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
 async def test_a_gpu_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
     """A GPU divided by MIG is listed but never given; the reason reports what to do."""
     script = TWO_PAIRS.replace("24576 0 Tesla", "24576 1 Tesla", 1)
-    async with running_probe(library_directory, script) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, script)
     assert inventory["gpus"][0]["health"] == "Unhealthy"
     assert inventory["gpus"][0]["unhealthy_reason"].startswith("MIG mode is enabled")
     assert inventory["gpus"][0]["memory_mib"] == 24576
@@ -316,8 +309,7 @@ async def test_an_answer_that_cannot_be_used_takes_its_gpu_out_of_service(
 @pytest.mark.parametrize("uuid", [NO_UTF8, "GPU-aaaa", "GPU=b,GPU-c"])
 async def test_a_gpu_whose_uuid_names_no_one_is_unreadable(library_directory: Path, uuid: str) -> None:
     """A UUID of other bytes, or one that another GPU has: the others are offered, each once."""
-    async with running_probe(library_directory, TWO_PAIRS.replace("GPU-bbbb", uuid)) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, TWO_PAIRS.replace("GPU-bbbb", uuid))
     [[index, reason]] = inventory["unreadable"]
     assert index == 1 and "nvmlDeviceGetUUID" in reason
     assert {gpu["uuid"]: gpu["index"] for gpu in inventory["gpus"]} == {"GPU-aaaa": 0, "GPU-cccc": 2, "GPU-dddd": 3}
@@ -326,8 +318,7 @@ async def test_a_gpu_whose_uuid_names_no_one_is_unreadable(library_directory: Pa
 async def test_what_is_no_gpus_own_costs_no_gpu(library_directory: Path) -> None:
     """The driver's version and the far end of a link are left out where they are no text, and a count of millions ends."""
     script = TWO_PAIRS.replace("count 4", "count 4000000000") + f"version {NO_UTF8}\nnvlink 0 0 0 {NO_UTF8}\n"
-    async with running_probe(library_directory, script) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, script)
     assert {gpu["health"] for gpu in inventory["gpus"]} == {"Healthy"} and len(inventory["gpus"]) == 4
     assert inventory["driver_version"] == ""
 
@@ -398,8 +389,7 @@ async def test_a_gpu_without_memory_of_its_own_has_what_the_operator_set(
     library_directory: Path, script: str, size_mib: int
 ) -> None:
     """GB10 uses the machine's memory: without a size it is offered as a whole."""
-    async with running_probe(library_directory, script, unified_memory_mib=size_mib) as probe:
-        [gpu] = (await probe.read())["gpus"]
+    [gpu] = (await read_once(library_directory, script, unified_memory_mib=size_mib))["gpus"]
     assert (gpu["health"], gpu["memory_mib"], gpu["host_memory"]) == ("Healthy", size_mib, "unified")
 
 
@@ -427,8 +417,7 @@ async def test_an_error_of_the_memory_is_one(library_directory: Path) -> None:
     ids=["NUMA mode", "a driver that names no mode", "CDMM", "on PCIe", "no node"],
 )
 async def test_memory_that_is_a_numa_node_of_the_host(library_directory: Path, values: str, kind: str | None) -> None:
-    async with running_probe(library_directory, ONE_GPU + values) as probe:
-        [gpu] = (await probe.read())["gpus"]
+    [gpu] = (await read_once(library_directory, ONE_GPU + values))["gpus"]
     assert (gpu["health"], gpu["host_memory"], gpu["memory_mib"]) == ("Healthy", kind, 24576)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpus.support_nvml import running_probe
+from tests.gpus.support_nvml import read_once, running_probe
 
 A100 = """\
 count 2
@@ -52,8 +52,7 @@ def labels(inventory: Any) -> dict[str, str]:
 
 async def test_an_a100_is_divided_into_1g_2g_and_3g(library_directory: Path) -> None:
     """Each instance is a GPU with a profile, memory and nodes of its own; the parent is not offered."""
-    async with running_probe(library_directory, A100 + ONE_G + TWO_G + THREE_G, mig_minors=MINORS) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, A100 + ONE_G + TWO_G + THREE_G, mig_minors=MINORS)
     assert labels(inventory) == {
         "GPU-bbbb": " Healthy",
         "MIG-1111": "1g.5gb Healthy",
@@ -92,8 +91,7 @@ async def test_the_nodes_of_instances_have_numbers(library_directory: Path) -> N
 
 async def test_an_h100_has_media_extensions_and_compute_instances(library_directory: Path) -> None:
     """`+me` is a profile's, `1c.` a part of the computing of a GPU instance; both are NVIDIA's names."""
-    async with running_probe(library_directory, H100, mig_minors=MINORS) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, H100, mig_minors=MINORS)
     assert labels(inventory) == {
         "MIG-1111": "1g.10gb+me Healthy",
         "MIG-2222": "1g.10gb Healthy",
@@ -133,8 +131,7 @@ async def test_profiles_have_nvidias_names(library_directory: Path, model: str) 
         for number, (slices, name) in enumerate(profiles.items()):
             mib, computes = int(total * slices / of * (1 - missing)), name.split("g")[0]
             script += f"mig 0 {number} MIG-{number} {number} 0 {mib} {computes} {computes} 0\n"
-        async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
-            inventory = await probe.read()
+        inventory = await read_once(library_directory, script, mig_minors=MINORS)
         assert [gpu["mig"]["profile"] for gpu in inventory["gpus"]] == list(profiles.values())
 
 
@@ -145,18 +142,16 @@ async def test_profiles_have_nvidias_names(library_directory: Path, model: str) 
 async def test_media_and_graphics_are_in_the_name(library_directory: Path, number: int, suffix: str) -> None:
     """By the number of the GPU instance profile, as NVML has them; RTX PRO 6000 has all."""
     script = "count 1\nGPU 0 GPU-aaaa 0 00000000:3B:00.0 97887 1 NVIDIA RTX PRO 6000 Blackwell\n"
-    async with running_probe(
-        library_directory, script + f"mig 0 0 MIG-1 1 0 24192 1 1 {number}\n", mig_minors=MINORS
-    ) as probe:
-        [gpu] = (await probe.read())["gpus"]
+    [gpu] = (await read_once(library_directory, script + f"mig 0 0 MIG-1 1 0 24192 1 1 {number}\n", mig_minors=MINORS))[
+        "gpus"
+    ]
     assert gpu["mig"]["profile"] == f"1g.24gb{suffix}"
 
 
 async def test_instances_of_a_gpu_without_memory_have_no_name(library_directory: Path) -> None:
     """Their names are parts of its memory: they are out of service, with the call, and the other GPU is not."""
     script = A100 + ONE_G + "call_error nvmlDeviceGetMemoryInfo 0 3\n"
-    async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, script, mig_minors=MINORS)
     assert labels(inventory) == {"GPU-bbbb": " Healthy", "MIG-1111": " Unhealthy"}
     assert "nvmlDeviceGetMemoryInfo" in inventory["gpus"][1]["unhealthy_reason"]
 
@@ -164,8 +159,8 @@ async def test_instances_of_a_gpu_without_memory_have_no_name(library_directory:
 async def test_an_instance_may_lack_its_memory(library_directory: Path) -> None:
     """It has that of its attributes."""
     script = A100 + ONE_G + "call_error nvmlDeviceGetMemoryInfo 1000 3\n"
-    async with running_probe(library_directory, script, mig_minors=MINORS) as probe:
-        found = [gpu for gpu in (await probe.read())["gpus"] if gpu["mig"] is not None]
+    gpus = (await read_once(library_directory, script, mig_minors=MINORS))["gpus"]
+    found = [gpu for gpu in gpus if gpu["mig"] is not None]
     assert [(gpu["health"], gpu["memory_mib"]) for gpu in found] == [
         ("Healthy", found[0]["mig"]["attributes"]["memory_mib"])
     ]
@@ -239,8 +234,7 @@ async def test_instances_share_the_health_of_their_gpu(library_directory: Path) 
 
 async def test_an_instance_without_its_device_nodes_is_not_offered(library_directory: Path) -> None:
     """Where the host's file does not name them, a container could not open the instance."""
-    async with running_probe(library_directory, A100 + ONE_G, mig_minors="config 1\ngpu0/gi7/access 66\n") as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, A100 + ONE_G, mig_minors="config 1\ngpu0/gi7/access 66\n")
     [instance] = [gpu for gpu in inventory["gpus"] if gpu["mig"]]
     assert (instance["mig"]["gi_cap"], instance["mig"]["ci_cap"]) == (66, None)
     assert "names no device nodes" in instance["unhealthy_reason"]
@@ -248,18 +242,14 @@ async def test_an_instance_without_its_device_nodes_is_not_offered(library_direc
 
 async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library_directory: Path) -> None:
     """As before there were instances, and the reason names the setting."""
-    async with running_probe(library_directory, A100 + ONE_G) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, A100 + ONE_G)
     assert labels(inventory) == {"GPU-aaaa": " Unhealthy", "GPU-bbbb": " Healthy"}
     assert "nvidia.mig_strategy" in inventory["gpus"][0]["unhealthy_reason"]
 
 
 async def test_a_gpu_that_knows_no_mig(library_directory: Path) -> None:
     """It is offered, and its mode is not known to be off."""
-    async with running_probe(
-        library_directory, A100.replace(" 40536 0 ", " 40536 2 ") + ONE_G, mig_minors=MINORS
-    ) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, A100.replace(" 40536 0 ", " 40536 2 ") + ONE_G, mig_minors=MINORS)
     assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]}["GPU-bbbb"] is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, read_once, running_probe
 
 RECOVERY_ACTION = 230
 
@@ -42,15 +42,14 @@ async def test_a_gpu_whose_driver_asks_for_recovery_is_unhealthy(
 @pytest.mark.parametrize("field", ["0 1 0", "0 1 5", "3 1 1", "10 1 1"])
 async def test_a_gpu_without_a_wish_is_healthy(library_directory: Path, field: str) -> None:
     """None, an action for memory between nodes, an older driver's not supported, and a failure to report."""
-    async with running_probe(library_directory, ONE_GPU + f"field 0 {RECOVERY_ACTION} 0 {field}\n") as probe:
-        [gpu] = (await probe.read())["gpus"]
+    [gpu] = (await read_once(library_directory, ONE_GPU + f"field 0 {RECOVERY_ACTION} 0 {field}\n"))["gpus"]
     assert gpu["health"] == "Healthy"
 
 
 async def test_a_gpu_whose_rows_cannot_be_remapped_is_unhealthy(library_directory: Path) -> None:
     """Its memory needs replacement; rows that only wait for a reset to be remapped are no reason."""
-    async with running_probe(library_directory, TWO_PAIRS + "value remapped 0 1 0\nvalue remapped 1 0 1\n") as probe:
-        waiting, failed, *_ = (await probe.read())["gpus"]
+    script = TWO_PAIRS + "value remapped 0 1 0\nvalue remapped 1 0 1\n"
+    waiting, failed, *_ = (await read_once(library_directory, script))["gpus"]
     assert waiting["health"] == "Healthy"
     assert (failed["health"], "row remapping failed" in failed["unhealthy_reason"]) == ("Unhealthy", True)
 
@@ -75,8 +74,7 @@ async def test_a_gpu_that_asks_for_a_reset_from_the_start_has_its_place_in_the_t
     script = (
         TWO_PAIRS + f"field 1 {RECOVERY_ACTION} 0 0 1 1\nnvlink 1 0 0 00000000:3B:00.0\nnvlink 0 0 0 00000000:3C:00.0\n"
     )
-    async with running_probe(library_directory, script) as probe:
-        inventory = await probe.read()
+    inventory = await read_once(library_directory, script)
     assert inventory["gpus"][1]["health"] == "Unhealthy"
     assert inventory["links"][1] == ["NVLINK1", "SELF", "SYS", "SYS"]
     assert len(inventory["gpus"][1]["nvlinks"]) == 1
@@ -85,8 +83,7 @@ async def test_a_gpu_that_asks_for_a_reset_from_the_start_has_its_place_in_the_t
 async def test_compute_capability_and_brand_are_read_where_the_driver_has_them(library_directory: Path) -> None:
     """Major and minor; a number that has a name, which a later driver's may not have. None where it does not report."""
     values = "value capability 0 6 1\nvalue brand 0 14\nvalue brand 1 2\nvalue brand 2 99\n"
-    async with running_probe(library_directory, TWO_PAIRS + values) as probe:
-        gpus = (await probe.read())["gpus"]
+    gpus = (await read_once(library_directory, TWO_PAIRS + values))["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
     assert [gpu["brand"] for gpu in gpus] == ["Nvidia", "Tesla", "", ""]
 
@@ -98,6 +95,5 @@ async def test_the_nvlink_fabric_is_read_where_the_gpu_has_joined_it(library_dir
         f"{TWO_PAIRS}fabric 0 3 0 {cluster} 7\nfabric 1 2 0 {cluster} 7\nfabric 2 3 999 {cluster} 7\n"
         f"fabric 3 3 0 {'0' * 32} 7\n"
     )
-    async with running_probe(library_directory, script) as probe:
-        gpus = (await probe.read())["gpus"]
+    gpus = (await read_once(library_directory, script))["gpus"]
     assert [gpu["fabric"] for gpu in gpus] == ["00112233-4455-6677-8899-aabbccddeeff.7", "", "", ""]

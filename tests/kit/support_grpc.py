@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from grpclib.encoding.base import CodecBase
+
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 
@@ -19,3 +21,15 @@ async def served_at(path: Path, *services: Any, mode: int = 0o600, **options: An
     finally:
         await server.stop()
         path.unlink(missing_ok=True)
+
+
+class RawCodec(CodecBase):
+    """Bytes as they are, in both directions."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> bytes:
+        return data

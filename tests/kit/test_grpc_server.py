@@ -17,7 +17,6 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
-from grpclib.encoding.base import CodecBase
 from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated, StreamReset
 
@@ -32,8 +31,9 @@ from gpushare_agent.core.kit.protobuf import (
 )
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.wire import v1, v1beta1
+from tests.kit.support_grpc import RawCodec
 from tests.kit.support_http2 import RawClient, frame, raw_client, request_fields
-from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving, short_directory
+from tests.kubelet.support_plugin import DEADLINE_S, Recorder, serving
 
 ECHO = "/test.Echo/Echo"
 FAIL = "/test.Echo/Fail"
@@ -73,18 +73,6 @@ class Echo:
             await asyncio.Event().wait()
         finally:
             self.happened.record("ended")
-
-
-class RawCodec(CodecBase):
-    """Bytes as they are, in both directions."""
-
-    __content_subtype__ = "proto"
-
-    def encode(self, message: Any, message_type: Any) -> bytes:
-        return bytes(message)
-
-    def decode(self, data: bytes, message_type: Any) -> bytes:
-        return data
 
 
 async def call_on(channel: Channel, method: str, request: bytes) -> bytes:
@@ -269,58 +257,56 @@ async def test_a_fault_of_a_handler_is_answered_with_where_to_look() -> None:
         assert error.message == f"{FAIL} failed unexpectedly; the agent's log has the traceback (event rpc_failed)"
 
 
-async def test_stop_ends_a_call_says_goaway_and_closes_while_the_client_stays() -> None:
+async def test_stop_ends_a_call_says_goaway_and_closes_while_the_client_stays(short_dir: Path) -> None:
     """A client that never leaves keeps stop() from nothing; it reads GOAWAY and then the end."""
     echo = Echo()
-    with short_directory() as directory:
-        server = GrpcServer([echo])
-        await server.serve(bind_unix_socket(directory / "s.sock", mode=0o600))
-        async with raw_client(directory / "s.sock") as client:
-            client.call(WAIT, b"")
-            client.flush()
-            await echo.happened.wait_for("waiting")
-            assert server.connections == 1
-            await server.stop()
-            await echo.happened.wait_for("ended")
-            assert server.connections == 0
-            await client.wait_closed_by_server()
-            assert any(isinstance(event, ConnectionTerminated) for event in client.events)
+    server = GrpcServer([echo])
+    await server.serve(bind_unix_socket(short_dir / "s.sock", mode=0o600))
+    async with raw_client(short_dir / "s.sock") as client:
+        client.call(WAIT, b"")
+        client.flush()
+        await echo.happened.wait_for("waiting")
+        assert server.connections == 1
+        await server.stop()
+        await echo.happened.wait_for("ended")
+        assert server.connections == 0
+        await client.wait_closed_by_server()
+        assert any(isinstance(event, ConnectionTerminated) for event in client.events)
 
 
-async def test_stop_cuts_off_a_client_that_does_not_read() -> None:
+async def test_stop_cuts_off_a_client_that_does_not_read(short_dir: Path) -> None:
     """Bytes that nobody takes do not hold the server: its connection is gone after the grace."""
-    with short_directory() as directory:
-        table = bytes(50_000_000)
+    table = bytes(50_000_000)
 
-        class Flood:
-            def __init__(self) -> None:
-                self.happened = Recorder()
+    class Flood:
+        def __init__(self) -> None:
+            self.happened = Recorder()
 
-            def __mapping__(self) -> dict[str, Handler]:
-                return {WAIT: Handler(self._flood, Cardinality.UNARY_STREAM, v1beta1.Empty, v1beta1.Empty)}
+        def __mapping__(self) -> dict[str, Handler]:
+            return {WAIT: Handler(self._flood, Cardinality.UNARY_STREAM, v1beta1.Empty, v1beta1.Empty)}
 
-            async def _flood(self, stream: Any) -> None:
-                await stream.recv_message()
-                try:
-                    self.happened.record("sending")
-                    await stream.send_message(table)
-                finally:
-                    self.happened.record("ended")
+        async def _flood(self, stream: Any) -> None:
+            await stream.recv_message()
+            try:
+                self.happened.record("sending")
+                await stream.send_message(table)
+            finally:
+                self.happened.record("ended")
 
-        flood = Flood()
-        server = GrpcServer([flood])
-        await server.serve(bind_unix_socket(directory / "s.sock", mode=0o600))
-        async with raw_client(directory / "s.sock") as client:
-            client.h2.increment_flow_control_window(2**30)
-            stream_id = client.begin(WAIT)
-            client.h2.increment_flow_control_window(2**30, stream_id)
-            client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
-            client.flush()
-            await flood.happened.wait_for("sending")
-            await until_stuck(client)
-            await server.stop(grace_s=0.05)
-            await flood.happened.wait_for("ended")
-            assert server.connections == 0
+    flood = Flood()
+    server = GrpcServer([flood])
+    await server.serve(bind_unix_socket(short_dir / "s.sock", mode=0o600))
+    async with raw_client(short_dir / "s.sock") as client:
+        client.h2.increment_flow_control_window(2**30)
+        stream_id = client.begin(WAIT)
+        client.h2.increment_flow_control_window(2**30, stream_id)
+        client.h2.send_data(stream_id, struct.pack(">BI", 0, 0), end_stream=True)
+        client.flush()
+        await flood.happened.wait_for("sending")
+        await until_stuck(client)
+        await server.stop(grace_s=0.05)
+        await flood.happened.wait_for("ended")
+        assert server.connections == 0
 
 
 async def test_stop_before_serve_does_nothing() -> None:
@@ -382,19 +368,18 @@ def test_an_answer_of_the_wrong_type_is_a_type_error() -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int) -> None:
+async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int, short_dir: Path) -> None:
     """However far asyncio has come with it: the client reads the end, and no socket is left open."""
-    with short_directory() as directory:
-        path = directory / "s"
-        server = GrpcServer([Echo()])
-        await server.serve(bind_unix_socket(path, mode=0o600))
-        with socket.socket(socket.AF_UNIX) as client:
-            client.setblocking(False)
-            client.connect(str(path))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await server.stop()
-            with suppress(ConnectionResetError):  # an end too: it was never attached
-                while await asyncio.get_running_loop().sock_recv(client, 4096):
-                    pass
-        assert server.connections == 0
+    path = short_dir / "s"
+    server = GrpcServer([Echo()])
+    await server.serve(bind_unix_socket(path, mode=0o600))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        client.connect(str(path))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.stop()
+        with suppress(ConnectionResetError):  # an end too: it was never attached
+            while await asyncio.get_running_loop().sock_recv(client, 4096):
+                pass
+    assert server.connections == 0

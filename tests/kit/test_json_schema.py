@@ -16,7 +16,7 @@ from gpushare_agent.agent.delivery.device_nodes import read_extra_devices
 from gpushare_agent.agent.delivery.volume_config import read_volume_config
 from gpushare_agent.agent.dra.claim_files import ClaimFiles
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile
-from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME, _parsed, state_file
+from gpushare_agent.agent.isolation.gpushare.probing import STATE_NAME, state_file
 from gpushare_agent.agent.kubelet.records import read_checkpoint
 from gpushare_agent.agent.observability.saved_past import FILE
 from gpushare_agent.agent.observability.usage_history import UsageHistory
@@ -77,7 +77,7 @@ READERS: dict[str, Read] = {
         lambda path: no_past(UsageHistory(60, 6), path.rename(path.with_name(FILE)).parent).load()
     ),
     "resize.json": _in_file(lambda path: ResizeFile(path).load()),
-    "probe.json": _in_file(lambda path: state_file(path.rename(path.with_name(STATE_NAME)).parent).load(_parsed, int)),
+    "probe.json": _in_file(lambda path: state_file(path.rename(path.with_name(STATE_NAME)).parent).load(bool, int)),
     "claims": _in_file(_load_claim),
     "checkpoint": _in_file(read_checkpoint),
     "volume.conf": _in_file(read_volume_config),

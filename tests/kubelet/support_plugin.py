@@ -7,12 +7,11 @@ starts, dials back inside Register, then opens ListAndWatch, and leaves its sock
 from __future__ import annotations
 
 import asyncio
-import shutil
 import stat
-import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpclib import GRPCError, Status
@@ -26,16 +25,6 @@ from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.wire import v1beta1
 from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
-
-
-@contextmanager
-def short_directory() -> Iterator[Path]:
-    """A directory whose sockets fit a socket address."""
-    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class Recorder:
@@ -219,6 +208,6 @@ async def fake_kubelet(directory: Path, *, started: bool = True) -> AsyncIterato
 @asynccontextmanager
 async def serving(*services: Any, **options: Any) -> AsyncIterator[Path]:
     """Serves on a GrpcServer; gives the path of its socket."""
-    with short_directory() as directory:
-        async with served_at(directory / "s.sock", *services, **options) as path:
+    with TemporaryDirectory(prefix="gs", dir="/tmp") as directory:  # a unix address has room for 107 bytes
+        async with served_at(Path(directory) / "s.sock", *services, **options) as path:
             yield path

@@ -26,136 +26,127 @@ from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
-from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
+from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder
 
 
 def serving(directory: Path, handover: Handover) -> AbstractAsyncContextManager[Path]:
     return served_at(directory / instance_socket_name("vcore"), handover)
 
 
-def test_one_agent_holds_the_lock() -> None:
+def test_one_agent_holds_the_lock(short_dir: Path) -> None:
     """Until it releases it."""
-    with short_directory() as directory:
-        first, second = ServingLock(directory), ServingLock(directory)
-        assert first.try_acquire() and first.try_acquire()
-        assert not second.try_acquire()
-        first.release()
-        assert second.try_acquire()
-        second.release()
+    first, second = ServingLock(short_dir), ServingLock(short_dir)
+    assert first.try_acquire() and first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
 
 
-async def test_the_lock_of_a_killed_agent_is_free() -> None:
+async def test_the_lock_of_a_killed_agent_is_free(short_dir: Path) -> None:
     """The kernel frees it; who waits gets it."""
     hold = (
         "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print();"
         " time.sleep(600)"
     )
-    with short_directory() as directory:
-        lock = ServingLock(directory)
-        with subprocess.Popen(
-            [sys.executable, "-c", hold, str(directory)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        ) as holder:
-            assert holder.stdout is not None and await asyncio.to_thread(holder.stdout.readline)
-            assert not lock.try_acquire()
-            holder.kill()
-            await lock.acquire()
-        lock.release()
+    lock = ServingLock(short_dir)
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(short_dir)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as holder:
+        assert holder.stdout is not None and await asyncio.to_thread(holder.stdout.readline)
+        assert not lock.try_acquire()
+        holder.kill()
+        await lock.acquire()
+    lock.release()
 
 
-def test_without_a_directory_no_other_agent_is_waited_for() -> None:
+def test_without_a_directory_no_other_agent_is_waited_for(short_dir: Path) -> None:
     """There is no kubelet yet."""
-    with short_directory() as directory:
-        assert ServingLock(directory / "none").try_acquire()
+    assert ServingLock(short_dir / "none").try_acquire()
 
 
 @pytest.mark.parametrize("method", [TAKE, WAIT])
-async def test_a_successor_is_told_when_the_agent_has_left(method: str) -> None:
+async def test_a_successor_is_told_when_the_agent_has_left(method: str, short_dir: Path) -> None:
     """Only a newcomer's request makes it leave."""
-    with short_directory() as directory:
-        handover, requested = Handover(), Recorder()
-        handover.is_serving = True
-        handover.on_requested = lambda: requested.record("requested")
-        async with serving(directory, handover), asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(ask_for_handover(directory, method, timeout_s=DEADLINE_S))
-            while not handover.waiting:
-                await asyncio.sleep(0.001)
-            assert requested.events == (["requested"] if method == TAKE else [])
-            assert not asked.done()
-            await handover.answer()
-            assert await asked
-            assert not handover.waiting
+    handover, requested = Handover(), Recorder()
+    handover.is_serving = True
+    handover.on_requested = lambda: requested.record("requested")
+    async with serving(short_dir, handover), asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(ask_for_handover(short_dir, method, timeout_s=DEADLINE_S))
+        while not handover.waiting:
+            await asyncio.sleep(0.001)
+        assert requested.events == (["requested"] if method == TAKE else [])
+        assert not asked.done()
+        await handover.answer()
+        assert await asked
+        assert not handover.waiting
 
 
-async def test_of_several_successors_one_newcomer_is_told() -> None:
+async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> None:
     """The others go on waiting, and ask again when the sockets close."""
-    with short_directory() as directory:
-        handover = Handover()
-        handover.is_serving = True
-        async with asyncio.TaskGroup() as tasks:
-            async with serving(directory, handover):
-                waiting = tasks.create_task(ask_for_handover(directory, WAIT, timeout_s=DEADLINE_S))
-                while handover.waiting < 1:
-                    await asyncio.sleep(0.001)
-                newcomer = tasks.create_task(ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S))
-                while handover.waiting < 2:
-                    await asyncio.sleep(0.001)
-                await handover.answer()
-                assert await newcomer
-                assert not waiting.done()
-            assert not await waiting
-
-
-async def test_an_agent_that_does_not_serve_is_passed_over() -> None:
-    """As the asking one itself, whose sockets are there already; with nobody else the answer is no."""
-    with short_directory() as directory:
-        async with serving(directory, Handover()):
-            assert not await ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S)
-
-
-async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded() -> None:
-    """A killed agent's socket refuses; one that does not leave is given up."""
-    with short_directory() as directory:
-        bind_unix_socket(directory / instance_socket_name("vcore"), mode=0o600).close()
-        assert not await ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S)
-        handover = Handover()
-        handover.is_serving = True
-        async with serving(directory, handover):
-            assert not await ask_for_handover(directory, TAKE, timeout_s=0.05)
-
-
-def test_stale_sockets_are_removed_and_no_others() -> None:
-    """Those that are young, live or another program's stay."""
-    with short_directory() as directory:
-        stale, live = directory / instance_socket_name("vcore"), directory / instance_socket_name("vmemory")
-        foreign, file = directory / "nvidia-gpu.sock", directory / "vcore-00000000.sock"
-        for path in (stale, foreign):
-            bind_unix_socket(path, mode=0o600).close()
-        file.write_text("")
-        with bind_unix_socket(live, mode=0o600) as listener:
-            listener.listen()
-            StaleSockets(directory).remove()
-            assert stale.is_socket()  # it may be about to listen
-            StaleSockets(directory, age_s=0.0).remove()
-            assert sorted(directory.iterdir()) == sorted([live, foreign, file])
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(str(live))
-
-
-async def test_a_socket_of_an_agent_that_is_killed_later_is_removed_without_another_start() -> None:
-    """As of a version that crashes before it takes over, while this agent goes on serving."""
-    with short_directory() as directory:
-        socket_path = directory / instance_socket_name("vcore")
-        killed = bind_unix_socket(socket_path, mode=0o600)
-        killed.listen()
-        stale = StaleSockets(directory, age_s=0.0, period_s=0.001)
-        async with running(stale.run):
-            await asyncio.sleep(0)
-            assert socket_path.is_socket()
-            killed.close()
-            while socket_path.exists():
+    handover = Handover()
+    handover.is_serving = True
+    async with asyncio.TaskGroup() as tasks:
+        async with serving(short_dir, handover):
+            waiting = tasks.create_task(ask_for_handover(short_dir, WAIT, timeout_s=DEADLINE_S))
+            while handover.waiting < 1:
                 await asyncio.sleep(0.001)
+            newcomer = tasks.create_task(ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S))
+            while handover.waiting < 2:
+                await asyncio.sleep(0.001)
+            await handover.answer()
+            assert await newcomer
+            assert not waiting.done()
+        assert not await waiting
+
+
+async def test_an_agent_that_does_not_serve_is_passed_over(short_dir: Path) -> None:
+    """As the asking one itself, whose sockets are there already; with nobody else the answer is no."""
+    async with serving(short_dir, Handover()):
+        assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+
+
+async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_dir: Path) -> None:
+    """A killed agent's socket refuses; one that does not leave is given up."""
+    bind_unix_socket(short_dir / instance_socket_name("vcore"), mode=0o600).close()
+    assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+    handover = Handover()
+    handover.is_serving = True
+    async with serving(short_dir, handover):
+        assert not await ask_for_handover(short_dir, TAKE, timeout_s=0.05)
+
+
+def test_stale_sockets_are_removed_and_no_others(short_dir: Path) -> None:
+    """Those that are young, live or another program's stay."""
+    stale, live = short_dir / instance_socket_name("vcore"), short_dir / instance_socket_name("vmemory")
+    foreign, file = short_dir / "nvidia-gpu.sock", short_dir / "vcore-00000000.sock"
+    for path in (stale, foreign):
+        bind_unix_socket(path, mode=0o600).close()
+    file.write_text("")
+    with bind_unix_socket(live, mode=0o600) as listener:
+        listener.listen()
+        StaleSockets(short_dir).remove()
+        assert stale.is_socket()  # it may be about to listen
+        StaleSockets(short_dir, age_s=0.0).remove()
+        assert sorted(short_dir.iterdir()) == sorted([live, foreign, file])
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(live))
+
+
+async def test_a_socket_of_an_agent_that_is_killed_later_is_removed_without_another_start(short_dir: Path) -> None:
+    """As of a version that crashes before it takes over, while this agent goes on serving."""
+    socket_path = short_dir / instance_socket_name("vcore")
+    killed = bind_unix_socket(socket_path, mode=0o600)
+    killed.listen()
+    stale = StaleSockets(short_dir, age_s=0.0, period_s=0.001)
+    async with running(stale.run):
+        await asyncio.sleep(0)
+        assert socket_path.is_socket()
+        killed.close()
+        while socket_path.exists():
+            await asyncio.sleep(0.001)
 
 
 async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:

@@ -19,19 +19,10 @@ from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.wire import v1
+from tests.kit.support_grpc import RawCodec
 from tests.support_deadline import DEADLINE_S
 
 Answer = Callable[[], Awaitable[bytes]]
-
-
-class RawCodec:
-    __content_subtype__ = "proto"
-
-    def encode(self, message: bytes, message_type: object) -> bytes:
-        return message
-
-    def decode(self, data: bytes, message_type: object) -> bytes:
-        return data
 
 
 class Scripted:
@@ -55,7 +46,7 @@ class Scripted:
 
 @asynccontextmanager
 async def serving(directory: Path, scripted: Scripted) -> AsyncIterator[PodResourcesClient]:
-    server = Server([scripted], codec=RawCodec())  # type: ignore[arg-type]
+    server = Server([scripted], codec=RawCodec())
     path = directory / "pr.sock"
     await server.start(path=str(path))
     client = PodResourcesClient(path, DeviceIds())

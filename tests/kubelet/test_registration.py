@@ -1,4 +1,4 @@
-"""kubelet/registration.py and kubelet/registration.py against a fake kubelet on real sockets.
+"""kubelet/registration.py against a fake kubelet on real sockets.
 
 The slow poll is set to never wherever an event must do the work, so that a lost event fails the test.
 """
@@ -19,10 +19,10 @@ from gpushare_agent.agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.sockets import bind_unix_socket
-from gpushare_agent.core.kit.supervision import stop_task
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.wire import v1beta1
+from tests.cluster.support_kube import running
 from tests.kubelet.support_plugin import (
     DEADLINE_S,
     FakeAdmission,
@@ -30,7 +30,6 @@ from tests.kubelet.support_plugin import (
     Recorder,
     RpcLog,
     fake_kubelet,
-    short_directory,
 )
 
 CORES, MEMORY = "example.com/cores", "example.com/memory"
@@ -69,12 +68,8 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
     )
     registrar.on_registered = lambda resource: reported.record(("registered", resource))
     registrar.on_kubelet_restart = lambda: reported.record("kubelet-restart")
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(registrar.run())
-        try:
-            yield Agent(registrar=registrar, tables=tables, reported=reported)
-        finally:
-            await stop_task(running)
+    async with running(registrar.run):
+        yield Agent(registrar=registrar, tables=tables, reported=reported)
     assert not any((directory / name).is_socket() for name in SOCKETS.values()), "a socket was left behind"
 
 
@@ -85,268 +80,250 @@ async def both_registered(kubelet: FakeKubelet, times: int = 1) -> None:
         await kubelet.wait_listed(name, times=times)
 
 
-async def test_both_resources_are_registered_and_list_their_devices() -> None:
+async def test_both_resources_are_registered_and_list_their_devices(short_dir: Path) -> None:
     """With version, socket name and options; the kubelet's dial-back inside Register is answered."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            options = v1beta1.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-            assert sorted(kubelet.requests, key=lambda r: r.resource_name) == [
-                v1beta1.RegisterRequest("v1beta1", SOCKETS[name], name, options) for name in sorted(SOCKETS)
-            ]
-            assert kubelet.options == dict.fromkeys(SOCKETS, options)
-            assert [d.id for d in kubelet.lists[CORES][0].devices] == [f"{CORES}-0"]
-            await a.reported.wait_for(("registered", CORES))
-            await a.reported.wait_for(("registered", MEMORY))
-            assert a.registrar.is_registered(CORES)
-            assert a.registrar.is_registered(MEMORY)
-            assert not a.registrar.is_registered("example.com/other")
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        options = v1beta1.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+        assert sorted(kubelet.requests, key=lambda r: r.resource_name) == [
+            v1beta1.RegisterRequest("v1beta1", SOCKETS[name], name, options) for name in sorted(SOCKETS)
+        ]
+        assert kubelet.options == dict.fromkeys(SOCKETS, options)
+        assert [d.id for d in kubelet.lists[CORES][0].devices] == [f"{CORES}-0"]
+        await a.reported.wait_for(("registered", CORES))
+        await a.reported.wait_for(("registered", MEMORY))
+        assert a.registrar.is_registered(CORES)
+        assert a.registrar.is_registered(MEMORY)
+        assert not a.registrar.is_registered("example.com/other")
 
 
-async def test_a_change_of_devices_reaches_the_kubelet_as_one_message() -> None:
+async def test_a_change_of_devices_reaches_the_kubelet_as_one_message(short_dir: Path) -> None:
     """The table that the endpoint serves is the one that is changed."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            a.tables[CORES].set_devices([DeviceRow(id="x", healthy=False), DeviceRow(id="y", healthy=True)])
-            await kubelet.happened.wait_for(("list", CORES, 3))  # with the one that is no longer offered
-            assert [d.health for d in kubelet.lists[CORES][-1].devices] == ["Unhealthy", "Healthy", "Unhealthy"]
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        a.tables[CORES].set_devices([DeviceRow(id="x", healthy=False), DeviceRow(id="y", healthy=True)])
+        await kubelet.happened.wait_for(("list", CORES, 3))  # with the one that is no longer offered
+        assert [d.health for d in kubelet.lists[CORES][-1].devices] == ["Unhealthy", "Healthy", "Unhealthy"]
 
 
-async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
+async def test_a_kubelet_that_comes_later_is_waited_for(short_dir: Path) -> None:
     """No kubelet at start is no error; the directory may be missing, too."""
-    with short_directory() as top:
-        directory = top / "device-plugins"
-        async with fake_kubelet(directory, started=False) as kubelet, agent(directory) as a:
-            await asyncio.sleep(0.02)
-            assert not a.registrar.is_registered(CORES)
-            await kubelet.start()
-            await both_registered(kubelet)
-            assert "kubelet-restart" not in a.reported.events
+    directory = short_dir / "device-plugins"
+    async with fake_kubelet(directory, started=False) as kubelet, agent(directory) as a:
+        await asyncio.sleep(0.02)
+        assert not a.registrar.is_registered(CORES)
+        await kubelet.start()
+        await both_registered(kubelet)
+        assert "kubelet-restart" not in a.reported.events
 
 
-async def test_a_restarted_kubelet_is_registered_with_again() -> None:
+async def test_a_restarted_kubelet_is_registered_with_again(short_dir: Path) -> None:
     """It removed our sockets without notice: both are served and registered anew, and the restart is reported once."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            for restarts in (1, 2, 3):
-                await kubelet.restart()
-                await both_registered(kubelet, 1 + restarts)
-                await a.reported.wait_for("kubelet-restart", restarts)
-                for name in SOCKETS:
-                    await a.reported.wait_for(("registered", name), 1 + restarts)
-                assert a.reported.events.count("kubelet-restart") == restarts
-                assert a.registrar.is_registered(CORES)
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        for restarts in (1, 2, 3):
+            await kubelet.restart()
+            await both_registered(kubelet, 1 + restarts)
+            await a.reported.wait_for("kubelet-restart", restarts)
+            for name in SOCKETS:
+                await a.reported.wait_for(("registered", name), 1 + restarts)
+            assert a.reported.events.count("kubelet-restart") == restarts
+            assert a.registrar.is_registered(CORES)
 
 
-async def test_a_new_kubelet_socket_alone_is_enough_to_register_again() -> None:
+async def test_a_new_kubelet_socket_alone_is_enough_to_register_again(short_dir: Path) -> None:
     """Our own socket may still be there, for instance when it was served again before kubelet.sock came."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            async with fake_kubelet(directory, started=False) as second:
-                await second.start(removes_sockets=False)  # the first one goes on following ListAndWatch
-                await both_registered(second)
-                await a.reported.wait_for("kubelet-restart")
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        async with fake_kubelet(short_dir, started=False) as second:
+            await second.start(removes_sockets=False)  # the first one goes on following ListAndWatch
+            await both_registered(second)
+            await a.reported.wait_for("kubelet-restart")
 
 
-async def test_a_kubelet_that_stopped_is_not_registered_with() -> None:
+async def test_a_kubelet_that_stopped_is_not_registered_with(short_dir: Path) -> None:
     """Its socket stays behind, but no kubelet follows ListAndWatch; the next kubelet is noticed."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            await kubelet.stop()
-            while a.registrar.is_registered(CORES) or a.registrar.is_registered(MEMORY):
-                await asyncio.sleep(0.01)
-            await kubelet.start()
-            await both_registered(kubelet, 2)
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        await kubelet.stop()
+        while a.registrar.is_registered(CORES) or a.registrar.is_registered(MEMORY):
+            await asyncio.sleep(0.01)
+        await kubelet.start()
+        await both_registered(kubelet, 2)
 
 
-async def test_a_kubelet_that_dropped_the_streams_is_registered_with_again() -> None:
+async def test_a_kubelet_that_dropped_the_streams_is_registered_with_again(short_dir: Path) -> None:
     """Without a stream the kubelet does not use the plugin, although its socket is the same."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory):
-            await both_registered(kubelet)
-            kubelet.drop_streams()
-            await both_registered(kubelet, 2)
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir):
+        await both_registered(kubelet)
+        kubelet.drop_streams()
+        await both_registered(kubelet, 2)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_our_own_socket_gone_or_replaced_is_served_and_registered_again(is_replaced: bool) -> None:
+async def test_our_own_socket_gone_or_replaced_is_served_and_registered_again(
+    is_replaced: bool, short_dir: Path
+) -> None:
     """The other resource is left in peace."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet, agent(directory) as a:
-            await both_registered(kubelet)
-            path = directory / SOCKETS[CORES]
-            if is_replaced:
-                bind_unix_socket(path, mode=0o600).close()
-            else:
-                path.unlink()
-            await kubelet.happened.wait_for(("register", CORES), 2)
-            await kubelet.wait_listed(CORES, times=2)
-            assert kubelet.registrations(MEMORY) == 1
-            assert "kubelet-restart" not in a.reported.events
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
+        await both_registered(kubelet)
+        path = short_dir / SOCKETS[CORES]
+        if is_replaced:
+            bind_unix_socket(path, mode=0o600).close()
+        else:
+            path.unlink()
+        await kubelet.happened.wait_for(("register", CORES), 2)
+        await kubelet.wait_listed(CORES, times=2)
+        assert kubelet.registrations(MEMORY) == 1
+        assert "kubelet-restart" not in a.reported.events
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-async def test_a_replaced_directory_is_served_in_again(is_moved: bool) -> None:
+async def test_a_replaced_directory_is_served_in_again(is_moved: bool, short_dir: Path) -> None:
     """Moved away or removed with all that was in it, and made anew by a kubelet."""
-    with short_directory() as top:
-        directory = top / "device-plugins"
-        async with fake_kubelet(directory) as kubelet, agent(directory):
-            await both_registered(kubelet)
-            if is_moved:
-                directory.rename(top / "old")
-            else:
-                shutil.rmtree(directory)
-            await kubelet.restart()
-            await both_registered(kubelet, 2)
+    directory = short_dir / "device-plugins"
+    async with fake_kubelet(directory) as kubelet, agent(directory):
+        await both_registered(kubelet)
+        if is_moved:
+            directory.rename(short_dir / "old")
+        else:
+            shutil.rmtree(directory)
+        await kubelet.restart()
+        await both_registered(kubelet, 2)
 
 
-async def test_without_events_the_poll_notices() -> None:
+async def test_without_events_the_poll_notices(short_dir: Path) -> None:
     """What inotify does not report is found at the next poll."""
-    with short_directory() as top:
-        real = top / "real"
-        real.mkdir()
-        directory = top / "link"
-        directory.symlink_to(real)
-        async with fake_kubelet(directory) as kubelet, agent(directory, poll_s=0.05):
-            await both_registered(kubelet)
-            (top / "other").mkdir()
-            directory.unlink()
-            directory.symlink_to(top / "other")
-            await kubelet.restart()
-            await both_registered(kubelet, 2)
-            for name in SOCKETS.values():
-                (real / name).unlink(missing_ok=True)
+    real = short_dir / "real"
+    real.mkdir()
+    directory = short_dir / "link"
+    directory.symlink_to(real)
+    async with fake_kubelet(directory) as kubelet, agent(directory, poll_s=0.05):
+        await both_registered(kubelet)
+        (short_dir / "other").mkdir()
+        directory.unlink()
+        directory.symlink_to(short_dir / "other")
+        await kubelet.restart()
+        await both_registered(kubelet, 2)
+        for name in SOCKETS.values():
+            (real / name).unlink(missing_ok=True)
 
 
-async def test_a_refusing_kubelet_is_asked_again() -> None:
+async def test_a_refusing_kubelet_is_asked_again(short_dir: Path) -> None:
     """Until it accepts; the other resource is registered meanwhile."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet:
-            kubelet.refuse_next[CORES] = 4
-            async with agent(directory):
-                await both_registered(kubelet)
-                assert kubelet.happened.events.count(("refused", CORES)) == 4
-                assert kubelet.registrations(MEMORY) == 1
+    async with fake_kubelet(short_dir) as kubelet:
+        kubelet.refuse_next[CORES] = 4
+        async with agent(short_dir):
+            await both_registered(kubelet)
+            assert kubelet.happened.events.count(("refused", CORES)) == 4
+            assert kubelet.registrations(MEMORY) == 1
 
 
-async def test_a_register_call_that_hangs_does_not_hold_up_the_other_resource_or_the_next_kubelet() -> None:
+async def test_a_register_call_that_hangs_does_not_hold_up_the_other_resource_or_the_next_kubelet(
+    short_dir: Path,
+) -> None:
     """It is given up as soon as another kubelet is there."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet:
-            kubelet.stalls.add(CORES)
-            async with agent(directory) as a:
-                await kubelet.happened.wait_for(("stalled", CORES))
-                await kubelet.happened.wait_for(("register", MEMORY))
-                assert not a.registrar.is_registered(CORES)
-                kubelet.stalls.clear()
-                kubelet.socket.unlink()  # a second kubelet; the first one's connection stays open and silent
-                async with fake_kubelet(directory) as second:
-                    await both_registered(second)
-
-
-async def test_a_file_at_the_path_of_our_socket_is_kept_until_it_is_removed() -> None:
-    """Nothing but a socket is removed; the other resource is served."""
-    with short_directory() as directory:
-        (directory / SOCKETS[CORES]).write_text("precious")
-        async with fake_kubelet(directory) as kubelet, agent(directory):
+    async with fake_kubelet(short_dir) as kubelet:
+        kubelet.stalls.add(CORES)
+        async with agent(short_dir) as a:
+            await kubelet.happened.wait_for(("stalled", CORES))
             await kubelet.happened.wait_for(("register", MEMORY))
-            assert (directory / SOCKETS[CORES]).read_text() == "precious"
-            (directory / SOCKETS[CORES]).unlink()
-            await both_registered(kubelet)
+            assert not a.registrar.is_registered(CORES)
+            kubelet.stalls.clear()
+            kubelet.socket.unlink()  # a second kubelet; the first one's connection stays open and silent
+            async with fake_kubelet(short_dir) as second:
+                await both_registered(second)
 
 
-async def test_stopping_ends_the_streams_and_removes_only_our_sockets() -> None:
+async def test_a_file_at_the_path_of_our_socket_is_kept_until_it_is_removed(short_dir: Path) -> None:
+    """Nothing but a socket is removed; the other resource is served."""
+    (short_dir / SOCKETS[CORES]).write_text("precious")
+    async with fake_kubelet(short_dir) as kubelet, agent(short_dir):
+        await kubelet.happened.wait_for(("register", MEMORY))
+        assert (short_dir / SOCKETS[CORES]).read_text() == "precious"
+        (short_dir / SOCKETS[CORES]).unlink()
+        await both_registered(kubelet)
+
+
+async def test_stopping_ends_the_streams_and_removes_only_our_sockets(short_dir: Path) -> None:
     """A successor's socket at the same path stays, kubelet.sock too."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet:
-            async with agent(directory):
-                await both_registered(kubelet)
-            for name in SOCKETS:
-                await kubelet.happened.wait_for(("stream-ended", name))
-            assert sorted(p.name for p in directory.iterdir()) == ["kubelet.sock"]
-
-
-async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop() -> None:
-    """Two agents may overlap during an update; the one that goes does not cut off the one that comes."""
-    with short_directory() as directory:
-        old, new = (
-            PluginEndpoint(
-                device_plugin_path=directory,
-                socket_name="s.sock",
-                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog().rpc_finished, DeviceIds()),
-            )
-            for _ in range(2)
-        )
-        await old.serve()
-        await new.serve()
-        assert (old.is_serving, old.is_replaced, new.is_serving, new.is_replaced) == (False, True, True, False)
-        await old.stop()
-        assert new.is_serving
-        await new.stop()
-        assert not (directory / "s.sock").exists()
-
-
-async def test_registration_works_below_a_path_longer_than_an_address() -> None:
-    """Serving and registering; the kubelet itself would connect by a path of its own."""
-    with short_directory() as top:
-        directory = top / ("d" * 120)
-        directory.mkdir()
-        short = top / "short"
-        short.symlink_to(directory)
-        async with fake_kubelet(short) as kubelet, agent(directory):
+    async with fake_kubelet(short_dir) as kubelet:
+        async with agent(short_dir):
             await both_registered(kubelet)
+        for name in SOCKETS:
+            await kubelet.happened.wait_for(("stream-ended", name))
+        assert sorted(p.name for p in short_dir.iterdir()) == ["kubelet.sock"]
+
+
+async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop(short_dir: Path) -> None:
+    """Two agents may overlap during an update; the one that goes does not cut off the one that comes."""
+    old, new = (
+        PluginEndpoint(
+            device_plugin_path=short_dir,
+            socket_name="s.sock",
+            plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog().rpc_finished, DeviceIds()),
+        )
+        for _ in range(2)
+    )
+    await old.serve()
+    await new.serve()
+    assert (old.is_serving, old.is_replaced, new.is_serving, new.is_replaced) == (False, True, True, False)
+    await old.stop()
+    assert new.is_serving
+    await new.stop()
+    assert not (short_dir / "s.sock").exists()
+
+
+async def test_registration_works_below_a_path_longer_than_an_address(short_dir: Path) -> None:
+    """Serving and registering; the kubelet itself would connect by a path of its own."""
+    directory = short_dir / ("d" * 120)
+    directory.mkdir()
+    short = short_dir / "short"
+    short.symlink_to(directory)
+    async with fake_kubelet(short) as kubelet, agent(directory):
+        await both_registered(kubelet)
 
 
 OPTIONS = v1beta1.DevicePluginOptions()
 
 
-async def test_a_refusal_of_the_kubelet_is_rejected_with_its_text() -> None:
+async def test_a_refusal_of_the_kubelet_is_rejected_with_its_text(short_dir: Path) -> None:
     """The text names resource, socket and the kubelet's reason."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet:
-            kubelet.refuse_next[CORES] = 1
-            with pytest.raises(
-                Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no place for {CORES} today"
-            ):
-                await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S)
+    async with fake_kubelet(short_dir) as kubelet:
+        kubelet.refuse_next[CORES] = 1
+        with pytest.raises(Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no place for {CORES} today"):
+            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-async def test_no_kubelet_is_unavailable(is_stale: bool) -> None:
+async def test_no_kubelet_is_unavailable(is_stale: bool, short_dir: Path) -> None:
     """A missing socket and one without a server."""
-    with short_directory() as directory:
-        if is_stale:
-            bind_unix_socket(directory / "kubelet.sock", mode=0o600).close()
-        with pytest.raises(Unavailable, match="Is the kubelet running"):
-            await register(
-                directory / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
-            )
+    if is_stale:
+        bind_unix_socket(short_dir / "kubelet.sock", mode=0o600).close()
+    with pytest.raises(Unavailable, match="Is the kubelet running"):
+        await register(
+            short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
+        )
 
 
-async def test_a_silent_kubelet_is_unavailable_in_time() -> None:
+async def test_a_silent_kubelet_is_unavailable_in_time(short_dir: Path) -> None:
     """The call has a deadline of its own."""
-    with short_directory() as directory:
-        async with fake_kubelet(directory) as kubelet:
-            kubelet.stalls.add(CORES)
-            with pytest.raises(Unavailable):
-                await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=0.05)
+    async with fake_kubelet(short_dir) as kubelet:
+        kubelet.stalls.add(CORES)
+        with pytest.raises(Unavailable):
+            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=0.05)
 
 
-async def test_something_that_is_no_grpc_server_is_unavailable() -> None:
+async def test_something_that_is_no_grpc_server_is_unavailable(short_dir: Path) -> None:
     """Garbage at the kubelet's socket does not escape as another error."""
 
     async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail.example.com ESMTP\r\n" * 10)
         writer.close()
 
-    with short_directory() as directory:
-        server = await asyncio.start_unix_server(garbage, directory / "kubelet.sock")
-        async with server:
-            with pytest.raises(Unavailable):
-                await register(
-                    directory / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
-                )
+    server = await asyncio.start_unix_server(garbage, short_dir / "kubelet.sock")
+    async with server:
+        with pytest.raises(Unavailable):
+            await register(
+                short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
+            )

@@ -14,16 +14,15 @@ from msgspec import Struct, field
 from gpushare_agent.agent.mig.decisions.plan import MadeInstance
 from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.core.claims.devices import placement_device_name
+from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.mig import (
-    MigAttributes,
     MigComputeInstance,
     MigGpuInstance,
     MigLayout,
     MigPlace,
     MigPlacement,
-    MigProfile,
 )
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.placement.topology import build_topology
@@ -35,21 +34,8 @@ T = TypeVar("T")
 SLICES = 8
 
 
-def _profile(number: int, name: str, size: int, starts: tuple[int, ...], most: int, compute: int) -> MigProfile:
-    attributes = MigAttributes(memory_mib=size * 5 * 1024, gi_slices=compute, ci_slices=compute)
-    return MigProfile(id=number, name=name, size=size, starts=starts, most=most, attributes=attributes)
-
-
-PROFILES = (
-    _profile(19, "1g.5gb", 1, tuple(range(7)), 7, 1),
-    _profile(20, "1g.5gb+me", 1, tuple(range(7)), 1, 1),
-    _profile(15, "1g.10gb", 2, (0, 2, 4, 6), 4, 1),
-    _profile(14, "2g.10gb", 2, (0, 2, 4), 3, 2),
-    _profile(9, "3g.20gb", 4, (0, 4), 2, 3),
-    _profile(5, "4g.20gb", 4, (0,), 1, 4),
-    _profile(0, "7g.40gb", 8, (0,), 1, 7),
-)
-"""Those of an A100 40GB (NVIDIA MIG user guide, "Supported MIG Profiles")."""
+PRODUCT, MIB = "NVIDIA A100-SXM4-40GB", 40960
+PROFILES = mig_profiles(PRODUCT, MIB)
 BY_NAME = {one.name: one for one in PROFILES}
 BY_ID = {one.id: one for one in PROFILES}
 
@@ -66,6 +52,15 @@ def named(one: MigPlacement) -> str:
     return placement_device_name(one, BY_ID[one.profile].name)
 
 
+def slices_of(one: MigPlacement) -> set[int]:
+    return set(range(one.start, one.start + BY_ID[one.profile].size))
+
+
+def fits(where: MigPlacement, others: Iterable[MigPlacement]) -> bool:
+    placed = [(BY_ID[one.profile], one.start) for one in others if one.parent == where.parent]
+    return has_room(PROFILES, placed, BY_ID[where.profile], where.start)
+
+
 class Real(Struct):
     """An instance that exists. `maker` is "agent" or another's name; `users` are what keeps it from being destroyed."""
 
@@ -74,10 +69,6 @@ class Real(Struct):
     maker: str
     uuid: str = ""
     users: set[str] = field(default_factory=set)
-
-    @property
-    def slices(self) -> set[int]:
-        return set(range(self.place.start, self.place.start + BY_ID[self.place.profile].size))
 
 
 class Hardware:
@@ -139,18 +130,14 @@ class Hardware:
         """The steps of a creation, each with what is done once it was taken. Raises Conflict."""
         if where.parent in self.without_mig:
             raise NotFound("the GPU is not in MIG mode")
-        instances, wanted = self.gpus[where.parent], Real(gi=0, place=where, maker=maker)
-        one = self.at(where)
+        instances, one = self.gpus[where.parent], self.at(where)
         if one is not None and (one.uuid or is_new):
             raise Conflict("INSUFFICIENT_RESOURCES")
         if one is None:
-            compute = [BY_ID[each.place.profile].attributes.ci_slices for each in (*instances, wanted)]
-            media = [each for each in (*instances, wanted) if "+me" in BY_ID[each.place.profile].name]
-            if any(each.slices & wanted.slices for each in instances) or sum(compute) > 7 or len(media) > 1:
+            if not fits(where, [each.place for each in instances]):
                 raise Conflict("INSUFFICIENT_RESOURCES")
-            one = wanted
-            one.gi = next(number for number in range(1, 99) if all(number != each.gi for each in instances))
-            instances.append(one)
+            gi = next(number for number in range(1, 99) if all(number != each.gi for each in instances))
+            instances.append(one := Real(gi=gi, place=where, maker=maker))
             self.created += 1
             yield "a GPU instance is there"
         self.lives += 1
@@ -194,7 +181,7 @@ class Hardware:
 
 def _gpu(index: int, uuid: GpuUuid, *, mig_mode: bool = False, mig: MigPlace | None = None) -> Gpu:
     return Gpu(
-        index=index, minor=index, uuid=uuid, bus_id=f"00000000:{index:02X}:00.0", name="A100", memory_mib=40960,
+        index=index, minor=index, uuid=uuid, bus_id=f"00000000:{index:02X}:00.0", name=PRODUCT, memory_mib=MIB,
         mig_mode=mig_mode, mig=mig,
     )  # fmt: skip
 

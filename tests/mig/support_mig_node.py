@@ -26,21 +26,12 @@ from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 from gpushare_agent.agent.gpus.watch import GpuWatch
 from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.agent.mig.records import InstanceRecords
-from gpushare_agent.agent.node import GpuSplit, Node
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.settings.settings import Settings
 from tests.dra.support_claims import FakeClaimApi, edit_policy, raw_claim, ref_of, result, using
 from tests.support_core import pod
 from tests.support_node import FreeIsolations, node_of
-
-
-class ClaimedNode(Node, frozen=True, kw_only=True):
-    """Claims can have everything."""
-
-    @property
-    def gpu_split(self) -> GpuSplit:
-        return GpuSplit(claimable=frozenset(self.gpus().by_uuid()))
 
 
 class Isolations(FreeIsolations):
@@ -59,7 +50,7 @@ class Owner:
             mig_minors=directory / "mig-minors",
         )
         settings = {"node_name": "node", "mig": {"on_demand": ["all"]}, "state_directory": directory}
-        self.node = node_of(settings=Settings.model_validate(settings), inventory=self.inventory, kind=ClaimedNode)
+        self.node = node_of(settings=Settings.model_validate(settings), inventory=self.inventory, has_claims=True)
         records = InstanceRecords(directory / "mig.json", boot_id=directory / "boot_id")
         self.mig = MigInstances(self.node, self.driver, GpuWatch(self.node, self.driver).poll, records)
         self.mig.own_node.is_known = True

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.core.model.errors import Conflict
 from gpushare_agent.core.model.mig import MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
-from tests.mig.support_mig import BY_ID, POINTS, PROFILES, SLOW, Killed, Owner, gpu_uuid, named
+from tests.mig.support_mig import POINTS, PROFILES, SLOW, Killed, Owner, fits, gpu_uuid, named, slices_of
 
 PLACES = [MigPlacement(gpu_uuid(gpu), one.id, start) for gpu in range(2) for one in PROFILES for start in one.starts]
 
@@ -82,10 +82,7 @@ class World:
         spans = [(where, self.prepared[uid]) for uid, where in self.claims.items() if uid in self.prepared]
         for where, uuid in spans:
             for other, another in spans:
-                slices = set(range(where.start, where.start + BY_ID[where.profile].size))
-                others = set(range(other.start, other.start + BY_ID[other.profile].size))
-                is_same_life = uuid == another
-                if where.parent == other.parent and slices & others and not is_same_life:
+                if where.parent == other.parent and slices_of(where) & slices_of(other) and uuid != another:
                     # Only where a stranger or a reboot took the instance of one of them.
                     lives = {one.uuid for one in hardware.all()}
                     assert not {uuid, another} <= lives
@@ -194,8 +191,8 @@ async def test_two_hundred_claims_under_twenty_kills(seed: int) -> None:
             if number % 10 == 5:
                 owner.raise_at(random.choice(POINTS))
             profile = random.choice(PROFILES)
-            taken = [*world.claims.values()]
-            free = [one for one in PLACES if one.profile == profile.id and not _overlaps_any(one, taken)]
+            taken = world.claims.values()
+            free = [one for one in PLACES if one.profile == profile.id and fits(one, taken)]
             if free:
                 await world.claim(free[0])
             for uid in sorted(world.claims):
@@ -213,15 +210,3 @@ async def test_two_hundred_claims_under_twenty_kills(seed: int) -> None:
         await world.quiet(120)
     assert ([*owner.hardware.all()], owner.records.content) == ([], [])
     await owner.stop()
-
-
-def _overlaps_any(where: MigPlacement, taken: list[MigPlacement]) -> bool:
-    def slices(one: MigPlacement) -> set[int]:
-        return set(range(one.start, one.start + BY_ID[one.profile].size))
-
-    def media(one: MigPlacement) -> bool:
-        return "+me" in BY_ID[one.profile].name
-
-    return any(
-        one.parent == where.parent and (slices(one) & slices(where) or (media(one) and media(where))) for one in taken
-    )

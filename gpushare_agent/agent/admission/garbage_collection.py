@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -93,7 +93,6 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     _still_running: ReportOnce = field(default_factory=ReportOnce)
     _missing: frozenset[ContainerKey] = frozenset()
     _reconciler: Reconciler = field(default_factory=Reconciler)
-    _is_getting: bool = False
     _changed_pods: set[PodUid] = field(default_factory=set)
     _recovered: dict[tuple[str, str], ListedPod] = field(default_factory=dict)
     _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
@@ -110,10 +109,10 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self._releases.request()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """Notes the pod for a comparison that is under way, and wakes those who wait for a release. For
+        """Notes the pod for the next comparison or one that is under way, and wakes those who wait for a release. For
         AllocationCache.subscribe."""
-        if self._is_getting or self._recovered:
-            self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
+        if (one := new or old) is not None:
+            self._changed_pods.add(one.key.pod_uid)
         if new is None:
             self._has_released.set()
 
@@ -149,6 +148,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
         self.node.cache.replace_all(rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO))
         self._recovered = {(pod.namespace, pod.name): pod for pod in listed}
+        self._changed_pods.clear()
         return len(self.node.cache)
 
     async def run(self) -> NoReturn:
@@ -224,22 +224,14 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """False if the kubelet has no Get. Pods with allocations that change meanwhile are left for the next time."""
         if not self.node.pods.is_synced:
             return False
-        recovered = self._recovered
         # The records of a container that has started, and whose allocation is still what was read from them, are the same.
         known = {
-            pod.uid: listed
-            for pod in (self.node.pods.pods() if recovered else ())
+            pod.uid: record
+            for pod in (self.node.pods.pods() if self._recovered else ())
             if pod.has_started and pod.uid not in self._changed_pods and self.node.cache.of_pod(pod.uid)
-            if (listed := recovered.get((pod.namespace, pod.name))) is not None
+            if (record := self._recovered.get((pod.namespace, pod.name))) is not None
         }
         self._changed_pods.clear()
-        self._is_getting = True
-        try:
-            return await self._get_and_compare(checkpoint, known)
-        finally:
-            self._is_getting = False
-
-    async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry], known: Mapping[PodUid, ListedPod]) -> bool:
         listed = list(known.values())
         asked = self._pods_to_ask()
         for number, pod in enumerate([pod for pod in asked if pod.uid not in known], start=1):
@@ -323,6 +315,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 self.node.cache.put(correction.allocation)
             else:
                 self.node.cache.release(correction.key)
+        self._changed_pods.clear()
         # All of it, even if it is empty: only two polls in a row count.
         self._missing = result.missing
         self._deleted |= result.deleted

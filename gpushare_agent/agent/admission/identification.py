@@ -41,6 +41,7 @@ MAX_FETCHES_IN_ALL = 64
 """Pods that are fetched for one call; any more come by the watch of the API server."""
 RETRY_S = 0.1
 """The pause between two fetches from an API server that does not answer, while there is time left."""
+POLL_PAUSE_S = 0.03
 LEAST_S = 0.5
 """The time for the first fetch of a pod if the kubelet took all the time to list it."""
 
@@ -69,7 +70,7 @@ class _Lookup(Struct, kw_only=True):
 
 class Identification(Struct, kw_only=True, eq=False):
     """`lookup_s` bounds all questions to the API server about a pod and its RuntimeClass. In doubt the kubelet is polled
-    again for `poll_again_s`, with pauses of `poll_pause_s`."""
+    again for `poll_again_s`."""
 
     node: Node
     fetcher: NodePods
@@ -79,7 +80,6 @@ class Identification(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     lookup_s: float = 2.0
     poll_again_s: float = 0.4
-    poll_pause_s: float = 0.03
     _settled: dict[tuple[str, str], ListedDevices] = field(default_factory=dict)
     """By name, until the pod or an allocation of it changes; listed with other bytes it is another value."""
 
@@ -261,7 +261,7 @@ class Identification(Struct, kw_only=True, eq=False):
 
     async def _pause(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.poll_pause_s):
+            async with asyncio.timeout(POLL_PAUSE_S):
                 await self.node.pods.wait_change(self.node.pods.version)
 
 

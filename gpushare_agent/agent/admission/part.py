@@ -219,9 +219,9 @@ class AdmissionPart:
         or node makes pauses in a burst that are no end of it."""
         while True:
             await self.calls.wait_idle()
-            async with self.gate.quiet():
-                if not any(self._awaits_admission(pod) for pod in self.node.pods.pods()):
-                    return
+            await self.gate.wait_quiet()
+            if not any(self._awaits_admission(pod) for pod in self.node.pods.pods()):
+                return
             await asyncio.sleep(QUIET_POLL_S)
 
     def _awaits_admission(self, pod: Pod) -> bool:
@@ -250,8 +250,7 @@ class AdmissionPart:
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)
-                async with self.gate.quiet():
-                    pass
+                await self.gate.wait_quiet()
         except TimeoutError:
             log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
         self.calls.close()

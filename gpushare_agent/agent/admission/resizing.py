@@ -16,9 +16,9 @@ decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 The file, resize.json in state_directory, has the shares whose size was changed while they run, over a restart of the agent:
 
     {"version": 1, "shares": [{"pod_uid": "…", "container": "main", "gpu": "GPU-…", "resource": "vmemory",
-                               "allocated": "30,8", "target": "50,24", "booked": "50,24", "instance": "…"}]}
+                               "allocated": {"cores": 30, "memory": 8}, "target": …, "charged": …, "instance": "…"}]}
 
-Sizes are cores and memory units; the fields are those of `ResizedShare`. It is written before a share grows, so that no
+The fields are those of `ResizedShare`. It is written before a share grows, so that no
 restart gives the same capacity away twice. A file that is not this format is set aside as `<name>.corrupt`, and every share
 then has what the kubelet allocated, in the ledger and by its isolation.
 """
@@ -28,10 +28,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, field, to_builtins
+from msgspec import Meta, Struct, field
 
 from gpushare_agent.agent.admission.decisions.resize import (
     DesiredSize,
@@ -56,7 +56,6 @@ from gpushare_agent.agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.agent.isolation import Isolation
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.core.kube.events import PodEvents
@@ -71,6 +70,7 @@ from gpushare_agent.core.model.allocations import (
 )
 from gpushare_agent.core.model.errors import AgentError, Corrupt
 from gpushare_agent.core.model.names import (
+    CORES_PER_GPU,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     GpuUuid,
@@ -89,8 +89,8 @@ MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
 _Name = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z:._-]{1,128}\Z")]
-_Size = Annotated[str, Meta(pattern=r"\A[0-9]{1,2},[0-9]{1,7}\Z")]
-"""Cores of a share, which are less than a GPU has, and units of memory."""
+_MOST_UNITS = 9_999_999
+"""Of memory, as the annotation can ask for."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -98,9 +98,9 @@ class _Row(Struct, frozen=True, kw_only=True):
     container: _Name
     gpu: _Name
     resource: str
-    allocated: _Size
-    target: _Size
-    booked: _Size
+    allocated: ShareSize
+    target: ShareSize
+    charged: ShareSize
     instance: str
 
 
@@ -114,61 +114,54 @@ _LOST = "every share gets what the kubelet allocated; those whose pods ask for a
 
 class ResizeFile:
     def __init__(self, path: Path) -> None:
-        self._file = StateFile(
-            path, "the resized shares", on_corrupt=lambda **said: log.error("resize_state_corrupt", **said), lost=_LOST
-        )
+        self._file = StateFile(path, "the resized shares", _Document, event="resize_state_corrupt", lost=_LOST)
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
-        return await self._file.load(_parsed, tuple)
+        return await self._file.load(_shares, tuple)
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         rows = [_row_of(share) for share in sorted(shares, key=lambda share: share.key)]
-        await self._file.save(lambda: to_builtins(_Document(shares=rows)))
+        await self._file.save(lambda: _Document(shares=rows))
 
 
 def _row_of(share: ResizedShare) -> _Row:
-    allocated, target, booked = (
-        f"{size.cores},{size.memory}" for size in (share.allocated, share.target, share.charged)
-    )
     return _Row(
         pod_uid=share.key.pod_uid,
         container=share.key.container,
         gpu=share.gpu,
         resource=share.kind.value,
-        allocated=allocated,
-        target=target,
-        booked=booked,
+        allocated=share.allocated,
+        target=share.target,
+        charged=share.charged,
         instance=share.instance,
     )
 
 
-def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
+def _shares(document: _Document) -> tuple[ResizedShare, ...]:
     """Raises Corrupt."""
-    rows = converted(raw, _Document).shares
-    found = {share.key: share for share in map(_share, rows)}
-    if len(found) < len(rows):
+    found = {share.key: share for share in map(_share, document.shares)}
+    if len(found) < len(document.shares):
         raise Corrupt("a container is in it twice")
     return tuple(found.values())
 
 
 def _share(row: _Row) -> ResizedShare:
-    allocated, target, charged = (
-        ShareSize(cores=int(cores), memory=int(memory))
-        for cores, _, memory in (text.partition(",") for text in (row.allocated, row.target, row.booked))
-    )
+    for size in (row.allocated, row.target, row.charged):
+        if not (0 <= size.cores < CORES_PER_GPU and 0 <= size.memory <= _MOST_UNITS):
+            raise Corrupt("a share in it is none of one GPU")
     if row.resource not in _KINDS or (row.instance and not is_container_id(row.instance)):
         raise Corrupt("a share in it has no memory, or a container ID that is none")
-    if charged.at_least(target) != charged or not target.memory:
+    if row.charged.at_least(row.target) != row.charged or not row.target.memory:
         raise Corrupt("a share in it has more than is charged, or nothing")
     return ResizedShare(
         key=ContainerKey(PodUid(row.pod_uid), row.container),
         gpu=GpuUuid(row.gpu),
         kind=_KINDS[row.resource],
-        allocated=allocated,
-        target=target,
-        charged=charged,
+        allocated=row.allocated,
+        target=row.target,
+        charged=row.charged,
         instance=row.instance,
     )
 
@@ -240,7 +233,6 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     file: ResizeFile | None
     enforcement: Isolations
     reports: ResizeReports
-    wall_clock: Callable[[], float] = time.time
     request_usage: Callable[[], None] = lambda: None
     """Called while a decision waits for a sample: samples may be rare."""
     _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
@@ -428,8 +420,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 self._enforced.pop(key, None)
                 continue
             if not is_enforced:
-                now = self.wall_clock()
-                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
+                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=time.time())
             # The await may have let an Allocate or a pod's end change it: then the next round decides.
             if self.node.cache.resized.get(key) is share:
                 is_less |= self._charge_less(share, isolation, instance)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
@@ -123,7 +122,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
     backoff: Backoff = Backoff(base_s=0.5, cap_s=30.0)
     compare_s: float = COMPARE_S
     wall_clock_ns: Callable[[], int] = time.time_ns
-    _queue: OrderedDict[PodUid, None] = field(default_factory=OrderedDict)
+    _queue: dict[PodUid, None] = field(default_factory=dict)
     _resize_statuses: dict[PodUid, str | None] = field(default_factory=dict)
     _given: dict[PodUid, _Given] = field(default_factory=dict)
     _compared_version: int = -1
@@ -142,7 +141,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         """The pod or its allocations changed."""
         if self.pods.get(uid) is not None:
             # A pod that waits already keeps its place.
-            self._queue.setdefault(uid)
+            self._queue.setdefault(uid, None)
             self._has_queued.set()
 
     def compare_all(self) -> None:
@@ -179,7 +178,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             else:
                 failures += 1
                 # At the end of the queue: a pod that cannot be patched now must not hold up the others.
-                self._queue.setdefault(uid)
+                self._queue.setdefault(uid, None)
                 await asyncio.sleep(self.backoff.delay_s(failures))
 
     def _is_comparison_due(self) -> bool:

@@ -16,7 +16,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +275,7 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
     return [finding, agrees if disagreement is None else warning("cgroup driver", disagreement, remedy)]
 
 
-async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
+def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
     """The limits of a share under each isolation in use but those that `failed`: which are enforced, by whom, which not."""
     # What a broken isolation would enforce is no news to whoever reads its error.
     names = sorted(settings.isolations_in_use - frozenset(failed))
@@ -402,9 +401,8 @@ async def check_node(settings: Settings) -> list[Finding]:
         ]
     # Without the node's own probes, which belong to no isolation.
     failed = {part for part, task in tasks if any(one.level is Level.ERROR for one in task.result())} - {""}
-    kept = await _bounded(CheckProbe("isolation", partial(check_kept, failed=failed)), settings)
     found = dict.fromkeys(finding for _, task in tasks for finding in task.result())  # two isolations may ask the same
-    return [*(chosen if node.isolation_reason else ()), *found, *kept]
+    return [*(chosen if node.isolation_reason else ()), *found, *check_kept(settings, failed)]
 
 
 async def _bounded(probe: CheckProbe, settings: Settings) -> list[Finding]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
-from gpushare_agent.agent.kubelet.pod_resources import OLDEST, kubelet_version, parsed_version
+from gpushare_agent.agent.kubelet.pod_resources import OLDEST, parsed_version
 from gpushare_agent.agent.mig.own_node import managed_by_another
 from gpushare_agent.core.claims.claim import DRIVER
 from gpushare_agent.core.kit.json_schema import NULL
-from gpushare_agent.core.kube.objects import read_node_json
+from gpushare_agent.core.kube.objects import NodeJson, read_node_json
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
 from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, RESIZE_STATUS_ANNOTATION
@@ -79,14 +79,15 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     except NotFound:
         detail = f"there is no node {settings.node_name}"
         return [error("api server", detail, "set --node-name (or NODE_NAME from spec.nodeName) to this node's name")]
-    managed = managed_by_another(read_node_json(raw_node).meta.labels) if settings.mig.on_demand else ""
+    node = read_node_json(raw_node)
+    managed = managed_by_another(node.meta.labels) if settings.mig.on_demand else ""
     why, _, remedy = managed.partition(": ")
-    findings = [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node)]
+    findings = [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(node)]
     return [*findings, *([error("mig", why, remedy)] if why else ()), await _check_other_pods(api, settings, raw_node)]
 
 
-def _kubelet_version(raw_node: Raw) -> Finding:
-    text = kubelet_version(raw_node)
+def _kubelet_version(node: NodeJson) -> Finding:
+    text = node.status.info.kubelet_version
     if (found := parsed_version(text)) is None:
         return warning(
             "kubelet version", f"the node has none ({text!r})", "make sure that the kubelet is 1.30 or newer"

@@ -249,16 +249,8 @@ class DraRegistration:
                 self.plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
             except OSError as e:
                 raise Unavailable(f"{self.plugin_path} cannot be made: {e.strerror or e}") from e
-            await _serve(self._driver_socket)
+            await self._driver_socket.serve()
         # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_serving and not self._is_leaving:
             self.registration.registered.clear()
-            await _serve(self._registration_socket)
-
-
-async def _serve(served: ServedSocket) -> None:
-    """Raises Unavailable."""
-    try:
-        await served.serve()
-    except OSError as e:
-        raise Unavailable(f"{served.path} cannot be served: {e.strerror or e}; it is tried again") from e
+            await self._registration_socket.serve()

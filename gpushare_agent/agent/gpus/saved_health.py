@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.agent.runtime.machine import BOOT_ID, this_boot
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.core.model.errors import Unavailable
@@ -30,7 +29,6 @@ from gpushare_agent.core.model.names import GpuUuid
 
 log = structlog.get_logger(__name__)
 
-VERSION: Final = 1
 MAX_GPUS = 1024
 MAX_TEXT_CHARS = 1024
 
@@ -58,25 +56,17 @@ class HealthStateFile:
 
     def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
         self._boot_id = boot_id
-        self._file = StateFile(
-            path,
-            "the GPUs' saved health",
-            on_corrupt=lambda **said: log.error("health_state_corrupt", **said),
-            lost=_LOST,
-        )
+        self._file = StateFile(path, "the GPUs' saved health", _Document, event="health_state_corrupt", lost=_LOST)
 
     async def load(self) -> SavedHealth:
         """What was saved; nothing where there is no file, nor a good copy of one that was set aside. Raises Unavailable."""
-        return await self._file.load(self._parsed, lambda: NOTHING_SAVED)
+        return await self._file.load(self._read, lambda: NOTHING_SAVED)
 
     async def save(self, saved: SavedHealth) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         await self._file.save(lambda: self._document(saved))
 
-    def _parsed(self, raw: Any) -> SavedHealth:
-        """Raises Corrupt."""
-        what = f"it is no object of version {VERSION} with a list of at most {MAX_GPUS} GPUs"
-        document = converted(raw, _Document, what)
+    def _read(self, document: _Document) -> SavedHealth:
         saved = SavedHealth(
             cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
             waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
@@ -88,15 +78,14 @@ class HealthStateFile:
         log.info("health_waits_dropped", gpus=sorted(saved.waits), why="the node was rebooted since")
         return SavedHealth(cordons=saved.cordons, waits={})
 
-    def _document(self, saved: SavedHealth) -> dict[str, Any]:
-        # Cut to what `_parsed` takes: a text that is too long must not cost all of the file at the next start.
+    def _document(self, saved: SavedHealth) -> _Document:
+        # Cut to what the schema takes: a text that is too long must not cost all of the file at the next start.
         gpus = [
             _Gpu(uuid=uuid, cordoned=_cut(saved.cordons.get(uuid)), waits_for_reset=_cut(saved.waits.get(uuid)))
             # Sorted: an unchanged state is the same text.
             for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
         ]
-        document: dict[str, Any] = to_builtins(_Document(version=VERSION, boot_id=this_boot(self._boot_id), gpus=gpus))
-        return document
+        return _Document(version=1, boot_id=this_boot(self._boot_id), gpus=gpus)
 
 
 def _cut(text: str | None) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -59,7 +59,6 @@ class GpuWatch(Struct, eq=False):
 
     node: Node
     driver: GpuDriver
-    clock: Callable[[], float] = time.monotonic
     event_period_s: float = EVENT_PERIOD_S
     _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _polls: Reconciler = field(default_factory=Reconciler)
@@ -151,7 +150,7 @@ class GpuWatch(Struct, eq=False):
         if probe_at is None:
             return self.node.settings.health.check_period_s
         # A probe that is due already: at once, but not in a loop without a pause.
-        return min(self.node.settings.health.check_period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
+        return min(self.node.settings.health.check_period_s, max(probe_at - time.monotonic(), MIN_PAUSE_S))
 
     def _note(self, events: list[GpuEvent]) -> None:
         noted = self.node.inventory.note_events(events)

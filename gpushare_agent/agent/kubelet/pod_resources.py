@@ -26,12 +26,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
 from grpclib import Status
-from msgspec import Raw, Struct, field
-from msgspec.json import Decoder
+from msgspec import Struct, field
 
 from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.core.kit.json_schema import decoded_or
 from gpushare_agent.core.kit.protobuf import (
     MalformedMessageError,
     PodEntry,
@@ -42,6 +40,7 @@ from gpushare_agent.core.kit.protobuf import (
     varint,
 )
 from gpushare_agent.core.kit.supervision import bounded, wait_for
+from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.core.wire.v1 import GetPodResourcesRequest
@@ -55,30 +54,9 @@ T = TypeVar("T")
 
 OLDEST = (1, 30)
 """Before it, a List during GetPreferredAllocation can panic the kubelet."""
-RETRY_S = 2.0
-ADMISSION_RETRY_S = 0.1
-"""Between two reads of the Node while an admission waits for the version."""
+RETRY_S = 0.5
+"""Between two reads of the Node while the version is not known: an admission waits for two seconds."""
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
-
-
-class _NodeInfo(Struct, frozen=True, rename="camel"):
-    kubelet_version: str = ""
-
-
-class _NodeStatus(Struct, frozen=True, rename="camel"):
-    node_info: _NodeInfo = _NodeInfo()
-
-
-class _Node(Struct, frozen=True):
-    status: _NodeStatus = _NodeStatus()
-
-
-_NODE = Decoder(_Node)
-
-
-def kubelet_version(raw_node: Raw) -> str:
-    """The kubelet's version as the Node has it, empty where it has none."""
-    return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
 
 
 def parsed_version(text: str) -> tuple[int, int] | None:
@@ -93,13 +71,10 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     kubelet_socket: Path
     has_pod_resources: bool = True
     retry_s: float = RETRY_S
-    wall_clock: Callable[[], float] = time.time
     version: str | None = None
     """As in the Node object, None while unknown."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
     _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_waiter: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: int = 0
     _unavailable_reason: str = "it has not been read yet"
 
     def take_over(self, previous: KubeletFacts) -> None:
@@ -112,7 +87,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         """Seconds since the kubelet created its socket, None where there is none."""
         try:
             # A file's times are of the wall clock, which may have been set back since: never negative.
-            return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
+            return max(0.0, time.time() - self.kubelet_socket.stat().st_ctime)
         except OSError:
             return None
 
@@ -122,16 +97,11 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
     async def wait_known(self, *, timeout_s: float) -> None:
         """From then on a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
-        self._waiting += 1
-        self._has_waiter.set()
-        try:
-            if not await wait_for(self._is_known, timeout_s):
-                raise Unavailable(
-                    f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
-                    f"{self._unavailable_reason}"
-                )
-        finally:
-            self._waiting -= 1
+        if not await wait_for(self._is_known, timeout_s):
+            raise Unavailable(
+                f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
+                f"{self._unavailable_reason}"
+            )
 
     async def run(self, api: KubeApi) -> NoReturn:
         """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
@@ -139,23 +109,16 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         while True:
             try:
                 async with bounded(10, "no answer within 10 s"):
-                    node = await api.get_node(self.node_name)
+                    node = read_node_json(await api.get_node(self.node_name))
             except AgentError as e:
+                if self._unavailable_reason != str(e):
+                    log.warning("kubelet_version_unknown", node=self.node_name, error=str(e))
                 self._unavailable_reason = str(e)
-                log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
-                await self._pause()
+                await asyncio.sleep(self.retry_s)
                 continue
-            self._read_version(kubelet_version(node))
+            self._read_version(node.status.info.kubelet_version)
             await self._is_outdated.wait()
             self._is_outdated.clear()
-
-    async def _pause(self) -> None:
-        """Waits until the next read of the Node; shorter where an admission waits for it."""
-        # Always at least this long: an admission that waits must not make the agent ask the API server in a tight loop.
-        await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
-        if not self._waiting:
-            self._has_waiter.clear()
-            await wait_for(self._has_waiter, self.retry_s)
 
     def _read_version(self, text: str) -> None:
         # One that cannot be read passes: refusing every pod for a spelling would be worse. The log shows it.
@@ -407,8 +370,7 @@ class PodResourcesGate(Struct, eq=False):
         of awaits: what is read is then still true. Raises Unavailable (also where admissions do not pause within
         `wait_s`), Corrupt."""
         async with bounded(wait_s, f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s"):
-            while not self._is_quiet():
-                await self._wait(self.quiet_s)
+            await self.wait_quiet()
         # No await since `_is_quiet`: an admission that begins from now on waits at `preferring`.
         self._is_outside = True
         try:
@@ -417,12 +379,10 @@ class PodResourcesGate(Struct, eq=False):
             self._is_outside = False
             self._notify()
 
-    @asynccontextmanager
-    async def quiet(self) -> AsyncIterator[None]:
-        """The time between admissions, without a List."""
+    async def wait_quiet(self) -> None:
+        """Waits for a moment between admissions."""
         while not self._is_quiet():
             await self._wait(self.quiet_s)
-        yield
 
     def _is_quiet(self) -> bool:
         return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s

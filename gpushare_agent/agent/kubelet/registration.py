@@ -60,14 +60,11 @@ class PluginEndpoint(ServedSocket):
         return self.plugin.resource
 
     async def serve(self) -> None:
-        """Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path."""
         try:
             await super().serve()
-        except OSError as e:
-            raise Unavailable(
-                f"serving {self.resource} at {self.path} failed: {e}; it is tried again. Check that the kubelet's "
-                f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
-            ) from e
+        except Unavailable as e:
+            cure = "Check that the kubelet's directory (kubelet.device_plugin_path) exists and can be written to"
+            raise Unavailable(f"{self.resource}: {e}; it is tried again. {cure}") from e
         log.info("device_plugin_serving", resource=self.resource, socket=str(self.path))
 
     async def stop(self) -> None:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Literal
 
 import structlog
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from gpushare_agent.agent.mig.decisions.plan import MadeInstance
 from gpushare_agent.agent.runtime.machine import BOOT_ID, this_boot
-from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 
 log = structlog.get_logger(__name__)
 
-VERSION: Final = 1
 _LOST = "instances made on demand count as made by hand, but for those of prepared claims; remove them by hand"
 
 
@@ -38,31 +36,22 @@ class InstanceRecords:
 
     def __init__(self, path: Path, *, boot_id: Path = BOOT_ID) -> None:
         self._boot_id = boot_id
-        self._file = StateFile(
-            path,
-            "MIG instances' records",
-            on_corrupt=lambda **said: log.error("mig_records_corrupt", **said),
-            lost=_LOST,
-        )
+        self._file = StateFile(path, "MIG instances' records", _Document, event="mig_records_corrupt", lost=_LOST)
 
     async def load(self) -> list[MadeInstance]:
         """Those of this boot; none without a file. Raises Unavailable."""
-        return await self._file.load(self._parsed, list)
+        return await self._file.load(self._read, list)
 
     async def save(self, made: Collection[MadeInstance]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
         await self._file.save(lambda: self._document(made))
 
-    def _parsed(self, raw: Any) -> list[MadeInstance]:
-        """Raises Corrupt."""
-        document = converted(raw, _Document)
+    def _read(self, document: _Document) -> list[MadeInstance]:
         boot_id = this_boot(self._boot_id)
         if boot_id and document.boot_id and document.boot_id != boot_id:
             log.info("mig_records_dropped", instances=len(document.instances), why="the node was rebooted since")
             return []
         return document.instances
 
-    def _document(self, made: Collection[MadeInstance]) -> dict[str, Any]:
-        document = _Document(version=VERSION, boot_id=this_boot(self._boot_id), instances=list(made))
-        encoded: dict[str, Any] = to_builtins(document)
-        return encoded
+    def _document(self, made: Collection[MadeInstance]) -> _Document:
+        return _Document(version=1, boot_id=this_boot(self._boot_id), instances=list(made))

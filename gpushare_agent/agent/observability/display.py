@@ -37,6 +37,7 @@ from gpushare_agent.core.kit.protobuf import bytes_field, varint
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Branch, Gpu, LinkKind
 from gpushare_agent.core.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.core.model.pods import ContainerKind, Pod
@@ -94,7 +95,7 @@ class DisplayServer(Struct, eq=False):
         else:
             try:
                 await served.serve()
-            except OSError as e:
+            except Unavailable as e:
                 problem = f"failed: {e}. Make its directory"
         if not problem:
             self._reported.is_over()

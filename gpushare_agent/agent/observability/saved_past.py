@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, field, to_builtins
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.agent.observability.usage_history import (
@@ -41,7 +41,7 @@ from gpushare_agent.agent.observability.usage_history import (
     SavedDay,
     UsageHistory,
 )
-from gpushare_agent.core.kit.json_schema import UNREADABLE, converted
+from gpushare_agent.core.kit.json_schema import UNREADABLE
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -165,7 +165,7 @@ class SavedPast(Struct, kw_only=True, eq=False):
     day: DayHistory = field(default_factory=lambda: DayHistory(DAY_S, DAY_POINTS, clock=time.time))
     changes: GpuChanges = field(default_factory=GpuChanges)
     _failure: ReportOnce = field(default_factory=ReportOnce)
-    _file: StateFile | None = None
+    _file: StateFile[_Document] | None = None
     _is_loaded: bool = False
 
     def __post_init__(self) -> None:
@@ -173,7 +173,8 @@ class SavedPast(Struct, kw_only=True, eq=False):
             self._file = StateFile(
                 self.directory / FILE,
                 "the use of the last day",
-                on_corrupt=lambda **said: log.warning("history_corrupt", **said),
+                _Document,
+                event="history_corrupt",
                 lost="the curves of the last day begin again",
                 most_bytes=MAX_BYTES,
                 has_copy=False,
@@ -204,7 +205,7 @@ class SavedPast(Struct, kw_only=True, eq=False):
         if self._file is None or self._is_loaded:
             return
         try:
-            found = await self._file.load(_parsed, lambda: None)
+            found = await self._file.load(_read, lambda: None)
         except Unavailable as e:
             log.warning("history_not_read", error=str(e), then="the curves of the last day begin again")
             return
@@ -228,7 +229,7 @@ class SavedPast(Struct, kw_only=True, eq=False):
             self._is_loaded = True  # what is in it is known
 
 
-def _document(day: SavedDay, changes: list[GpuChange]) -> dict[str, Any]:
+def _document(day: SavedDay, changes: list[GpuChange]) -> _Document:
     def owner(key: ContainerKey) -> dict[str, Any]:
         known = day.owners.get(key)
         return {} if known is None else {"namespace": known.namespace, "pod": known.pod, "gpus": known.gpus[:MAX_GPUS]}
@@ -241,7 +242,7 @@ def _document(day: SavedDay, changes: list[GpuChange]) -> dict[str, Any]:
         )
         return {"last": last, "points": base64.b64encode(zlib.compress(packed)).decode()}
 
-    document = _Document(
+    return _Document(
         version=1,
         slot=day.slot,
         gpus=[_Curve(uid=uuid, **curve(saved)) for uuid, saved in day.gpus.items()],
@@ -251,17 +252,14 @@ def _document(day: SavedDay, changes: list[GpuChange]) -> dict[str, Any]:
         ],
         changes=changes,
     )
-    encoded: dict[str, Any] = to_builtins(document)
-    return encoded
 
 
 def _whole(value: float, gap: int) -> int:
     return gap if value != value else max(0, min(gap - 1, round(value)))  # noqa: PLR0124 - NaN
 
 
-def _parsed(raw: Any) -> tuple[SavedDay, list[GpuChange]]:
+def _read(document: _Document) -> tuple[SavedDay, list[GpuChange]]:
     """Raises Corrupt."""
-    document = converted(raw, _Document)
     gpus, containers = (
         document.gpus,
         {ContainerKey(PodUid(one.uid), one.container): one for one in document.containers},

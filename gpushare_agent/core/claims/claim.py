@@ -41,12 +41,6 @@ CONFIG_API_VERSION = "gpushare-agent/v1alpha1"
 CONFIG_KIND = "ShareConfig"
 POD_CLAIM_ANNOTATION = "resource.kubernetes.io/pod-claim-name"
 EXTENDED_RESOURCE_ANNOTATION = "resource.kubernetes.io/extended-resource-claim"
-MAX_RESULTS = 32
-"""resource.k8s.io's own limit of devices in one claim."""
-MAX_CONFIGS = 64
-"""resource.k8s.io's own limits: 32 of the claim, 32 of its class."""
-MAX_USERS = 256
-"""resource.k8s.io's own limit of status.reservedFor."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _REQUEST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -111,9 +105,6 @@ def read_claim(raw: Raw, *, pool: str, policy: ClaimPolicy = ClaimPolicy()) -> A
     status = claim.status or ClaimStatus()
     devices = (status.allocation or Allocation()).devices
     results, entries, consumers = devices.results or (), devices.config or (), status.reserved_for or ()
-    _check_count(results, "status.allocation.devices.results", MAX_RESULTS)
-    _check_count(entries, "status.allocation.devices.config", MAX_CONFIGS)
-    _check_count(consumers, "status.reservedFor", MAX_USERS)
     # A claim may be of several drivers: the others prepare their own devices.
     mine = [one for one in results if one.driver == DRIVER]
     # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
@@ -169,11 +160,6 @@ def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:
     if not _NAME.fullmatch(namespace) or not _NAME.fullmatch(name) or not is_claim_uid(uid):
         raise Corrupt(f"namespace {shown(namespace)}, name {shown(name)} and UID {shown(uid)} name no claim")
     return ClaimRef(namespace, name, uid)
-
-
-def _check_count(found: Sequence[object], what: str, most: int) -> None:
-    if len(found) > most:
-        raise Corrupt(f"{what} has {len(found)} entries, and resource.k8s.io allows at most {most}")
 
 
 def _result(one: DeviceResult, configs: Sequence[_Config], policy: ClaimPolicy) -> DevicePart:

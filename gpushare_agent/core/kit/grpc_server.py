@@ -43,6 +43,7 @@ from gpushare_agent.core.kit.grpc_codec import Decoder, StrictCodec
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.rate import TokenBucket
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.core.model.errors import Unavailable
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable, IServerMethodFunc
@@ -200,10 +201,14 @@ class ServedSocket:
         return self._server.connections if self._server is not None else 0
 
     async def serve(self) -> None:
-        """Serves at the path, again if need be; a socket that is there is replaced. Raises OSError as `bind_unix_socket`."""
+        """Serves at the path, again if need be; a socket that is there is replaced. Raises Unavailable: the directory is
+        missing or not writable, or a file that is no socket is at the path."""
         # The former server would go on at a file that nobody finds.
         await self.stop()
-        sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
+        try:
+            sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
+        except OSError as e:
+            raise Unavailable(f"{self.path} cannot be served: {e.strerror or e}") from e
         # Before anything else can go wrong: only the file with this identity is ever removed.
         self._identity = file_identity(self.path)
         try:

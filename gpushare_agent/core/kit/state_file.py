@@ -1,7 +1,7 @@
 """One small JSON file that outlives the agent: read whole and bounded, replaced whole and synced, set aside (as
 `<name>.corrupt`) where it is not what it should be or somebody else may have written it: the copy that was last read or
-written, `<name>.last`, takes its place. The document's field `digest` shows damage. Every step is in a daemon thread and
-bounded in time. Owns the files, no state in memory.
+written, `<name>.last`, takes its place, and the log says so. The document's field `digest` shows damage. Every step is in a
+daemon thread and bounded in time. Owns the files, no state in memory.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+import structlog
+from msgspec import Struct, to_builtins
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.directories import sync_directory
-from gpushare_agent.core.kit.json_schema import loaded
+from gpushare_agent.core.kit.json_schema import converted, loaded
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
 
+log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
+D = TypeVar("D", bound=Struct)
 
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
@@ -32,47 +38,48 @@ IS_COPY = "the last good copy is used"
 _REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
 
-class StateFile:
-    """`what` names its content in errors. `on_corrupt` is called, in a thread, with `why`, the name that it has now,
-    `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy. What is written often and missed by
-    nobody `has_copy` false."""
+class StateFile(Generic[D]):
+    """`what` names its content in errors, `schema` is its document's. Where it is set aside the log has the `event`, with
+    `why`, the name that it has now, `kept_as`, and what follows, `then`: IS_COPY, or `lost` if there is no good copy. What
+    is written often and missed by nobody `has_copy` false."""
 
     def __init__(
         self,
         path: Path,
         what: str,
+        schema: type[D],
         *,
-        on_corrupt: Callable[..., None],
+        event: str,
         lost: str,
         most_bytes: int = MAX_BYTES,
         has_copy: bool = True,
     ) -> None:
-        self._path = path
+        self._path, self._schema = path, schema
         self._most_bytes = most_bytes
         self._has_copy = has_copy
         self._copy = path.with_name(path.name + ".last")
         self._lost = lost
         self._what = what
-        self._on_corrupt = on_corrupt
+        self._event = event
         # Linux shows 15 characters of a thread's name.
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
-    async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
-        """The document, read by `parse`, or its last good copy; `empty` where there is none. `parse` runs in a thread and
-        raises Corrupt. Raises Unavailable."""
+    async def load(self, read: Callable[[D], T], empty: Callable[[], T]) -> T:
+        """What `read` makes of the document, or of its last good copy; `empty` where there is none. `read` runs in a thread
+        and raises Corrupt. Raises Unavailable."""
         what = f"reading {self._what} from {self._path}"
-        return await self._thread.call(partial(self._load, parse, empty), what, READ_TIMEOUT_S)
+        return await self._thread.call(partial(self._load, read, empty), what, READ_TIMEOUT_S)
 
-    async def save(self, document: Callable[[], dict[str, Any]]) -> None:
+    async def save(self, document: Callable[[], D]) -> None:
         """Replaces the file, whole and on the disk when this returns; `document` is called in a thread. Raises
         Unavailable."""
         what = f"saving {self._what} to {self._path}"
         await self._thread.call(lambda: self._save(document()), what, WRITE_TIMEOUT_S)
 
-    def _load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
+    def _load(self, read: Callable[[D], T], empty: Callable[[], T]) -> T:
         try:
             # In the thread, with the reading: a file of a mebibyte must not hold the loop.
-            if (found := _read(self._path, parse, self._most_bytes)) is None:
+            if (found := self._read(self._path, read)) is None:
                 return empty()
             self._keep_copy(found[0])
             return found[1]
@@ -80,7 +87,7 @@ class StateFile:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
         # Set aside, not deleted and not overwritten: a person may find out what it was.
         except Corrupt as e:
-            return self._from_copy(parse, empty, str(e))
+            return self._from_copy(read, empty, str(e))
 
     def _keep_copy(self, content: bytes) -> None:
         known = None
@@ -90,11 +97,11 @@ class StateFile:
             with suppress(OSError):  # a full disk: what was read counts all the same
                 self._replace(self._copy, content)
 
-    def _from_copy(self, parse: Callable[[Any], T], empty: Callable[[], T], why: str) -> T:
+    def _from_copy(self, read: Callable[[D], T], empty: Callable[[], T], why: str) -> T:
         aside = self._path.with_name(self._path.name + ".corrupt")
         copy = None
         with suppress(OSError, Corrupt):
-            copy = _read(self._copy, parse, self._most_bytes)
+            copy = self._read(self._copy, read)
         try:
             if copy is None:
                 self._path.replace(aside)
@@ -104,12 +111,23 @@ class StateFile:
             if copy is None:
                 raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
             aside = self._path  # a full disk: the copy counts all the same, and is read again at the next start
-        self._on_corrupt(why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
+        report = log.error if self._has_copy else log.warning
+        report(self._event, why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
         return copy[1] if copy is not None else empty()
 
-    def _save(self, document: dict[str, Any]) -> None:
-        document = document | {_DIGEST: _digest(document)}
-        content = json.dumps(document, indent=2).encode() + b"\n"
+    def _read(self, path: Path, read: Callable[[D], T]) -> tuple[bytes, T] | None:
+        """The content, and what it says. Raises OSError, Corrupt."""
+        if (content := _content(path, self._most_bytes)) is None:
+            return None
+        raw = loaded(content)
+        # A person who has put the content right takes it out.
+        if isinstance(raw, dict) and (known := raw.pop(_DIGEST, None)) is not None and known != _digest(raw):
+            raise Corrupt(f"its content is not what the agent wrote; if it is right, remove the field {_DIGEST}")
+        return content, read(converted(raw, self._schema))
+
+    def _save(self, document: D) -> None:
+        raw: dict[str, Any] = to_builtins(document)
+        content = json.dumps({**raw, _DIGEST: _digest(raw)}, indent=2).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._replace(self._path, content)
@@ -133,17 +151,6 @@ class StateFile:
             with suppress(OSError):
                 new.unlink()
             raise
-
-
-def _read(path: Path, parse: Callable[[Any], T], most_bytes: int) -> tuple[bytes, T] | None:
-    """The content, and what it says. Raises OSError, Corrupt."""
-    if (content := _content(path, most_bytes)) is None:
-        return None
-    raw = loaded(content)
-    # None in files of earlier agents, and where a person took it out.
-    if isinstance(raw, dict) and (known := raw.pop(_DIGEST, None)) is not None and known != _digest(raw):
-        raise Corrupt(f"its content is not what the agent wrote; if it is right, remove the field {_DIGEST}")
-    return content, parse(raw)
 
 
 def _digest(document: dict[str, Any]) -> str:

@@ -7,14 +7,19 @@ returns them. Format: resource.k8s.io/v1. No state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-from msgspec import Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field
 
 from gpushare_agent.core.kit.json_schema import NULL
 from gpushare_agent.core.kube.objects import KubeObject, Quantity
 from gpushare_agent.core.model.taints import Taint
 
 API_VERSION = "resource.k8s.io/v1"
+MAX_RESULTS = 32
+"""Devices of one claim, as MAX_USERS the limit of resource.k8s.io itself."""
+MAX_USERS = 256
+"""Of status.reservedFor."""
 
 
 # --- a claim, as it is read ---
@@ -53,8 +58,9 @@ class DeviceConfig(Struct):
 
 
 class AllocatedDevices(Struct):
-    results: Sequence[DeviceResult] | None = None
-    config: Sequence[DeviceConfig] | None = None
+    results: Annotated[Sequence[DeviceResult], Meta(max_length=MAX_RESULTS)] | None = None
+    config: Annotated[Sequence[DeviceConfig], Meta(max_length=64)] | None = None
+    """32 of the claim, 32 of its class."""
 
 
 class Allocation(Struct):
@@ -72,7 +78,7 @@ class Consumer(Struct, rename="camel"):
 
 class ClaimStatus(Struct, rename="camel"):
     allocation: Allocation | None = None
-    reserved_for: Sequence[Consumer] | None = None
+    reserved_for: Annotated[Sequence[Consumer], Meta(max_length=MAX_USERS)] | None = None
 
 
 class ClaimJson(KubeObject):

@@ -105,11 +105,17 @@ class Condition(Struct):
     message: str | None = None
 
 
+class NodeInfo(Struct, rename="camel"):
+    kubelet_version: str = ""
+
+
 class NodeStatus(Struct):
     capacity: dict[str, Quantity] | None = None
     allocatable: dict[str, Quantity] | None = None
     raw_conditions: Raw = field(name="conditions", default=NULL)
+    raw_info: Raw = field(name="nodeInfo", default=NULL)
     conditions = Entries(Condition, of="raw_conditions")
+    info = Lenient(NodeInfo, of="raw_info")
 
 
 class NodeSpec(Struct):

@@ -23,8 +23,9 @@ import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.core.claims.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
+from gpushare_agent.core.claims.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER
 from gpushare_agent.core.claims.devices import quantity
+from gpushare_agent.core.kube.claims import MAX_RESULTS
 from gpushare_agent.core.kube.pods import PREDICATE_PREFIX, PodJson, PodSpec, ResourcesJson, parse_pod
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.names import (

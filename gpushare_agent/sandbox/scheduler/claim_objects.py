@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import convert
 
-from gpushare_agent.core.claims.claim import MAX_RESULTS
-from gpushare_agent.core.kube.claims import DeviceResult
+from gpushare_agent.core.kube.claims import MAX_RESULTS, DeviceResult
 from gpushare_agent.core.kube.objects import binary_quantity
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.model.taints import Taint, Toleration

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpushare_agent.core.claims.claim import EXTENDED_RESOURCE_ANNOTATION, MAX_USERS, POD_CLAIM_ANNOTATION
+from gpushare_agent.core.claims.claim import EXTENDED_RESOURCE_ANNOTATION, POD_CLAIM_ANNOTATION
+from gpushare_agent.core.kube.claims import MAX_USERS
 from gpushare_agent.core.model.errors import Rejected
 from gpushare_agent.core.placement.first_fit import allocate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer

@@ -19,7 +19,7 @@ import structlog
 
 from gpushare_agent.agent.gpus.nvml.busy_time import NvmlBusyTime
 from gpushare_agent.agent.gpus.nvml.events import NvmlEvents
-from gpushare_agent.agent.gpus.nvml.memory_limits import NvmlMemoryLimits
+from gpushare_agent.agent.gpus.nvml.memory_limits import check_limits, keep_limits
 from gpushare_agent.agent.gpus.nvml.mig import MINORS_FILE
 from gpushare_agent.agent.gpus.nvml.mig_instances import MigLayouts, create_instance, destroy_instance
 from gpushare_agent.agent.gpus.nvml.reader import NvmlReader
@@ -79,7 +79,6 @@ class NvmlDriver:
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
         self._events = NvmlEvents(self._session)
-        self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
         self._thread = DaemonThread("nvml", advice=_READ_HANGS)
         self._event_thread = DaemonThread("nvml-events", advice=_EVENTS_HANG)
@@ -116,12 +115,12 @@ class NvmlDriver:
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
         """Whether the driver limits the memory of cgroups. Raises Rejected with the remedy."""
-        check = partial(self._limits.check, cgroup, may_set=may_set)
+        check = partial(check_limits, self._session, cgroup, may_set=may_set)
         await self._thread.call(check, "asking NVML for memory limits", self._timeout_s)
 
     async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
         """Reads the limits of cgroups, and sets those that differ where `may_set`; one outcome for each of `desired`."""
-        keep = partial(self._limits.keep, desired, may_set=may_set)
+        keep = partial(keep_limits, self._session, desired, may_set=may_set)
         return await self._thread.call(keep, "keeping memory limits through NVML", self._timeout_s)
 
     async def create_instance(self, place: MigPlacement, *, is_new: bool = False) -> MigGpuInstance:

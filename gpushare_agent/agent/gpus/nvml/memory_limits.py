@@ -35,48 +35,45 @@ _PROBLEMS = {
 }
 
 
-class NvmlMemoryLimits:
-    def __init__(self, session: NvmlSession, *, proc: Path = Path("/proc")) -> None:
-        self._session = session
-        self._proc = proc
-
-    def check(self, cgroup: Path, *, may_set: bool) -> None:
-        """Whether limits can be had here; `cgroup` is any. Raises Rejected with the remedy, Unavailable."""
-        with self._session.used("asking NVML for memory limits"):
-            # Any GPU: the function is the driver's, and all have it or none.
-            handle = next(iter(self._session.handles().values()), None)
-            if handle is None:
-                raise Unavailable("the driver shows no GPU")
-            try:
-                _read(handle, cgroup)
-            except CallError as error:
-                if error.name != "FUNCTION_NOT_FOUND":
-                    raise Unavailable(f"NVML does not report memory limits: {error}") from error
-                version = ask("nvmlSystemGetDriverVersion") or "of an unknown version"
-                raise Rejected(
-                    f"the driver {version} has no memory limits of cgroups: they come with NVIDIA's driver 615 (CUDA 13.4). "
-                    "Update the driver, or choose another isolation"
-                ) from error
-        # Looked at here, because the driver would say so only at the first share.
-        if may_set and not self._is_administrator():
-            raise Rejected(
-                "driver_limits.set_by_agent is true, and the agent lacks the capability SYS_ADMIN, which the driver wants: "
-                "take manifests/components/driver-limits, or set it to false and let NVIDIA's container toolkit set limits"
-            )
-
-    def keep(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """One outcome for each of `desired`. A limit that differs is set where that is allowed. Raises Unavailable."""
-        with self._session.used("setting memory limits through NVML"):
-            handles = self._session.handles()
-            return [_keep(handles.get(limit.gpu), limit, may_set=may_set) for limit in desired]
-
-    def _is_administrator(self) -> bool:
+def check_limits(session: NvmlSession, cgroup: Path, *, may_set: bool) -> None:
+    """Whether limits can be had here; `cgroup` is any. Raises Rejected with the remedy, Unavailable."""
+    with session.used("asking NVML for memory limits"):
+        # Any GPU: the function is the driver's, and all have it or none.
+        handle = next(iter(session.handles().values()), None)
+        if handle is None:
+            raise Unavailable("the driver shows no GPU")
         try:
-            text = (self._proc / "self/status").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return False
-        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, flags=re.MULTILINE)
-        return found is not None and bool(int(found[1], 16) >> _CAP_SYS_ADMIN & 1)
+            _read(handle, cgroup)
+        except CallError as error:
+            if error.name != "FUNCTION_NOT_FOUND":
+                raise Unavailable(f"NVML does not report memory limits: {error}") from error
+            version = ask("nvmlSystemGetDriverVersion") or "of an unknown version"
+            raise Rejected(
+                f"the driver {version} has no memory limits of cgroups: they come with NVIDIA's driver 615 (CUDA 13.4). "
+                "Update the driver, or choose another isolation"
+            ) from error
+    # Looked at here, because the driver would say so only at the first share.
+    if may_set and not _is_administrator():
+        raise Rejected(
+            "driver_limits.set_by_agent is true, and the agent lacks the capability SYS_ADMIN, which the driver wants: "
+            "take manifests/components/driver-limits, or set it to false and let NVIDIA's container toolkit set limits"
+        )
+
+
+def keep_limits(session: NvmlSession, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+    """One outcome for each of `desired`. A limit that differs is set where that is allowed. Raises Unavailable."""
+    with session.used("setting memory limits through NVML"):
+        handles = session.handles()
+        return [_keep(handles.get(limit.gpu), limit, may_set=may_set) for limit in desired]
+
+
+def _is_administrator() -> bool:
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, flags=re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def _keep(handle: Any | None, limit: MemoryLimit, *, may_set: bool) -> LimitOutcome:

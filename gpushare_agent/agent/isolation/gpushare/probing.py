@@ -19,17 +19,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import structlog
-from msgspec import Meta, Struct, field, to_builtins
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProbe, idle_gpu, remove_left
 from gpushare_agent.agent.isolation.kept import ProbeResult, ProbeState
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.kit.json_schema import converted
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -175,7 +174,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             return self._skip(gpu)
         before = saved or Remembered(driver=driver, library=library)
         # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
-        await file.save(lambda: to_builtins(replace(before, unfinished=unfinished + 1)))
+        await file.save(lambda: replace(before, unfinished=unfinished + 1))
         self._gpu = gpu
         try:
             state, text = await self.probe.prove(gpu)
@@ -187,10 +186,10 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         )  # fmt: skip
         # It came to its end, so it is no attempt that ended the agent.
         if state is ProbeState.SKIPPED:
-            await file.save(lambda: to_builtins(replace(before, unfinished=0)))
+            await file.save(lambda: replace(before, unfinished=0))
             return self._skip(text)
         self._known, self._proven = found, key
-        await file.save(lambda: to_builtins(found))
+        await file.save(lambda: found)
         if state is ProbeState.PASSED:
             log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
         else:
@@ -237,19 +236,15 @@ async def recall(thread: DaemonThread, library: Library, driver: str) -> tuple[s
     digest = await thread.call(
         lambda: hashlib.sha256(library.content()).hexdigest(), "reading libgpushare's library", FILES_TIMEOUT_S
     )
-    saved = await state_file(library.directory).load(_parsed, lambda: None)
+    saved = await state_file(library.directory).load(lambda found: found, lambda: None)
     return digest, saved if saved is not None and (saved.driver, saved.library) == (driver, digest) else None
 
 
-def state_file(directory: Path) -> StateFile:
+def state_file(directory: Path) -> StateFile[Remembered]:
     return StateFile(
         directory / STATE_NAME,
         "the probe's result",
-        on_corrupt=lambda **said: log.warning("isolation_probe_forgotten", **said),
+        Remembered,
+        event="isolation_probe_forgotten",
         lost="the library is probed again",
     )
-
-
-def _parsed(raw: Any) -> Remembered | None:
-    """Raises Corrupt."""
-    return converted(raw, Remembered, "it is no result of a probe")
