@@ -94,7 +94,7 @@ CHANGING = {
     # The specs of CDI and the records of claims are in no container; the driver's volume containers have read-only.
     "agent/delivery/cdi_files.py": {"replace_file", "unlink"},
     "agent/delivery/volume_directory.py": {
-        *("O_CREAT", "O_RDWR", "link", "open", "rename", "rmtree", "symlink_to", "unlink"),
+        *("O_CREAT", "O_RDWR", "open", "rename", "rmtree", "symlink_to", "unlink"),
     },
     "agent/dra/claim_files.py": {"replace_file", "unlink"},
     # gpushare.config, next to `usage`: nothing there is renamed, shortened or removed by itself.

@@ -38,8 +38,8 @@ async def run_json(host: FakeHost, *more: str, code: int = 0) -> dict[str, Any]:
     return document
 
 
-async def test_both_volumes_are_made_and_the_report_says_what_was_linked(host: FakeHost) -> None:
-    """The report names every file with its source and how it got there, and the driver's version can be read back."""
+async def test_both_volumes_are_made_and_the_report_says_of_what(host: FakeHost) -> None:
+    """The report names every file with its source, and the driver's version can be read back."""
     host.ldconfig()
     document = await run_json(host)
     assert document["errors"] == 0
@@ -49,7 +49,6 @@ async def test_both_volumes_are_made_and_the_report_says_what_was_linked(host: F
     assert origin["links"]["lib64/libcuda.so.1"] == "libcuda.so.535.104.05"
     assert shared["files"]["lib64/libcuda-control.so"] == str(host.control)
     for report in (shared, origin):
-        assert sorted(report["hard_linked"] + report["copied"]) == sorted(report["files"])
         assert report["warnings"] == []
         assert Path(report["directory"]).resolve() == Path(report["version"])
         for target in (*report["files"], *report["links"]):

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
-from tests.gpushare.support_gpushare import ROOT, Ended, GpushareBuilt, Machine, build_for_gpushare, finish
+from tests.gpushare.support_gpushare import ROOT, GpushareBuilt, Machine, build_for_gpushare
 from tests.native.build import NATIVE, CannotBuildError, cuda_include
+from tests.native.gpu_program import Ended, finish
 
 H200: Mapping[str, object] = {
     "slice_us": 2000,
@@ -381,10 +382,9 @@ def run(
 ) -> list[Found]:
     """Of each container. Those in `bare` run without libgpushare; where it `lies`, the last one's `usage` is written over
     as liar.py says."""
-    built, clock = machine.built, machine.directory / "clock"
-    clock.write_bytes(b"")
+    built = machine.built
     processes = sum(len(each.programs) + bool(each.resized) for each in cell.tenants)
-    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes + cell.observed + bool(lies))}
+    virtual = machine.virtual_time(processes + cell.observed + bool(lies))
     shares = []
     for i, each in enumerate(cell.tenants):
         limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
@@ -394,21 +394,16 @@ def run(
     with ExitStack() as stack:
         if cell.observed:
             agent = checkout / "tests" / "native" / "observing_agent.py"
-            command = [sys.executable, str(agent), *(str(one.directory) for one in shares)]
-            env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
-            env |= {"OBSERVING_FOR_S": str(cell.observed_s)}
-            stack.callback(stack.enter_context(subprocess.Popen(command, env=env, cwd=machine.directory)).kill)
+            env = virtual | {"PYTHONPATH": str(checkout), "OBSERVING_FOR_S": str(cell.observed_s)}
+            machine.start_tool(stack, agent, *(one.directory for one in shares), env=env)
         if lies:
-            usage = str(shares[-1].directory / USAGE_NAME)
-            command = [sys.executable, str(NATIVE / "liar.py"), usage, lies, *LIES[lies == "hides"]]
-            env = machine.env([built.virtual_time]) | virtual
-            stack.callback(stack.enter_context(subprocess.Popen(command, env=env)).kill)
+            usage = shares[-1].directory / USAGE_NAME
+            machine.start_tool(stack, NATIVE / "liar.py", usage, lies, *LIES[lies == "hides"], env=virtual)
         for share, each in zip(shares, cell.tenants, strict=True):
             if each.resized:
-                config, (at_s, cores) = str(share.directory / CONFIG_NAME), each.resized
-                command = [sys.executable, str(NATIVE / "set_cores.py"), config, str(at_s), str(round(100 * cores))]
-                env = machine.env([built.virtual_time]) | virtual | {"PYTHONPATH": str(checkout)}
-                stack.callback(stack.enter_context(subprocess.Popen(command, env=env)).kill)
+                config, (at_s, cores) = share.directory / CONFIG_NAME, each.resized
+                env = virtual | {"PYTHONPATH": str(checkout)}
+                machine.start_tool(stack, NATIVE / "set_cores.py", config, at_s, round(100 * cores), env=env)
         started: list[list[subprocess.Popen[str]]] = []
         for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
             started.append([])

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpushare.support_gpushare import GpushareBuilt, Machine, build_for_gpushare, built_in
+from tests.gpushare.support_gpushare import (
+    SHARE_MIB,
+    Container,
+    GpushareBuilt,
+    Machine,
+    build_for_gpushare,
+    built_in,
+)
 from tests.native.build import CannotBuildError
 
 MachineWith = Callable[..., Machine]
@@ -41,3 +48,9 @@ def machine_with(gpushare: GpushareBuilt, tmp_path: Path) -> MachineWith:
         return Machine(gpushare, directory, settings)
 
     return machine_with
+
+
+@pytest.fixture
+def share(machine_with: MachineWith) -> Container:
+    """Of memory alone."""
+    return machine_with().container(memory_mib=SHARE_MIB)

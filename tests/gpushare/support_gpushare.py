@@ -8,33 +8,43 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
     GpuLimits,
+    Observed,
     encode_config,
     encode_usage,
+    write_observed,
 )
+from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import MIB, PodUid
 from native.build_gpushare import SOURCES, build_gpushare
 from tests.gpushare.usage_reader import GpuUsage, ProcessUsage, read_usage
 from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
+from tests.native.gpu_program import Ended, Step, build_gpu_program, finish, linked_to
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
-POD = "11111111-2222-3333-4444-555555555555"
+POD = PodUid("11111111-2222-3333-4444-555555555555")
+KEY = ContainerKey(POD, "main")
 BLOCK_MIB, CONTEXT_MIB = 256, 300
+SHARE_MIB = 2560
+"""A context and 8 blocks."""
+TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 IS_EMULATED = "QEMU_LD_PREFIX" in os.environ
 """Programs are of another processor than this Python: session arm64 of noxfile.py."""
 needs_own_programs = pytest.mark.skipif(IS_EMULATED, reason="this machine's own programs preload the library")
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +67,10 @@ def built_in(directory: Path) -> GpushareBuilt:
 def build_for_gpushare(directory: Path) -> GpushareBuilt:
     """The library looks for its files in the working directory. Raises CannotBuildError."""
     built = built_in(directory)
-    driver, programs, source = build_fake_driver(built.driver), built.programs, NATIVE / "gpu_program.c"
+    driver, programs = build_fake_driver(built.driver), built.programs
     programs.mkdir()
-    build_program(programs / "gpu_program", source, ["-ldl"])
-    linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
-    build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
+    build_gpu_program(programs, driver)
+    linked = linked_to(driver)
     for name in ("hard_program", "other_gpu"):
         build_program(programs / name, NATIVE / f"{name}.c", linked)
     build_program(programs / "every_hook", NATIVE / "every_hook.c", [f"-I{SOURCES}", "-ldl"])
@@ -72,18 +81,40 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     return built
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    steps: list[dict[str, Any]]
-    code: int
-    error: str
+class Running:
+    """A program that has come to its first `wait`; `said` is what it said until then."""
 
-    def step(self, action: str) -> dict[str, Any]:
-        """The last one of that name; empty where the program did not come so far."""
-        return next((step for step in reversed(self.steps) if step["action"] == action), {})
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.said = self.listen()
 
-    def rates(self) -> list[float]:
-        return [step["rate"] for step in self.steps if step["action"] == "launch"]
+    def tell(self) -> None:
+        """Past its `wait`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def listen(self) -> list[Step]:
+        """What it says until it waits again."""
+        found: list[Step] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            found.append(json.loads(line))
+            if found[-1]["action"] == "wait":
+                return found
+        raise AssertionError(self.process.communicate())
+
+    def go_on(self) -> list[Step]:
+        self.tell()
+        return self.listen()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def finish(self) -> Ended:
+        """Past every `wait`, to its end: what it said since the last one."""
+        return finish(self.process)
 
 
 def uuid_of(gpu: str) -> str:
@@ -120,6 +151,22 @@ class Machine:
         env |= {"QEMU_LD_PREFIX": os.environ["QEMU_LD_PREFIX"]} if IS_EMULATED else {}
         return env | ({"LD_PRELOAD": ":".join(map(str, preload))} if preload else {})
 
+    def virtual_time(self, processes: int) -> dict[str, str]:
+        """The variables by which so many have one clock: their computing alone moves it."""
+        clock = self.directory / "clock"
+        clock.write_bytes(b"")
+        return {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(processes)}
+
+    def start_tool(
+        self, stack: ExitStack, *command: object, env: Mapping[str, str], stdout: int | None = None
+    ) -> subprocess.Popen[str]:
+        """A program of tests/native in Python that has such a clock; it ends with the stack."""
+        words = [sys.executable, *map(str, command)]
+        env = self.env([self.built.virtual_time]) | env
+        process = subprocess.Popen(words, env=env, cwd=self.directory, stdout=stdout, text=True)
+        stack.callback(stack.enter_context(process).kill)
+        return process
+
     def run_virtual(
         self,
         *programs: tuple[Container, Sequence[str]],
@@ -133,19 +180,13 @@ class Machine:
         `knows_nobody`: it cannot tell whose a process is."""
         if observed and IS_EMULATED:
             pytest.skip("the agent's part is a program of this machine, which takes no part in the others' clock")
-        clock = self.directory / "clock"
-        clock.write_bytes(b"")
-        directories = {str(container.directory): None for container, _ in programs}
-        virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(programs) + observed)}
+        directories = {container.directory: None for container, _ in programs}
+        virtual = self.virtual_time(len(programs) + observed)
         virtual |= {"OBSERVING_PERIOD_S": str(period_s), "OBSERVING_FOR_S": str(observed_s)}
         virtual |= {"OBSERVING_NOBODY": "1"} if knows_nobody else {}
         with ExitStack() as stack:
             if observed:
-                command = [sys.executable, str(NATIVE / "observing_agent.py"), *directories]
-                agent = stack.enter_context(
-                    subprocess.Popen(command, env=self.env([self.built.virtual_time]) | virtual, cwd=self.directory)
-                )
-                stack.callback(agent.kill)
+                self.start_tool(stack, NATIVE / "observing_agent.py", *directories, env=virtual)
             preload = [self.built.virtual_time, self.built.library]
             started = [container.start(*words, way=way, preload=preload, env=virtual) for container, words in programs]
             for one in started:
@@ -198,27 +239,38 @@ class Container:
     def run(self, *actions: str, **how: Any) -> Ended:
         return finish(self.start(*actions, **how))
 
+    @contextmanager
+    def running(self, *actions: str, **how: Any) -> Iterator[Running]:
+        """Ends with the block."""
+        process = self.start(*actions, stdin=subprocess.PIPE, **how)
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+            with process:
+                pass
+
     def usage(self) -> tuple[GpuUsage, list[ProcessUsage]]:
         return read_usage((self.directory / USAGE_NAME).read_bytes())
 
+    def observe(self, used_mib: float, later_ns: int = 0) -> None:
+        """As the agent writes what it sees now, or so much later."""
+        with (self.directory / CONFIG_NAME).open("r+b") as file:
+            content = bytearray(file.read())
+            write_observed(content, 0, Observed(at_ns=time.monotonic_ns() + later_ns, used_bytes=round(used_mib * MIB)))
+            file.seek(0)
+            file.write(content)
 
-@contextmanager
-def neighbour(machine: Machine) -> Iterator[None]:
+
+def neighbour(machine: Machine) -> AbstractContextManager[Running]:
     """Another container's program, which has a context on the GPU."""
-    with machine.container("neighbour").start("wait", stdin=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        while '"wait"' not in process.stdout.readline():
-            assert process.poll() is None, process.communicate()
-        yield
-        process.communicate(timeout=DEADLINE_S)
+    return machine.container("neighbour").running("wait")
 
 
-def finish(process: subprocess.Popen[str]) -> Ended:
-    try:
-        output, error = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, error = process.communicate()
-        raise AssertionError(f"the program did not end; {output}{error}") from None
-    steps = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return Ended(steps=steps, code=process.returncode, error=error)
+def prepared(machine: Machine, limits: Sequence[GpuLimits]) -> tuple[GpushareFiles, Container]:
+    """A container whose directory the agent's own code has made: the program runs in it."""
+    library = Library(machine.built.library, machine.directory / "own")
+    files = GpushareFiles(library, machine.directory / "vm", lambda _: limits)
+    library._write(b"installed")  # not the library, which is preloaded from where it was built
+    files.prepare(KEY)
+    return files, Container(machine, files.container_directory(KEY))

@@ -7,15 +7,12 @@ percents, over a second, a while ago.
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, GpuLimits, write_limits
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Container, Machine
+from tests.gpushare.support_gpushare import Machine
 
 pytestmark = pytest.mark.isolation
 
@@ -80,14 +77,6 @@ def test_the_error_budget(machine_with: MachineWith, sm_count: int, kind: str) -
     assert sum(later) / len(later) <= MOST_MEAN_ERROR and max(later) <= POINTS, shares
 
 
-@pytest.mark.parametrize("kind", ["short", "wave"])
-def test_the_first_two_seconds_of_a_program_are_limited(machine_with: MachineWith, kind: str) -> None:
-    """Before the agent has seen anything of it: by what events say, with the 50 ms that an idle share has saved."""
-    kernel = Kernel(kind, 132)
-    [found] = run_alone(machine_with(**kernel.settings), kernel, 30, 2)
-    assert 27 <= found <= 30 + 5 + 2
-
-
 @pytest.mark.parametrize("event_percent", [25, 50, 200, 400])
 @pytest.mark.parametrize("cap", [10, 30, 70])
 def test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees(
@@ -117,13 +106,6 @@ def test_every_kind_of_launch_is_limited(machine_with: MachineWith, kind: str) -
     kernel = Kernel("wave", 132)
     [found] = run_alone(machine_with(**kernel.settings), kernel, 30, 6, kind=kind)
     assert found == pytest.approx(30, abs=POINTS)
-
-
-def test_a_program_that_waits_for_each_long_kernel_is_limited(machine_with: MachineWith) -> None:
-    """Kernels of 50 ms: no launch is ever behind another one."""
-    machine = machine_with(sm_count=132, block_us=50000)
-    [ended] = machine.run_virtual((machine.container(cores=3000), ["launch:sync:10:1056"]))
-    assert 100 * ended.rates()[0] * 0.05 == pytest.approx(30, abs=POINTS)
 
 
 def test_a_mix_that_changes_is_limited(machine_with: MachineWith) -> None:
@@ -157,27 +139,6 @@ def test_two_shares_of_a_gpu_have_each_their_part(
     ended = machine.run_virtual(*[(share, [kernel.launch(1), kernel.launch(10)]) for share in shares])
     for cap, one in zip(caps, ended, strict=True):
         assert LEAST_OF_FULL * cap - POINTS <= kernel.percent(one.rates()[1]) <= cap + POINTS
-
-
-def test_an_idle_gpu_is_given_up_to_the_ceiling(machine_with: MachineWith) -> None:
-    """A second after the others' last kernel; and back again a second after their next one."""
-    kernel = Kernel("wave", 132)
-    machine = machine_with(**kernel.settings, **TURNS)
-    elastic, other = machine.container("elastic", cores=3000, ceiling=8000), machine.container("other", cores=2000)
-    phases = [kernel.launch(one) for one in (5, 5, 5, 5)]
-    ended = machine.run_virtual((elastic, phases), (other, ["sleep:9", kernel.launch(12)]))
-    first, alone, _, beside = [kernel.percent(rate) for rate in ended[0].rates()]
-    assert first > 50  # of which the first second is at 30
-    assert alone == pytest.approx(72, abs=9)
-    assert beside == pytest.approx(30, abs=POINTS)
-
-
-def test_without_an_agent_the_measured_costs_hold(machine_with: MachineWith) -> None:
-    """It is away for minutes at most, and says nothing meanwhile."""
-    kernel = Kernel("wave", 132)
-    machine = machine_with(**kernel.settings)
-    [ended] = machine.run_virtual((machine.container(cores=5000), [kernel.launch(5)]), observed=False)
-    assert kernel.percent(ended.rates()[0]) == pytest.approx(50, abs=POINTS)
 
 
 @pytest.mark.parametrize(("event_percent", "without"), [(50, 30), (100, 30), (200, 15)])
@@ -249,27 +210,6 @@ def test_an_agent_that_cannot_tell_whose_a_process_is_leaves_the_measured_costs(
     share = machine_with(**kernel.settings).container(cores=3000)
     [ended] = share.machine.run_virtual((share, [kernel.launch(5), kernel.launch(10)]), knows_nobody=True)
     assert [kernel.percent(rate) for rate in ended.rates()] == pytest.approx([30, 30], abs=POINTS)
-
-
-def set_cores(share: Container, cores: int) -> None:
-    path = share.directory / CONFIG_NAME
-    content = bytearray(path.read_bytes())
-    write_limits(content, 0, GpuLimits(uuid="", cores=cores))
-    with Path(path).open("r+b") as file:
-        file.write(content)
-
-
-def test_cores_are_followed_by_the_next_launch(machine_with: MachineWith) -> None:
-    """In real time: a launch that waits for minutes at the old share goes on at the new one."""
-    machine = machine_with(sm_count=132, block_us=100000)
-    share = machine.container(cores=10)  # a tenth of a percent: 100 s for each kernel
-    program = share.start("launch:sync:0.3:1056", "launch:kernel:0.1:1056")
-    while share.usage()[0].launched_ns < 150_000_000:
-        assert program.poll() is None, program.communicate()
-        time.sleep(0.01)
-    set_cores(share, 10000)
-    output, _ = program.communicate(timeout=30)
-    assert program.returncode == 0 and output.count('"launch"') == 2
 
 
 def test_a_large_kernel_after_small_ones_does_not_wait_for_a_guess(machine_with: MachineWith) -> None:

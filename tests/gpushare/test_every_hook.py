@@ -8,8 +8,9 @@ import pytest
 
 from native.gpushare.generate import HOOKS, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Container, Machine, finish, neighbour
+from tests.gpushare.support_gpushare import Container, Machine, neighbour
 from tests.native.build import CannotBuildError, cuda_include
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
@@ -31,12 +32,9 @@ def container(machine: Machine) -> Container:
 def has_effect(share: Container, *words: str) -> bool:
     """Whether a program that calls a function sees what its hook does; in virtual time, so always in the same way."""
     machine = share.machine
-    clock = machine.directory / "clock"
-    clock.write_bytes(b"")
     command = [str(machine.built.programs / "every_hook"), *words]
-    env = {"FAKE_GPU_LOG": "1", "VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": "1"}
-    if words == ("forks",):
-        env = {}  # the clock is for one process
+    # The clock is for one process.
+    env = {} if words == ("forks",) else {"FAKE_GPU_LOG": "1"} | machine.virtual_time(1)
     with neighbour(machine) if "RunningProcess" in words[-1] else nullcontext():
         preload = [machine.built.virtual_time, machine.built.library]
         ended = finish(share.start_command(command, preload=preload, env=env))

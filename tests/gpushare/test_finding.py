@@ -15,30 +15,15 @@ from pathlib import Path
 import pytest
 
 from native.build_gpushare import CannotBuildError, run
-from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import (
-    BLOCK_MIB,
-    DEADLINE_S,
-    MIB,
-    Container,
-    GpushareBuilt,
-    finish,
-    needs_own_programs,
-)
+from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, TAKE, Container, GpushareBuilt, needs_own_programs
 from tests.native.build import NATIVE, build_program, cuda_include
+from tests.native.gpu_program import DEADLINE_S, finish
 
 pytestmark = [pytest.mark.isolation, needs_own_programs]
 
-SHARE_MIB = 2560
-TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 HOOK, DRIVER = "cuMemAlloc_v2 in libgpushare.so", "cuMemAlloc_v2 in libcuda.so.1"
 NEWER_CUDA = {"FAKE_GPU_CUDA_VERSION": "14000"}
 Part = Callable[..., Path]
-
-
-@pytest.fixture
-def share(machine_with: MachineWith) -> Container:
-    return machine_with().container(memory_mib=SHARE_MIB)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +239,7 @@ def test_programs_with_a_compiler_s_sanitizer_are_limited(
     # TSan takes no randomized address space of newer kernels.
     command = ["setarch", os.uname().machine, "-R", str(built), "dlsym", "0", TAKE]
     ended = finish(share.start_command(command, env=env))
-    assert (ended.code, ended.step("alloc").get("blocks")) == (0, 8), ended
+    assert (ended.code, ended.blocks()) == (0, [8]), ended
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -266,4 +251,4 @@ def test_programs_with_another_malloc_are_limited(share: Container, name: str, i
         pytest.skip(f"{name} is not installed")
     both = [share.machine.built.library, found[0]]
     ended = share.run(TAKE, "launch:kernel:0.1", "free", preload=both[::-1] if is_first else both)
-    assert (ended.code, ended.error, ended.step("alloc")["blocks"]) == (0, "", 8)
+    assert (ended.code, ended.error, ended.blocks()) == (0, "", [8])

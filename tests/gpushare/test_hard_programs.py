@@ -26,13 +26,13 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_usage,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, IS_EMULATED, MIB, Container, finish
+from tests.gpushare.support_gpushare import IS_EMULATED, MIB, SHARE_MIB, TAKE, Container
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
-SHARE_MIB, CORES = 2560, 30
+CORES = 30
 OUT_OF_MEMORY = 2
-TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 is_root = os.geteuid() == 0
 
 
@@ -59,12 +59,6 @@ def end(process: subprocess.Popen[str]) -> tuple[int, int, str]:
     return ended.steps[-1]["blocks"], ended.steps[-1]["result"], ended.error
 
 
-def wait_for_step(program: subprocess.Popen[str], action: str) -> None:
-    """Until it has said so; a program that waits goes on when it is finished."""
-    assert program.stdout is not None
-    assert any(f'"{action}"' in line for line in program.stdout), program.communicate()
-
-
 def run(share: Container, *words: str) -> tuple[int, int, str]:
     with begun(share, *words) as process:
         return end(process)
@@ -78,7 +72,8 @@ def is_share_of_gpu(rate: int) -> bool:
 
 def blocks(share: Container) -> int:
     """What a new program gets."""
-    return int(share.run(TAKE).step("alloc")["blocks"])
+    [found] = share.run(TAKE).blocks()
+    return found
 
 
 @pytest.mark.smoke
@@ -235,15 +230,17 @@ def test_a_region_that_is_written_while_it_is_used_ends_no_program(share: Contai
     """All of its numbers, again and again, by a program of the container; a neighbour on the GPU has its share."""
     neighbour = share.machine.container("neighbour", memory_mib=SHARE_MIB, cores=2000)
     beside = neighbour.start(TAKE, "launch:kernel:2:1056")
-    program = share.start(*[TAKE, "info", "free"] * 100)
-    wait_for_step(program, "alloc")
     picked = random.Random(1)
-    with (share.directory / USAGE_NAME).open("r+b") as usage:
-        while program.poll() is None:
+    with (
+        share.running(TAKE, "wait", *["free", TAKE, "info"] * 100) as program,
+        (share.directory / USAGE_NAME).open("r+b") as usage,
+    ):
+        program.tell()
+        while program.process.poll() is None:
             usage.seek(16 + 8 * picked.randrange(USAGE_BYTES // 8 - 2))
             usage.write(struct.pack("Q", picked.getrandbits(64)))
             usage.flush()
-    assert finish(program).code == 0
+        assert program.finish().code == 0
     ended = finish(beside)
     assert (ended.code, ended.error, ended.step("alloc")["blocks"]) == (0, "", 8)
     assert ended.rates()[0] <= 270
@@ -272,26 +269,24 @@ def test_a_sequence_that_stays_odd_stops_nobody(share: Container) -> None:
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_config_that_is_removed_or_replaced_leaves_its_limits(share: Container, how: str) -> None:
     """To programs that run: they have it mapped."""
-    program = share.start("alloc:alloc:256:1", "wait", TAKE, stdin=subprocess.PIPE)
-    wait_for_step(program, "wait")
     config = share.directory / CONFIG_NAME
-    if how == "replaced":
-        (share.directory / "new").write_bytes(config.read_bytes()[:512] + bytes(4096 - 512))
-        (share.directory / "new").replace(config)
-    else:
-        config.unlink()
-    assert [step["blocks"] for step in finish(program).steps if step["action"] == "alloc"] == [7]
+    with share.running("alloc:alloc:256:1", "wait", TAKE) as program:
+        if how == "replaced":
+            (share.directory / "new").write_bytes(config.read_bytes()[:512] + bytes(4096 - 512))
+            (share.directory / "new").replace(config)
+        else:
+            config.unlink()
+        assert program.finish().blocks() == [7]
 
 
 @pytest.mark.parametrize("size", [1, 100, 520])
 def test_a_config_that_is_cut_on_the_host_is_no_end_of_its_limits(share: Container, size: int) -> None:
     """The kernel shows zeros behind the new end: memory is refused with the reason, and the program goes on."""
-    program = share.start("alloc:alloc:256:1", "wait", TAKE, "launch:kernel:0.1:1056", "info", stdin=subprocess.PIPE)
-    wait_for_step(program, "wait")
     content = (share.directory / CONFIG_NAME).read_bytes()
-    os.truncate(share.directory / CONFIG_NAME, size)
-    ended = finish(program)
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [0]
+    with share.running("alloc:alloc:256:1", "wait", TAKE, "launch:kernel:0.1:1056", "info") as program:
+        os.truncate(share.directory / CONFIG_NAME, size)
+        ended = program.finish()
+    assert ended.blocks() == [0]
     assert (ended.code, ended.step("launch")["result"], ended.error.count("\n")) == (0, 0, 1)
     assert "gpushare.config is empty: no memory" in ended.error
     (share.directory / CONFIG_NAME).write_bytes(content)

@@ -5,7 +5,6 @@ Cells of cells.py whose names begin with `instance` are about compute.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,19 @@ from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import (
     BLOCK_MIB,
     CONTEXT_MIB,
+    SHARE_MIB,
     Container,
     Machine,
-    finish,
     needs_own_programs,
     neighbour,
     uuid_of,
 )
 from tests.native.build import build_fake_driver
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
-INSTANCE_MIB, SHARE_MIB = 10240, 2560
+INSTANCE_MIB = 10240
 TAKE = f"alloc:alloc:{BLOCK_MIB}:80"
 BLOCKS = (SHARE_MIB - CONTEXT_MIB) // BLOCK_MIB
 
@@ -41,7 +41,7 @@ def machine(machine_with: MachineWith) -> Machine:
 def blocks(share: Container, *actions: str, **env: str) -> list[int]:
     ended = share.run(*actions, env=env)
     assert ended.code == 0, ended.error
-    return [step["blocks"] for step in ended.steps if step["action"] == "alloc"]
+    return ended.blocks()
 
 
 @pytest.mark.smoke
@@ -50,15 +50,12 @@ def test_a_share_has_its_memory_and_is_shown_that(machine: Machine, gpu: str) ->
     """Of an instance as of a whole GPU on the same machine, whatever its neighbours take."""
     shares = [machine.container(f"{name}-{gpu}", gpu, memory_mib=SHARE_MIB) for name in ("one", "other")]
     others = [machine.container(f"in-{other}", other, memory_mib=SHARE_MIB) for other in {"0:0", "0:1", "1"} - {gpu}]
-    command = [str(machine.built.programs / "gpu_program"), "dlsym", "0", TAKE, "wait"]
-    with neighbour(machine), shares[1].start_command(command, stdin=subprocess.PIPE) as first:
-        assert first.stdout is not None and any('"alloc"' in line for line in first.stdout)
+    with neighbour(machine), shares[1].running(TAKE, "wait"):
         ended = shares[0].run(TAKE, "info")
         assert ended.step("alloc")["blocks"] == BLOCKS, ended.error
         info = ended.step("info")
         assert (info["total_mib"], info["free_mib"]) == (SHARE_MIB, SHARE_MIB - CONTEXT_MIB - BLOCKS * BLOCK_MIB)
         assert [blocks(other, TAKE) for other in others] == [[BLOCKS], [BLOCKS]]
-        first.communicate()
 
 
 def test_an_instance_has_no_more_than_it_has(machine: Machine) -> None:

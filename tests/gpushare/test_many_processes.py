@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, finish
+from tests.gpushare.support_gpushare import MIB, SHARE_MIB, TAKE, Container, Running
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
@@ -23,8 +25,6 @@ OF_ALL_KINDS = [
     *("info", "nvml", "free", "alloc:graphmem:64:1", "info"),
 ]
 """Every kind of memory and of launch."""
-SHARE_MIB = 2560
-TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 
 
 def bytes_of_driver(share: Container, context_mib: int) -> int:
@@ -34,49 +34,18 @@ def bytes_of_driver(share: Container, context_mib: int) -> int:
     return used * MIB
 
 
-def say(programs: Sequence[subprocess.Popen[str]]) -> None:
-    """Past the next `wait` of each."""
-    for program in programs:
-        assert program.stdin is not None
-        program.stdin.write("\n")
-        program.stdin.flush()
-
-
-def steps_until_wait(programs: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What each says until it waits."""
-    found = []
-    for program in programs:
-        assert program.stdout is not None
-        for line in program.stdout:
-            found.append(json.loads(line))
-            if found[-1]["action"] == "wait":
-                break
-        else:
-            raise AssertionError(program.communicate())
-    return found
-
-
 def test_what_64_processes_have_after_10000_allocations_each_is_what_the_driver_has(machine_with: MachineWith) -> None:
     """In a share that is too small for all of them; then half are killed with what they have, and the others give theirs
     back: nothing is left but the contexts of those that live."""
     context_mib = 2
     machine = machine_with(context_mib=context_mib, memory_mib=100_000)
     share = machine.container(memory_mib=PROCESSES * (context_mib + 10))
-    holding = machine.container("other").start(
-        "sleep:600", preload=[]
-    )  # the GPU is in use, so a context can be measured
-    while bytes_of_driver(share, 2 * context_mib) < 0:
-        assert holding.poll() is None
     actions = ("wait", f"churn:{ALLOCATIONS}", "wait", "free", "wait", "info", "wait")
-    program = str(machine.built.programs / "gpu_program")
-    command = [program, "dlsym", "12080", *actions]
-    programs: list[subprocess.Popen[str]] = []
-    try:
-        for _ in range(PROCESSES):  # each has its context before the next one's is measured
-            programs.append(share.start_command(command, stdin=subprocess.PIPE))
-            steps_until_wait(programs[-1:])
-        say(programs)
-        steps = [step for step in steps_until_wait(programs) if step["action"] == "churn"]
+    with ExitStack() as stack:
+        stack.enter_context(machine.container("other").running("wait", preload=[]))  # so a context can be measured
+        # Each has its context before the next one's is measured.
+        programs = [stack.enter_context(share.running(*actions)) for _ in range(PROCESSES)]
+        steps = [step for step in all_go_on(programs) if step["action"] == "churn"]
         assert {(step["taken"] + step["refused"], step["result"]) for step in steps} == {(ALLOCATIONS, 0)}
         assert len(steps) == PROCESSES and sum(step["refused"] for step in steps) > 0
         held = sum(step["held"] for step in steps) + PROCESSES * context_mib * MIB
@@ -84,19 +53,18 @@ def test_what_64_processes_have_after_10000_allocations_each_is_what_the_driver_
         killed, left = programs[::2], programs[1::2]
         for one in killed:
             one.kill()
-            one.communicate()
         for _ in range(2):  # whoever looks takes back what the dead had
-            say(left)
-            steps_until_wait(left)
+            all_go_on(left)
         contexts = len(left) * context_mib * MIB
         assert (share.usage()[0].held_bytes, bytes_of_driver(share, 2 * context_mib)) == (contexts, contexts)
-        say(left)
-        assert {(ended.code, ended.error) for ended in map(finish, left)} == {(0, "")}
-    finally:
-        for one in (*programs, holding):
-            one.kill()
-            with one:
-                pass
+        assert {(ended.code, ended.error) for ended in (one.finish() for one in left)} == {(0, "")}
+
+
+def all_go_on(programs: Sequence[Running]) -> list[dict[str, Any]]:
+    """At once; what they say until they wait again."""
+    for one in programs:
+        one.tell()
+    return [step for one in programs for step in one.listen()]
 
 
 def test_a_process_that_is_killed_in_any_call_of_the_driver_gives_its_slot_back(machine_with: MachineWith) -> None:
@@ -108,7 +76,7 @@ def test_a_process_that_is_killed_in_any_call_of_the_driver_gives_its_slot_back(
     assert logged.code == 0 and len(calls) > 40, calls
     for call in calls:
         assert share.run(*OF_ALL_KINDS, env={"FAKE_GPU_DIES_IN": call}).code == -9, call
-        assert share.run(TAKE).step("alloc")["blocks"] == 8, call
+        assert share.run(TAKE).blocks() == [8], call
         _, processes = share.usage()
         assert len(processes) == 1, call  # of the program that has just ended: the first slot again
 
@@ -123,13 +91,13 @@ def test_of_600_programs_at_once_256_have_memory_and_a_neighbour_has_its_share(m
     with share.start_command([program, "many", "600"], stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         seen = json.loads(process.stdout.readline())
-        assert neighbour.run(TAKE).step("alloc")["blocks"] == 9
+        assert neighbour.run(TAKE).blocks() == [9]
         ended = finish(process)
     wanted = {"made": 600, "with_memory": MOST_SLOTS, "refused": 600 - MOST_SLOTS, "other": 0}
     assert seen == {"action": "many"} | wanted
     assert (ended.code, ended.steps[-1]["result"]) == (0, 0)
     assert ended.error.count("\n") == 600 - MOST_SLOTS and f"more than {MOST_SLOTS} processes" in ended.error
-    assert share.run(TAKE).step("alloc")["blocks"] == 20
+    assert share.run(TAKE).blocks() == [20]
 
 
 def test_a_context_does_not_cost_what_a_neighbour_takes_meanwhile(machine_with: MachineWith) -> None:
@@ -145,4 +113,4 @@ def test_a_context_does_not_cost_what_a_neighbour_takes_meanwhile(machine_with: 
     finally:
         beside.kill()
         beside.communicate()
-    assert {one.step("alloc").get("blocks") for one in ended} == {8}, ended
+    assert [one.blocks() for one in ended] == [[8]] * 60, ended

@@ -7,45 +7,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gpushare_agent.agent.isolation.gpushare.format import (
     CONFIG_NAME,
     USAGE_NAME,
-    GpuLimits,
-    Observed,
-    write_limits,
-    write_observed,
 )
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import (
-    BLOCK_MIB,
-    CONTEXT_MIB,
-    MIB,
-    Container,
-    finish,
-    needs_own_programs,
-    neighbour,
-)
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, SHARE_MIB, TAKE, Container, needs_own_programs
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
-SHARE_MIB = 2560
-TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 OUT_OF_MEMORY = 2
 KINDS = ("alloc", "managed", "pitch", "async", "pool", "vmm", "mapped", "array", "array3d", "mipmapped", "graphmem")
 V1, V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
 WAYS = (("link", 0), ("dlsym", 0), ("next", 0), ("deepbind", 0), (V1, 11080), (V2, 11080), (V2, 12080), (V2, 13000))
-
-
-@pytest.fixture
-def share(machine_with: MachineWith) -> Container:
-    return machine_with().container(memory_mib=SHARE_MIB)
 
 
 @pytest.mark.smoke
@@ -63,7 +43,7 @@ def test_every_way_to_a_function_ends_at_the_limit(share: Container, way: str, v
 def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: str) -> None:
     """A pool gives it back when the program waits for the GPU; memory of a graph's nodes stays until there is too little."""
     ended = share.run(f"alloc:{kind}:{BLOCK_MIB}:20", "info", "free", "sync", "info", TAKE)
-    first, last = (step["blocks"] for step in ended.steps if step["action"] == "alloc")
+    first, last = ended.blocks()
     before, after = (step["free_mib"] for step in ended.steps if step["action"] == "info")
     assert (first, before) == (8, SHARE_MIB - CONTEXT_MIB - 8 * BLOCK_MIB), ended.error
     assert (after, last) == (before if kind == "graphmem" else SHARE_MIB - CONTEXT_MIB, 8)
@@ -71,14 +51,9 @@ def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: 
 
 def test_what_was_freed_is_given_back_when_the_program_has_waited(share: Container) -> None:
     """To another process of the container, which cannot ask the first one's driver."""
-    program = str(share.machine.built.programs / "gpu_program")
-    command = [program, "dlsym", "0", f"alloc:async:{BLOCK_MIB}:20", "free", "sync", "wait"]
-    with share.start_command(command, stdin=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        assert any('"sync"' in line for line in first.stdout)
+    with share.running(f"alloc:async:{BLOCK_MIB}:20", "free", "sync", "wait"):
         second = share.run(TAKE)
-        first.communicate()
-    assert second.step("alloc")["blocks"] == (SHARE_MIB - 2 * CONTEXT_MIB) // BLOCK_MIB, second.error
+    assert second.blocks() == [(SHARE_MIB - 2 * CONTEXT_MIB) // BLOCK_MIB], second.error
 
 
 ASKING = r"""
@@ -104,11 +79,8 @@ print(json.dumps({"action": "asked", "pool": [imported, refused, free.value >> 2
 def test_what_is_another_process_s_is_neither_counted_nor_shown(share: Container) -> None:
     """A pool that was imported, its neighbour's row in NVML's list; and no process is restored onto another GPU."""
     neighbour = share.machine.container("neighbour", memory_mib=SHARE_MIB)
-    command = [str(share.machine.built.programs / "gpu_program"), "dlsym", "0", f"alloc:alloc:{BLOCK_MIB}:1", "wait"]
-    with neighbour.start_command(command, stdin=subprocess.PIPE) as other:
-        assert other.stdout is not None and any('"alloc"' in line for line in other.stdout)
+    with neighbour.running(f"alloc:alloc:{BLOCK_MIB}:1", "wait"):
         asked = finish(share.start_command([sys.executable, "-c", ASKING]))
-        other.communicate()
     step = asked.step("asked")
     assert step, asked.error
     assert step["pool"] == [0, 1, SHARE_MIB - CONTEXT_MIB], asked.error
@@ -130,7 +102,7 @@ def test_memory_of_a_node_of_the_host_counts_where_it_is_the_gpus(
 ) -> None:
     """As GH200 in NUMA mode has it: the GPU's memory is node 1. Memory of the host is free, and given back all the same."""
     ended = share.run(place, f"alloc:{kind}:{BLOCK_MIB}:20", "info", "free", TAKE)
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [blocks, 8], ended.error
+    assert ended.blocks() == [blocks, 8], ended.error
     taken_mib = blocks * BLOCK_MIB if blocks == OF_GPU else 0
     assert ended.step("info")["free_mib"] == SHARE_MIB - CONTEXT_MIB - taken_mib
 
@@ -152,18 +124,18 @@ def test_the_node_of_another_gpu_is_refused(
 @pytest.mark.parametrize("place", [ANY_HOST, NODE_0, NODE_1])
 def test_a_pool_of_managed_memory_counts_wherever_it_begins(share: Container, place: str) -> None:
     ended = share.run(f"{place}:2", f"alloc:pool:{BLOCK_MIB}:20", "free", TAKE)
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 8], ended.error
+    assert ended.blocks() == [8, 8], ended.error
 
 
 def test_without_numa_mode_no_node_of_the_host_counts(machine_with: MachineWith) -> None:
     share = machine_with(numa_node=0).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:vmm:{BLOCK_MIB}:20").step("alloc")["blocks"] == OF_HOST
+    assert share.run(NODE_1, f"alloc:vmm:{BLOCK_MIB}:20").blocks() == [OF_HOST]
 
 
 def test_a_pool_counts_where_the_driver_does_not_say_whose_memory_it_has(machine_with: MachineWith) -> None:
     """As drivers before CUDA 13."""
     share = machine_with(cuda_version=12080).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:pool:{BLOCK_MIB}:20").step("alloc")["blocks"] == OF_GPU
+    assert share.run(NODE_1, f"alloc:pool:{BLOCK_MIB}:20").blocks() == [OF_GPU]
 
 
 def test_a_gpu_with_the_hosts_memory_has_its_share_shown_and_kept(machine_with: MachineWith) -> None:
@@ -252,17 +224,8 @@ def test_memory_of_the_host_and_of_others_is_not_counted(share: Container, kind:
     assert ended.step("info")["free_mib"] == SHARE_MIB - CONTEXT_MIB - (BLOCK_MIB if kind == "ipc" else 0)
 
 
-def test_a_context_counts_as_what_it_takes(machine_with: MachineWith) -> None:
-    """Where the driver shows it, as on a GPU that is in use."""
-    machine = machine_with(context_mib=450)
-    with neighbour(machine):
-        ended = machine.container(memory_mib=SHARE_MIB).run("info")
-    assert ended.step("info")["free_mib"] == SHARE_MIB - 450
-
-
 def test_mixed_kinds_have_the_share_together(share: Container) -> None:
-    steps = share.run(*(f"alloc:{kind}:{BLOCK_MIB}:1" for kind in KINDS)).steps
-    assert [step["blocks"] for step in steps if step["action"] == "alloc"] == [1] * 8 + [0] * 3
+    assert share.run(*(f"alloc:{kind}:{BLOCK_MIB}:1" for kind in KINDS)).blocks() == [1] * 8 + [0] * 3
 
 
 def test_the_driver_s_places_for_answers_may_be_missing(share: Container) -> None:
@@ -281,7 +244,7 @@ def test_nvml_shows_the_share(share: Container) -> None:
 @pytest.mark.smoke
 def test_a_killed_process_s_memory_is_free_at_once(share: Container) -> None:
     assert share.run(f"alloc:alloc:{BLOCK_MIB}:6", "kill").code == -9
-    assert share.run(TAKE).step("alloc")["blocks"] == 8
+    assert share.run(TAKE).blocks() == [8]
 
 
 @pytest.mark.skipif(
@@ -290,14 +253,9 @@ def test_a_killed_process_s_memory_is_free_at_once(share: Container) -> None:
 def test_processes_in_pid_namespaces_see_each_other_s_memory(share: Container) -> None:
     """As containers that share a claim: a PID says nothing there. One that is killed leaves nothing."""
     prefix = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    holding = share.start(f"alloc:alloc:{BLOCK_MIB}:4", "sleep:60", prefix=prefix)
-    while share.usage()[0].held_bytes < 4 * BLOCK_MIB * MIB:
-        assert holding.poll() is None, holding.communicate()
-        time.sleep(0.01)
-    assert share.run(TAKE, prefix=prefix).step("alloc")["blocks"] == 3
-    holding.kill()
-    holding.communicate()
-    assert share.run(TAKE, prefix=prefix).step("alloc")["blocks"] == 8
+    with share.running(f"alloc:alloc:{BLOCK_MIB}:4", "wait", prefix=prefix):
+        assert share.run(TAKE, prefix=prefix).blocks() == [3]
+    assert share.run(TAKE, prefix=prefix).blocks() == [8]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs setpriv and root for another user")
@@ -312,19 +270,6 @@ def test_users_of_a_container_have_the_share_together(share: Container) -> None:
     assert ended.step("alloc").get("blocks") == 8, ended.error
 
 
-CALLS = ("cuInit", "cuDevicePrimaryCtxRetain", "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemCreate",
-         "cuArrayCreate_v2", "cuArray3DCreate_v2", "cuMipmappedArrayCreate", "cuMemAllocManaged", "cuMemAllocPitch_v2",
-         "cuMemMap", "cuGraphAddMemAllocNode", "cuGraphLaunch", "cuMemFree_v2", "cuMemFreeAsync", "cuMemRelease",
-         "cuMemUnmap", "cuArrayDestroy", "cuMipmappedArrayDestroy")  # fmt: skip
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_process_that_dies_in_a_call_leaves_nothing(share: Container, call: str) -> None:
-    kinds = [f"alloc:{kind}:128:1" for kind in KINDS if kind != "graphmem"]
-    assert share.run(*kinds, "free", "alloc:graphmem:128:1", env={"FAKE_GPU_DIES_IN": call}).code == -9
-    assert share.run(TAKE).step("alloc")["blocks"] == 8
-
-
 def test_a_process_that_is_killed_anywhere_leaves_nothing(share: Container) -> None:
     """Between any two instructions of a program that takes and gives all kinds, two at a time."""
     actions = [f"alloc:{kind}:64:3" for kind in KINDS if kind != "graphmem"]
@@ -335,63 +280,13 @@ def test_a_process_that_is_killed_anywhere_leaves_nothing(share: Container) -> N
             program.kill()
         for program in programs:
             assert finish(program).error == ""
-    assert share.run(TAKE).step("alloc")["blocks"] == 8
+    assert share.run(TAKE).blocks() == [8]
 
 
 def test_a_child_of_fork_is_counted_beside_its_parent(share: Container) -> None:
     """It has a context of its own; the parent's three blocks stay the parent's."""
     ended = share.run(f"alloc:alloc:{BLOCK_MIB}:3", "fork", TAKE)
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [3, 4], ended.error
-
-
-def test_two_containers_have_each_their_own(machine_with: MachineWith) -> None:
-    machine = machine_with()
-    one, other = machine.container("one", memory_mib=SHARE_MIB), machine.container("other", memory_mib=1024)
-    holding = one.start(TAKE, "sleep:1")
-    # What a neighbour takes meanwhile is in the cost of a context.
-    _wait_refused(one, 1)
-    assert other.run(TAKE).step("alloc")["blocks"] == 2
-    assert finish(holding).step("alloc")["blocks"] == 8
-
-
-def test_many_processes_never_have_more_than_the_share(machine_with: MachineWith) -> None:
-    """48 at once, each with a context of 300 MiB: the driver's own count is what is compared. After them all is free."""
-    machine = machine_with(memory_mib=200000)
-    share = machine.container(memory_mib=48 * CONTEXT_MIB + 40 * 64)
-    actions = ["alloc:alloc:64:2", "free", "alloc:alloc:64:3", "free", "alloc:async:64:2", "nvml"]
-    with ThreadPoolExecutor(16) as threads:
-        ended = list(threads.map(lambda _: share.run(*actions), range(48)))
-    assert {one.code for one in ended} == {0}, [one.error for one in ended if one.error]
-    assert share.run("info").step("info")["free_mib"] == 48 * CONTEXT_MIB + 40 * 64 - CONTEXT_MIB
-
-
-def change(share: Container, **limits: int) -> None:
-    with (share.directory / CONFIG_NAME).open("r+b") as file:
-        content = bytearray(file.read())
-        write_limits(content, 0, GpuLimits(uuid="", **limits))
-        file.seek(0)
-        file.write(content)
-
-
-def test_a_running_program_follows_a_resize(share: Container) -> None:
-    """More at once; below what is used nothing is given, until as much has been freed."""
-    program = share.start(TAKE, "sleep:1", TAKE, "sleep:1", TAKE, "info", "free", TAKE)
-    _wait_refused(share, 1)
-    change(share, memory_bytes=20 * BLOCK_MIB * MIB)
-    _wait_refused(share, 2)
-    change(share, memory_bytes=6 * BLOCK_MIB * MIB)
-    ended = finish(program)
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 10, 0, 4]
-    assert (ended.step("info")["free_mib"], ended.step("info")["total_mib"]) == (0, 6 * BLOCK_MIB)
-
-
-def _wait_refused(share: Container, count: int) -> None:
-    """Each refusal is counted twice: before and after what is unused was looked for."""
-    for _ in range(2000):
-        if share.usage()[0].refused >= 2 * count:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the program does not come so far")
+    assert ended.blocks() == [3, 4], ended.error
 
 
 @pytest.mark.parametrize(("used_mib", "blocks"), [(CONTEXT_MIB + 512, 6), (CONTEXT_MIB - 256, 9), (CONTEXT_MIB, 8)])
@@ -402,7 +297,7 @@ def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Contain
         assert program.poll() is None, program.communicate()
         time.sleep(0.01)
     time.sleep(0.4)
-    write_seen(share, used_mib)
+    share.observe(used_mib)
     ended = finish(program)
     assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - used_mib, blocks)
 
@@ -417,22 +312,12 @@ def test_what_was_observed_of_a_program_that_has_ended_is_not_taken_for_the_next
         assert first.poll() is None, first.communicate()
         time.sleep(0.01)
     time.sleep(0.4)
-    write_seen(share, CONTEXT_MIB + 6 * BLOCK_MIB)
+    share.observe(CONTEXT_MIB + 6 * BLOCK_MIB)
     if is_killed:
         first.kill()
     finish(first)
     ended = share.run("info", TAKE)
     assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - CONTEXT_MIB, 8)
-
-
-def write_seen(share: Container, used_mib: int) -> None:
-    """As the agent writes what the driver shows now."""
-    with (share.directory / CONFIG_NAME).open("r+b") as file:
-        content = bytearray(file.read())
-        seen = Observed(at_ns=time.monotonic_ns(), used_bytes=used_mib * MIB)
-        write_observed(content, 0, seen)
-        file.seek(0)
-        file.write(content)
 
 
 @pytest.mark.smoke
@@ -448,7 +333,7 @@ def test_without_limits_no_memory_is_given_and_one_line_says_why(share: Containe
     else:
         path.write_bytes(path.read_bytes()[:100])
     ended = share.run(TAKE, TAKE, "launch:kernel:0.1", "info")
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [0, 0]
+    assert ended.blocks() == [0, 0]
     assert (ended.step("launch")["result"], ended.code) == (0, 0)
     assert ended.step("launch")["kernels"] > 0
     assert ended.error.startswith("gpushare: ./") and ended.error.count("\n") == 1
@@ -458,7 +343,7 @@ def test_a_full_gpu_refuses_though_the_share_has_room(machine_with: MachineWith)
     """The driver's answer passes, and one line says why; nothing stays counted."""
     share = machine_with(memory_mib=1024).container(memory_mib=SHARE_MIB)
     ended = share.run(TAKE, TAKE, "free", "info")
-    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [2, 0]
+    assert ended.blocks() == [2, 0]
     assert (ended.step("info")["free_mib"], ended.error.count("\n")) == (1024 - CONTEXT_MIB, 1)
     assert "though the container's share has" in ended.error
     assert share.usage()[0].held_bytes == CONTEXT_MIB * MIB

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Container, Ended, GpushareBuilt, finish
+from tests.gpushare.support_gpushare import Container, GpushareBuilt
 from tests.native.build import NATIVE, build_program
+from tests.native.gpu_program import Ended, finish
 
 pytestmark = pytest.mark.isolation
 

@@ -26,12 +26,12 @@ from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from gpushare_agent.core.kit.sockets import connectable_path
 from gpushare_agent.core.model.errors import Unavailable
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, Container, Machine, finish
+from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, SHARE_MIB, TAKE, Container, Machine, uuid_of
 from tests.isolation.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving
+from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
-TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
 BLOCKS = 8
 """Of 256 MiB in 2,560 MiB, with a context of 300."""
 
@@ -40,7 +40,7 @@ def container(machine: Machine, root: Path) -> Container:
     """With its limits in its vDevice directory."""
     directory = VDeviceFiles(root).path(KEY)
     directory.mkdir(parents=True, exist_ok=True)
-    limits = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=2560 * MIB)
+    limits = GpuLimits(uuid=uuid_of("0"), memory_bytes=SHARE_MIB * MIB)
     (directory / CONFIG_NAME).write_bytes(encode_config(KEY.pod_uid, KEY.container, [limits]))
     (directory / USAGE_NAME).write_bytes(encode_usage())
     return Container(machine, directory)
@@ -50,7 +50,7 @@ async def took(share: Container, *actions: str) -> list[int]:
     """The blocks that each step got, while the loop serves the socket."""
     ended = await asyncio.to_thread(finish, share.start(*actions))
     assert (ended.code, ended.error) == (0, "")
-    return [step["blocks"] for step in ended.steps if step["action"] == "alloc"]
+    return ended.blocks()
 
 
 @pytest.mark.smoke

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ import pytest
 
 from tests.gpushare.cells import APART_S, H200
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import Machine, finish
+from tests.gpushare.support_gpushare import Machine
 from tests.native.build import NATIVE
+from tests.native.gpu_program import finish
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "h200"
 
@@ -82,17 +82,9 @@ def replay(
     machine: Machine, *does: str, seconds: float = 6, cores: Sequence[float] = (), apart_s: float = APART_S
 ) -> Replayed:
     """All at once, each so much behind the one before; with `cores` in shares of libgpushare, without the agent."""
-    clock = machine.directory / "clock"
-    clock.write_bytes(b"")
-    virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(does) + 1)}
-    time = machine.built.virtual_time
+    virtual, time = machine.virtual_time(len(does) + 1), machine.built.virtual_time
     with ExitStack() as stack:
-        command = [sys.executable, str(NATIVE / "nvml_rows.py"), str(seconds + 1)]
-        env = machine.env([time]) | virtual
-        asks = stack.enter_context(
-            subprocess.Popen(command, env=env, cwd=machine.directory, stdout=subprocess.PIPE, text=True)
-        )
-        stack.callback(asks.kill)
+        asks = machine.start_tool(stack, NATIVE / "nvml_rows.py", seconds + 1, env=virtual, stdout=subprocess.PIPE)
         started = []
         for i, one in enumerate(does):
             share = machine.container(f"share-{i}", **({"cores": round(100 * cores[i])} if cores else {}))

@@ -8,20 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.edits import live_limits
-from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
-from gpushare_agent.agent.isolation.gpushare.library import Library
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.gpus import Gpu
-from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, unit_id
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, POD, Container, Machine
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, KEY, Container, Machine, prepared
 from tests.support_core import NAMES, allocation, container, inventory, pod
 
 pytestmark = pytest.mark.isolation
 
-KEY = ContainerKey(PodUid(POD), "main")
 GPU_MIB = 10240
 TAKE = f"alloc:alloc:{BLOCK_MIB}:50"
 """A GPU of 10,240 MiB with a context of 300 has 38 blocks of 256 MiB."""
@@ -40,19 +37,10 @@ def having(kind: ResourceKind, devices: Sequence[DeviceId]) -> Allocation:
     return replace(own, ids={kind: frozenset(devices)}, gpus=found)
 
 
-def prepared(machine: Machine, limits: Sequence[GpuLimits]) -> tuple[GpushareFiles, Container]:
-    files = GpushareFiles(
-        Library(machine.built.library, machine.directory / "own"), machine.directory / "vm", lambda _: limits
-    )
-    files.library._write(b"installed")  # not the library, which is preloaded from where it was built
-    files.prepare(KEY)
-    return files, Container(machine, files.container_directory(KEY))
-
-
 def taken(share: Container, count: int, *actions: str, **env: str) -> list[int]:
     ended = share.run(*actions, env={"FAKE_GPU_GPUS": str(count), **env})
     assert ended.code == 0, ended.error
-    return [step["blocks"] for step in ended.steps if step["action"] == "alloc"]
+    return ended.blocks()
 
 
 @pytest.mark.smoke
@@ -194,11 +182,3 @@ def test_gpu_mem_is_limited_in_memory_and_in_compute_in_proportion(machine_with:
     [ended] = machine.run_virtual((share, ["launch:kernel:6:1056"]))
     assert (ended.code, ended.error) == (0, "")
     assert ended.rates()[0] / 10 == pytest.approx(30, abs=5)
-
-
-def test_the_memory_of_a_mig_instance_is_limited_by_its_uuid(machine_with: MachineWith) -> None:
-    known = gpus(2, "MIG-00000000-0000-4000-8000-")
-    limits = [GpuLimits(uuid=uuid, memory_bytes=2560 << 20) for uuid in known]
-    machine = machine_with(memory_mib=GPU_MIB, uuid_prefix="MIG-00000000-0000-4000-8000-")
-    _, share = prepared(machine, limits[:1])
-    assert taken(share, 1, TAKE) == [8]

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import pytest
+from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -144,3 +146,10 @@ async def register(
         async with Channel(path=address) as channel:
             request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=name, container_id=container_id)
             await VcudaServiceStub(channel).register_v_device(request, timeout=timeout_s)
+
+
+async def refusal_of(path: Path, **fields: Any) -> tuple[Status, str]:
+    """Of a registration as by `register`."""
+    with pytest.raises(GRPCError) as caught:
+        await register(path, **fields)
+    return caught.value.status, str(caught.value.message)

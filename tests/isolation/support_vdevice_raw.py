@@ -88,6 +88,17 @@ def connect_many(path: Path, count: int, content: bytes) -> list[socket.socket]:
     return opened
 
 
+@asynccontextmanager
+async def connected(path: Path, count: int, content: bytes) -> AsyncIterator[list[socket.socket]]:
+    """As `connect_many`; closed with the block."""
+    opened = await asyncio.to_thread(connect_many, path, count, content)
+    try:
+        yield opened
+    finally:
+        for sock in opened:
+            sock.close()
+
+
 def read_to_end(sock: socket.socket) -> bytes:
     """What the server sent before it closed the connection, which it must; for a thread of its own."""
     sock.settimeout(DEADLINE_S)

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
+from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.isolation import isolation_parts
-from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
-from gpushare_agent.core.settings.sections import MpsSettings
-from tests.support_core import container, inventory, isolation_config
+from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST
+from tests.isolation.support_requests import GPUS, request
+from tests.support_core import container
 
-GPUS = inventory(memory_mib=24 * 1024).gpus
-CONFIG = isolation_config(
-    virtual_manager=Path("/vm"),
-    mps=MpsSettings(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
-)
 WITH_DRIVER = [name for name in ISOLATIONS if "driver" in isolation_parts(name)]
-
-
-def request(**changes: object) -> IsolationRequest:
-    made = IsolationRequest(
-        pod_uid=PodUid("11111111-2222-3333-4444-555555555555"),
-        container=container("cuda"),
-        shares=(GpuShare(gpu=GPUS[0], cores=30, memory_mib=6144),),
-        config=CONFIG,
-    )
-    gpus = changes.pop("gpus", GPUS[:1])
-    own = {name: changes.pop(name) for name in ("memory_mib", "is_whole", "cores") if name in changes}
-    shares = tuple(replace(made.shares[0], gpu=gpu, **own) for gpu in gpus)  # type: ignore[arg-type,attr-defined]
-    return replace(made, shares=shares, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", WITH_DRIVER)
@@ -60,7 +40,7 @@ def test_a_combination_adds_to_what_the_other_gives(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_DRIVER)
 def test_whole_gpus_are_not_limited(name: str) -> None:
-    assert ISOLATIONS[name].edit(request(gpus=GPUS[:2], cores=200, memory_mib=0, is_whole=True)) == ContainerEdits()
+    assert ISOLATIONS[name].edit(request(200, 0, gpus=GPUS[:2], is_whole=True)) == ContainerEdits()
 
 
 @pytest.mark.parametrize("name", WITH_DRIVER)

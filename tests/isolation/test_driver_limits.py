@@ -239,8 +239,7 @@ async def test_the_check_names_what_the_node_lacks(world: World) -> None:
 
 
 async def test_a_resize_is_enforced_once_its_processes_have_no_more(world: World) -> None:
-    """W    resized = Allocation(key=MAIN, namespace="", pod_name="", kind=ContainerKind.MAIN, gpus=())
-    hat a process has stays its own; a container that does not run yet has no limit to change."""
+    """What a process has stays its own; a container that does not run yet has no limit to change."""
     resized = Allocation(key=MAIN, namespace="", pod_name="", kind=ContainerKind.MAIN, gpus=())
     limiter = world.limiter()
     assert "not known to run yet" in await limiter.enforce(resized)

@@ -54,7 +54,7 @@ DRIVER = (
 LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvcuvid.so")
 
 
-def plan(
+def planned(
     name: VolumeName,
     libraries: tuple[FoundLibrary, ...] = DRIVER,
     *,
@@ -73,12 +73,9 @@ def plan(
     return plan_volume(volume, host, "x86_64", control)
 
 
-planned = plan
-
-
 def refused(*args: object, **more: object) -> str:
     with pytest.raises(StartupError) as caught:
-        plan(*args, **more)  # type: ignore[arg-type]
+        planned(*args, **more)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -254,7 +251,7 @@ def test_every_plan_can_be_laid_out_and_gives_shares_no_way_around(
 ) -> None:
     """No target is given twice, every link leads to something, and what programs load is the control library."""
     try:
-        made = plan(name, (library("libcuda.so.535.1", "libcuda.so.1"), *libraries), listed=("lib",))
+        made = planned(name, (library("libcuda.so.535.1", "libcuda.so.1"), *libraries), listed=("lib",))
     except StartupError:
         return
     targets = [*made.files, *made.links]

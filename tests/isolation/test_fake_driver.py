@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,26 @@ class Probe:
         self.process.communicate()
 
 
+Start = Callable[..., Probe]
+
+
 @pytest.fixture
-def probes(driver: Path, state: Path) -> Iterator[list[Probe]]:
-    started: list[Probe] = []
-    yield started
-    for probe in started:
-        probe.end()
+def start(driver: Path, state: Path) -> Iterator[Start]:
+    """Starts a probe, with a primary context of GPU 0."""
+    with ExitStack() as stack:
+
+        def start(*prefix: str, **settings: object) -> Probe:
+            probe = Probe(driver, state, *prefix, **settings)
+            stack.callback(probe.end)
+            assert probe.ask("context", 0) == 0
+            return probe
+
+        yield start
 
 
-def test_memory_is_the_machine_s_and_ends_with_its_process(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_memory_is_the_machine_s_and_ends_with_its_process(start: Start) -> None:
     """Two processes share one GPU's memory; that of a killed one is free again, without its help."""
-    probes += [Probe(driver, state, memory_mib=4096), Probe(driver, state, memory_mib=4096)]
-    first, second = probes
-    assert first.ask("context", 0) == second.ask("context", 0) == 0
+    first, second = start(memory_mib=4096), start(memory_mib=4096)
     assert [first.ask("alloc", GIB) for _ in range(3)] == [0, 0, 0]
     assert second.ask("alloc", GIB) == 2  # CUDA_ERROR_OUT_OF_MEMORY
     assert second.ask("used", 0) == 3 * GIB + 2 * CONTEXT
@@ -81,11 +89,9 @@ def test_memory_is_the_machine_s_and_ends_with_its_process(driver: Path, state: 
     assert second.ask("alloc", GIB) == 0
 
 
-def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_every_kind_of_memory_is_counted(start: Start) -> None:
     """And given back when it is freed; of a pool when the program next waits for the GPU."""
-    probes.append(Probe(driver, state))
-    probe = probes[0]
-    probe.ask("context", 0)
+    probe = start()
     for kind in ("alloc", "managed", "pitch", "async", "pool", "vmm", "array", "array3d", "mipmapped"):
         assert probe.ask(kind, GIB) == 0, kind
         assert probe.ask("used", 0) == GIB + CONTEXT, kind
@@ -96,21 +102,17 @@ def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list
         assert probe.ask("used", 0) == CONTEXT, kind
 
 
-def test_mapped_memory_outlives_its_handle(driver: Path, state: Path, probes: list[Probe]) -> None:
-    probes.append(Probe(driver, state))
-    probe = probes[0]
-    probe.ask("context", 0)
+def test_mapped_memory_outlives_its_handle(start: Start) -> None:
+    probe = start()
     assert probe.ask("mapped", GIB) == 0
     assert probe.ask("used", 0) == GIB + CONTEXT
     assert probe.ask("unmap", GIB) == 0
     assert probe.ask("used", 0) == CONTEXT
 
 
-def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(start: Start) -> None:
     """Above its threshold until the program waits for the GPU (cuda.h, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)."""
-    probes.append(Probe(driver, state))
-    probe = probes[0]
-    probe.ask("context", 0)
+    probe = start()
     assert probe.ask("keep", GIB) == probe.ask("async", 2 * GIB) == probe.ask("free") == 0
     assert probe.ask("used", 0) == 2 * GIB + CONTEXT
     assert probe.ask("wait") == 0
@@ -119,13 +121,6 @@ def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(driver: Path, sta
     assert probe.ask("used", 0) == GIB + CONTEXT
     assert probe.ask("trim") == 0
     assert probe.ask("used", 0) == CONTEXT
-
-
-def ready(probes: list[Probe], driver: Path, state: Path, **settings: object) -> Probe:
-    """With a primary context of GPU 0."""
-    probes.append(Probe(driver, state, **settings))
-    assert probes[-1].ask("context", 0) == 0
-    return probes[-1]
 
 
 def test_its_own_functions_are_not_bound_to_a_preloaded_library(driver: Path) -> None:
@@ -147,20 +142,18 @@ def test_its_own_functions_are_not_bound_to_a_preloaded_library(driver: Path) ->
     [(1, 1, 1), (MIB - 1, 2, 1), (MIB // 2, 4, 1), (MIB // 2, 5, 2), (700 << 10, 3, 2), (MIB, 2, 2), (MIB + 1, 3, 3),
      (2 * MIB, 1, 1), (2 * MIB + 1, 2, 4)],
 )  # fmt: skip
-def test_memory_is_taken_in_pages(
-    driver: Path, state: Path, probes: list[Probe], bytes_: int, count: int, pages: int
-) -> None:
+def test_memory_is_taken_in_pages(start: Start, bytes_: int, count: int, pages: int) -> None:
     """Of 2 MiB; less than a MiB shares one with others of its context."""
-    probe = ready(probes, driver, state)
+    probe = start()
     assert [probe.ask("call", "cuMemAlloc_v2", f"&{n}", bytes_) for n in range(count)] == [0] * count
     assert probe.ask("used", 0) == CONTEXT + pages * 2 * MIB
     assert [probe.ask("call", "cuMemFree_v2", f"{n}") for n in range(count)] == [0] * count
     assert probe.ask("used", 0) == CONTEXT
 
 
-def test_an_asynchronous_allocation_is_of_its_stream_s_gpu(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_an_asynchronous_allocation_is_of_its_stream_s_gpu(start: Start) -> None:
     """Whichever is current; and its pool grows by 32 MiB."""
-    probe = ready(probes, driver, state, gpus=2)
+    probe = start(gpus=2)
     probe.ask("context", 1)
     assert probe.ask("call", "cuStreamCreate", "&stream", 0) == 0
     probe.ask("context", 0)
@@ -178,9 +171,9 @@ def test_an_asynchronous_allocation_is_of_its_stream_s_gpu(driver: Path, state: 
 @pytest.mark.parametrize(
     "end", ["cuCtxDestroy_v2", "cuCtxDetach", "cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"]
 )
-def test_a_context_s_end_frees_what_is_its_own(driver: Path, state: Path, probes: list[Probe], end: str) -> None:
+def test_a_context_s_end_frees_what_is_its_own(start: Start, end: str) -> None:
     """Memory of pools and of handles is nobody's (cuda.h, cuCtxDestroy). The other context of the GPU stays as it is."""
-    probe = ready(probes, driver, state)
+    probe = start()
     is_primary = "Primary" in end
     assert probe.ask("alloc", 8 * MIB) == probe.ask("call", "cuCtxCreate_v2", "&made", 0, 0) == 0
     if is_primary:
@@ -202,11 +195,9 @@ THREADS = 132 * 2048
     ("limit", "value", "taken"),
     [(STACK, 2048, 1024 * THREADS), (STACK, 1024, 0), (HEAP, GIB, GIB - 8 * MIB), (FIFO, 65 * MIB, 64 * MIB)],
 )
-def test_limits_of_a_context_take_memory(
-    driver: Path, state: Path, probes: list[Probe], limit: int, value: int, taken: int
-) -> None:
+def test_limits_of_a_context_take_memory(start: Start, limit: int, value: int, taken: int) -> None:
     """At once, for each thread that the GPU can have; and are given back with a lower one."""
-    probe = ready(probes, driver, state)
+    probe = start()
     assert probe.ask("call", "cuCtxSetLimit", limit, value) == 0
     assert probe.ask("used", 0) == CONTEXT + taken
     assert probe.ask("call", "cuCtxSetLimit", STACK, 1 << 19) == 2, "CUDA_ERROR_OUT_OF_MEMORY"
@@ -215,9 +206,9 @@ def test_limits_of_a_context_take_memory(
     assert probe.ask("used", 0) == CONTEXT
 
 
-def test_modules_and_their_kernels_take_memory(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_modules_and_their_kernels_take_memory(start: Start) -> None:
     """A module 2 MiB; with heap_at also the heap; a kernel with a larger stack than before that stack, which stays."""
-    probe = ready(probes, driver, state, heap_at="module", kernel_us=1)
+    probe = start(heap_at="module", kernel_us=1)
     assert probe.ask("call", "cuCtxSetLimit", HEAP, 40 * MIB) == 0
     assert probe.ask("used", 0) == CONTEXT
     assert probe.ask("call", "cuModuleLoadData", "&module", 0) == 0
@@ -228,18 +219,17 @@ def test_modules_and_their_kernels_take_memory(driver: Path, state: Path, probes
     assert probe.ask("used", 0) == CONTEXT + 32 * MIB + 1024 * THREADS
 
 
-def test_a_kernel_takes_as_many_waves_as_its_grid_needs(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_a_kernel_takes_as_many_waves_as_its_grid_needs(start: Start) -> None:
     """With block_us; less than a wave takes as long as one."""
-    probes.append(Probe(driver, state, sm_count=20, block_us=1000))
-    probes[0].ask("context", 0)
-    assert [round(probes[0].ask("timed_ms", blocks), 1) for blocks in (1, 160, 1600)] == [1, 1, 10]  # type: ignore[call-overload]
+    probe = start(sm_count=20, block_us=1000)
+    assert [round(probe.ask("timed_ms", blocks), 1) for blocks in (1, 160, 1600)] == [1, 1, 10]  # type: ignore[call-overload]
 
 
-def test_versions_choose_the_variant_of_a_function(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_versions_choose_the_variant_of_a_function(start: Start) -> None:
     """cuGetProcAddress gives the newest variant that is not newer than asked for, and not newer than the driver."""
-    probes.append(Probe(driver, state, cuda_version=12080))
+    probe = start(cuda_version=12080)
     asked = [
-        probes[0].ask("variant", name, version)
+        probe.ask("variant", name, version)
         for name, version in (
             ("cuMemAlloc", 2000), ("cuMemAlloc", 11080), ("cuCtxCreate", 11080), ("cuCtxCreate", 13000),
             ("cuGetProcAddress", 11080), ("cuGetProcAddress", 12000), ("cuMemAllocAsync", 11000), ("cuNothing", 13000),
@@ -251,40 +241,40 @@ def test_versions_choose_the_variant_of_a_function(driver: Path, state: Path, pr
     ]  # fmt: skip
 
 
-def test_a_later_cuda_has_another_function_under_an_old_name(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_a_later_cuda_has_another_function_under_an_old_name(start: Start) -> None:
     """For a program that asks for it as of that version."""
-    probe = ready(probes, driver, state, cuda_version=14000)
-    assert [probe.ask("variant", "cuMemAlloc", version) for version in (13000, 14000)] == [
-        "cuMemAlloc_v2",
-        "cuMemAlloc_v3",
-    ]
+    probe = start(cuda_version=14000)
+    found = [probe.ask("variant", "cuMemAlloc", version) for version in (13000, 14000)]
+    assert found == ["cuMemAlloc_v2", "cuMemAlloc_v3"]
 
 
-def test_settings_come_from_the_file_beside_the_state(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_settings_come_from_the_file_beside_the_state(state: Path, start: Start) -> None:
     """A program in a container has no variable of ours; one that is there goes before the file."""
     state.with_name("config").write_text("gpus 3\nmemory_mib 1024\ndriver_version 570.1\n")
-    probes += [Probe(driver, state), Probe(driver, state, gpus=2, devices="1")]
-    assert probes[0].ask("gpus") == [f"GPU-00000000-0000-4000-8000-{minor:012x}" for minor in range(3)]
-    assert probes[0].ask("driver_version") == "570.1"
-    assert probes[1].ask("gpus") == ["GPU-00000000-0000-4000-8000-000000000001"]
+    by_file, by_variables = start(), start(gpus=2, devices="1")
+    assert by_file.ask("gpus") == [f"GPU-00000000-0000-4000-8000-{minor:012x}" for minor in range(3)]
+    assert by_file.ask("driver_version") == "570.1"
+    assert by_variables.ask("gpus") == ["GPU-00000000-0000-4000-8000-000000000001"]
+
+
+@pytest.fixture
+def unshared() -> tuple[str, ...]:
+    """Before a program's command: a PID namespace of its own."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("needs unshare and root for a PID namespace")
+    return (unshare, "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 PIDS = {"host": ("host", "host"), "open": ("own", "host"), "open570": ("own", "own")}
 
 
 @pytest.mark.parametrize("kind", PIDS)
-def test_pids_are_those_of_the_kernel_module(kind: str, driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_pids_are_those_of_the_kernel_module(kind: str, state: Path, start: Start, unshared: Sequence[str]) -> None:
     """Of a process in a PID namespace: the host's PID or its own, in the lists of processes and in samples."""
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("needs unshare and root for a PID namespace")
     view = HostView(state.parent)
     try:
-        outside = Probe(driver, state, pids=kind)
-        probes.append(outside)
-        inside = Probe(driver, state, unshare, "--pid", "--fork", "--mount-proc", "--kill-child", pids=kind)
-        probes.append(inside)
-        assert inside.ask("context", 0) == outside.ask("context", 0) == 0
+        outside, inside = start(pids=kind), start(*unshared, pids=kind)
         own = inside.ask("pid")
         assert own == 1
         [host] = Path(f"/proc/{inside.process.pid}/task/{inside.process.pid}/children").read_text().split()
@@ -298,26 +288,20 @@ def test_pids_are_those_of_the_kernel_module(kind: str, driver: Path, state: Pat
         view.close()
 
 
-def test_a_dead_process_is_noticed_from_another_namespace(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_a_dead_process_is_noticed_from_another_namespace(start: Start, unshared: Sequence[str]) -> None:
     """Without a view of the host's /proc: the kernel releases the dead one's lock."""
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("needs unshare and root for a PID namespace")
-    for _ in range(2):
-        probes.append(Probe(driver, state, unshare, "--pid", "--fork", "--mount-proc", "--kill-child"))
-        probes[-1].ask("context", 0)
-        probes[-1].ask("alloc", GIB)
-    assert probes[1].ask("used", 0) == 2 * (GIB + CONTEXT)
-    probes[0].end()
-    assert probes[1].ask("used", 0) == GIB + CONTEXT
+    first, second = start(*unshared), start(*unshared)
+    assert first.ask("alloc", GIB) == second.ask("alloc", GIB) == 0
+    assert second.ask("used", 0) == 2 * (GIB + CONTEXT)
+    first.end()
+    assert second.ask("used", 0) == GIB + CONTEXT
 
 
-def test_kernels_keep_the_gpu_busy(driver: Path, state: Path, probes: list[Probe]) -> None:
+def test_kernels_keep_the_gpu_busy(start: Start) -> None:
     """NVML shows who used it: here one process, all the time."""
-    probes.append(Probe(driver, state, kernel_us=2000))
-    probes[0].ask("context", 0)
-    assert probes[0].ask("kernels", 550) >= 1.1  # type: ignore[operator]
-    assert probes[0].ask("busy", 0) >= 50  # type: ignore[operator]
+    probe = start(kernel_us=2000)
+    assert probe.ask("kernels", 550) >= 1.1  # type: ignore[operator]
+    assert probe.ask("busy", 0) >= 50  # type: ignore[operator]
 
 
 async def test_the_agents_driver_reads_its_gpus(driver: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

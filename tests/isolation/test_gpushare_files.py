@@ -1,172 +1,355 @@
-"""libgpushare and each container's `usage` on the host, on real files: what is put back, replaced, refused and shortened."""
+"""Each container's files under isolation gpushare: made, resized, replaced, and whatever their tenant makes of them."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import random
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_PATH
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, encode_usage
-from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MOST_GPUS,
+    USAGE_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    Observed,
+    encode_config,
+    encode_usage,
+    read_paid,
+)
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.errors import Corrupt, Rejected, StartupError, Unavailable
-from gpushare_agent.core.model.names import PodUid
-from tests.isolation.support_library import fake_library
-
-UID = PodUid("11111111-2222-3333-4444-555555555555")
-KEY = ContainerKey(UID, "cuda")
-OTHER = ContainerKey(PodUid("99999999-2222-3333-4444-555555555555"), "cuda")
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UID, UUID, World
 
 
 @pytest.fixture
-def library(short_dir: Path) -> Library:
-    return Library(fake_library(short_dir / "libgpushare.so"), short_dir / "own")
+def world(short_dir: Path) -> World:
+    """Its container is prepared."""
+    made = World(short_dir)
+    made.files.prepare(KEY)
+    return made
 
 
 @pytest.fixture
-def files(library: Library, short_dir: Path) -> GpushareFiles:
-    return GpushareFiles(library, short_dir / "vm", lambda _: [GpuLimits(uuid="GPU-0", memory_bytes=1 << 30)])
+def files(short_dir: Path) -> GpushareFiles:
+    """Of containers that are not."""
+    return World(short_dir).files
 
 
-def usage_of(files: GpushareFiles, key: ContainerKey = KEY) -> Path:
-    return files.container_directory(key) / USAGE_NAME
+def launches(files: GpushareFiles) -> int:
+    return sum(one.launches for one in read_paid(files.usage_head(KEY, MOST_GPUS)))
 
 
-# ---- the library ----
-
-
-def test_a_new_library_takes_the_name_and_leaves_the_old_file_to_those_who_have_it(library: Library) -> None:
-    """A container's mount is of the file, as is an open descriptor. The same content is not copied again."""
-    library.install()
-    installed = library.directory / "libgpushare.so"
-    assert stat.S_IMODE(installed.stat().st_mode) == 0o644
-    first, before = installed.stat().st_ino, installed.read_bytes()
-    library.install()
-    assert installed.stat().st_ino == first
-    with installed.open("rb") as old:
-        library.source.write_bytes(before + b"newer")
-        library.install()
-        assert old.read() == before
-    assert installed.read_bytes() == before + b"newer"
-
-
-def test_the_preload_file_is_replaced_in_one_step(library: Library) -> None:
-    """A reader has the old file or the new one; the same content is not written again."""
-    library.install()
-    preload = library.directory / "ld.so.preload"
-    first = preload.stat().st_ino
-    library.install()
-    assert preload.stat().st_ino == first
-    preload.write_text("/somewhere/else.so\n")
-    with preload.open() as old:
-        library.install()
-        assert old.read() == "/somewhere/else.so\n"
-    assert preload.read_text() == f"{LIBRARY_PATH}\n" and preload.stat().st_ino != first
-
-
-def test_a_library_that_was_removed_is_put_back(files: GpushareFiles) -> None:
-    """From the image, when the next container starts; if it is in its place, the image's is not read."""
-    files.prepare(KEY)
-    installed = files.library.directory / "libgpushare.so"
-    content = installed.read_bytes()
-    installed.unlink()
-    files.prepare(KEY)
-    assert installed.read_bytes() == content
-    files.library.source.unlink()
-    files.prepare(KEY)
-
-
-def test_without_the_library_no_container_is_prepared(files: GpushareFiles) -> None:
-    """The runtime would make a directory instead, and every later container would find that."""
-    files.library.source.unlink()
-    with pytest.raises(Unavailable, match=str(files.library.source)):
-        files.prepare(KEY)
-    files.library.source.mkdir()
-    with pytest.raises(Unavailable, match="no regular file"):
-        files.prepare(KEY)
-    assert not files.containers.exists()
-
-
-@pytest.mark.parametrize("kind", ["directory", "text", "empty", "fifo", "truncated"])
-def test_what_is_no_elf_file_is_a_start_up_error(short_dir: Path, kind: str) -> None:
-    """The dynamic loader would skip it with a line on stderr, and nothing would be limited."""
-    path = short_dir / "libgpushare.so"
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.write_bytes({"empty": b"", "text": b"#!/bin/sh\n", "truncated": b"\x7fELF\x02\x01\x01"}[kind])
-    with pytest.raises(StartupError, match=str(path)):
-        Library(path, short_dir / "own").check()
-
-
-def test_a_library_for_another_machine_is_a_start_up_error(short_dir: Path) -> None:
-    other = 183 if os.uname().machine == "x86_64" else 62
-    path = fake_library(short_dir / "libgpushare.so", machine=other)
-    with pytest.raises(StartupError, match="for EM_") as error:
-        Library(path, short_dir / "own").check()
-    assert str(path) in str(error.value)
-
-
-def test_a_link_to_the_library_is_as_good_as_the_library(short_dir: Path) -> None:
-    """Operators keep versions next to each other."""
-    fake_library(short_dir / "libgpushare.so.2")
-    link = short_dir / "libgpushare.so"
-    link.symlink_to("libgpushare.so.2")
-    Library(link, short_dir / "own").check()
-
-
-def test_a_directory_that_cannot_be_made_is_reported_with_its_path(short_dir: Path) -> None:
-    """At the start as a start-up error, later as something to try again."""
-    (short_dir / "file").write_text("")
-    library = Library(fake_library(short_dir / "libgpushare.so"), short_dir / "file/own")
-    with pytest.raises(StartupError, match="file/own"):
-        library.install()
-    with pytest.raises(Unavailable, match=r"setting libgpushare\.directory"):
-        GpushareFiles(library, short_dir / "vm").prepare(KEY)
-
-
-# ---- a container's files ----
-
-
-def test_any_user_may_write_the_use_whatever_the_umask(files: GpushareFiles) -> None:
-    """No directory on the way has a sticky bit, behind which a second user would be refused."""
-    before = os.umask(0o077)
+def test_a_prepared_container_finds_its_limits_and_an_empty_region_that_any_user_may_write(short_dir: Path) -> None:
+    """Whatever the umask; no directory on the way has a sticky bit, behind which a second user would be refused."""
+    world, before = World(short_dir), os.umask(0o077)
     try:
-        files.prepare(KEY)
+        world.files.prepare(KEY)
     finally:
         os.umask(before)
-    usage = usage_of(files)
-    assert stat.S_IMODE(usage.stat().st_mode) == 0o666
-    assert not any(parent.stat().st_mode & stat.S_ISVTX for parent in usage.parents[:3])
+    assert world.config() == encode_config(UID, "cuda", [LIMITS])
+    modes = {path.name: path.stat().st_mode & 0o777 for path in world.path.iterdir()}
+    assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
+    assert not any(parent.stat().st_mode & stat.S_ISVTX for parent in world.usage().parents[:3])
+    assert world.usage().stat().st_size == USAGE_BYTES
+    assert (launches(world.files), world.files.held_bytes(KEY)) == (0, {UUID: 0})
+    installed = world.library.directory
+    assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
+    assert (installed / "libgpushare.so").read_bytes() == world.library.source.read_bytes()
+
+
+IN_A_USER_NAMESPACE = """
+import ctypes, os, sys
+directory = os.open(sys.argv[1], os.O_PATH)  # mounted: what is above it is not asked
+(told, tell), (mapped, go) = os.pipe(), os.pipe()
+if not (child := os.fork()):
+    failed = ctypes.CDLL(None).unshare(0x10000000)  # CLONE_NEWUSER
+    os.write(tell, b"x")
+    if os.read(mapped, 1) and failed:
+        os._exit(77)
+    os.setgroups([]), os.setgid(0), os.setuid(0)
+    for name, flags in (("gpushare.config", os.O_RDONLY), ("gpushare.config", os.O_RDWR), ("usage", os.O_RDWR)):
+        try:
+            os.open(name, flags, dir_fd=directory)
+            print(name, flags)
+        except PermissionError:
+            pass
+    sys.stdout.flush(), os._exit(0)
+os.read(told, 1)
+try:
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/{child}/{name}", "w") as mapping:  # else an error of the write is lost
+            mapping.write("0 100000 65536")
+except PermissionError:
+    os.kill(child, 9), sys.exit(77)
+os.write(go, b"x")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+"""Root of a pod with `hostUsers: false`, who is nobody on the host; 77 where no such namespace can be made."""
+
+
+def test_root_of_a_user_namespace_reads_its_limits_and_writes_its_use_alone(world: World) -> None:
+    """As in a pod with `hostUsers: false`, whose mounts of a device plugin no runtime maps."""
+    command = [sys.executable, "-c", IN_A_USER_NAMESPACE, world.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        pytest.skip("no user namespace with other users can be made here")
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        [f"{CONFIG_NAME} {os.O_RDONLY}", f"{USAGE_NAME} {os.O_RDWR}"],
+    )
+
+
+def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(world: World) -> None:
+    world.launch(7)
+    first = (world.path / CONFIG_NAME).stat().st_ino
+    world.is_claims, world.limits = True, replace(LIMITS, cores=5000)
+    world.files.prepare(KEY)
+    assert (launches(world.files), (world.path / CONFIG_NAME).stat().st_ino) == (7, first)
+    assert struct.unpack_from("I", world.config(), 512 + 64) == (5000,)
+    os.utime(world.path / CONFIG_NAME, (1, 1))  # the node was restarted since
+    world.files.prepare(KEY)
+    assert launches(world.files) == 0
+    world.launch(7)
+    world.is_claims = False
+    world.files.prepare(KEY)
+    assert launches(world.files) == 0
+
+
+def test_a_container_whose_limits_are_not_known_is_not_prepared(world: World) -> None:
+    world.limits = None
+    with pytest.raises(Unavailable, match="not in the inventory"):
+        world.files.prepare(KEY)
+
+
+def test_a_resize_is_written_into_the_file_that_programs_have_mapped(world: World) -> None:
+    before = (world.path / CONFIG_NAME).stat().st_ino
+    world.files.write_limits(KEY, [replace(LIMITS, memory_bytes=1024 * MIB, cores=5000)])
+    flags, memory, cores = struct.unpack_from("=I48xQI", world.config(), 512 + 4)
+    assert (flags, memory, cores, (world.path / CONFIG_NAME).stat().st_ino) == (3, 1024 * MIB, 5000, before)
+    assert struct.unpack_from("I", world.config(), 512)[0] % 2 == 0
+
+
+def test_threads_that_write_at_once_leave_the_sequence_even(world: World) -> None:
+    """A resize and a round of usage: each write counts two, and none is lost."""
+    [before] = struct.unpack_from("I", world.config(), 512)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for written in [pool.submit(world.files.write_limits, KEY, [LIMITS]) for _ in range(2000)]:
+                written.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert struct.unpack_from("I", world.config(), 512)[0] == before + 4000
+
+
+def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
+    """In any order; what was prepared for other GPUs is not touched."""
+    second = GpuLimits(uuid=GPUS[1].uuid, memory_bytes=1024 * MIB)
+    files = GpushareFiles(world.library, world.files.containers, lambda _: [LIMITS, second])
+    files.prepare(KEY)
+    files.write_limits(KEY, [replace(second, memory_bytes=512 * MIB)])
+    files.write_observed(KEY, {GpuUuid(second.uuid): Observed(at_ns=1, used_bytes=7), UUID: Observed()})
+    assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 56)[0] // MIB for n in (0, 1)] == [2048, 512]
+    assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 80)[0] for n in (0, 1)] == [0, 7]
+    assert files.held_bytes(KEY) == {LIMITS.uuid: 0, second.uuid: 0}
+    before = world.config()
+    with pytest.raises(NotFound, match="prepared for other GPUs"):
+        files.write_limits(KEY, [LIMITS, GpuLimits(uuid="GPU-9")])
+    assert world.config() == before
+    for gpu in (0, 1):
+        world.write_usage(gpu=gpu, launches=5)
+    assert launches(files) == 10
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def grow(path: Path) -> None:
+    os.truncate(path, 1 << 30)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    (path / "deep").mkdir(parents=True)
+
+
+def device(path: Path) -> None:
+    """/dev/zero's numbers. Also what it is without the right to make one."""
+    path.unlink()
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        shorten,
+        grow,
+        link,
+        pipe,
+        directory,
+        pytest.param(device, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
+def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Callable[[Path], None]) -> None:
+    attack(world.usage())
+    with pytest.raises(Corrupt):
+        launches(world.files)
+    with pytest.raises(Corrupt):
+        world.files.held_bytes(KEY)
+    world.files.write_limits(KEY, [LIMITS])
+    if attack not in (shorten, grow):  # nobody waits for it, and nobody cuts it
+        assert world.files.oversized([KEY]) == []
+        with pytest.raises(Corrupt, match="no regular file"):
+            world.files.cut(KEY)
+
+
+@pytest.mark.parametrize("attack", ["lease", "mode"])
+def test_a_region_that_cannot_be_opened_is_tried_again(world: World, attack: str) -> None:
+    """A lease to write would keep an open waiting for 45 s; without permissions it is refused where the agent has no
+    capability, as in its DaemonSet. Limits are written all the same, and the next start has a file of its own."""
+    path = world.usage()
+    with path.open("r+b") as file:
+        if attack == "lease":
+            signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel tells the holder
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        else:
+            path.chmod(0)
+        began = time.monotonic()
+        with without_capabilities(), pytest.raises(Unavailable, match="tried again"):
+            launches(world.files)
+        assert time.monotonic() - began < 10
+        world.files.write_limits(KEY, [LIMITS])
+        world.files.prepare(KEY)
+        assert launches(world.files) == 0
+
+
+@contextmanager
+def without_capabilities() -> Iterator[None]:
+    """Root as it is in the agent's DaemonSet."""
+    header = struct.pack("Ii", 0x20080522, 0)
+    before = ctypes.create_string_buffer(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, before) == 0
+    _, permitted, inheritable, _, *rest = struct.unpack("6I", before.raw)
+    assert libc.capset(header, struct.pack("6I", 0, permitted, inheritable, 0, *rest)) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before.raw) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_region_of_random_bytes_is_read_as_numbers(world: World, seed: int) -> None:
+    """By all that the agent reads of it; it believes none of it."""
+    world.usage().write_bytes(random.Random(seed).randbytes(USAGE_BYTES))
+    assert launches(world.files) >= 0
+    held = world.files.held_bytes(KEY)
+    assert list(held) == [UUID] and held[UUID] >= 0
+
+
+@pytest.mark.parametrize("size", [0, 100, CONFIG_BYTES - 1])
+def test_a_config_that_was_cut_on_the_host_is_not_written_and_said_once(world: World, size: int) -> None:
+    """A write behind its end would end the agent by a signal."""
+    world.files.write_observed(KEY, {UUID: Observed(at_ns=1)})
+    os.truncate(world.path / CONFIG_NAME, size)
+    for write in (
+        lambda: world.files.write_observed(KEY, {UUID: Observed(at_ns=2)}),
+        lambda: world.files.write_limits(KEY, [LIMITS]),
+    ):
+        with pytest.raises(Corrupt, match=CONFIG_NAME):
+            write()
+    assert (world.path / CONFIG_NAME).stat().st_size == size
+    world.files.prepare(KEY)
+    world.files.write_observed(KEY, {UUID: Observed(at_ns=3)})
+    assert struct.unpack_from("Q", world.config(), 512 + 72) == (3,)
+
+
+def test_the_agent_makes_no_config_shorter_that_a_program_may_have_mapped(world: World) -> None:
+    """To read behind a file's end would end the program by a signal."""
+    with (world.path / CONFIG_NAME).open("rb") as mapped:
+        world.files.write_limits(KEY, [LIMITS])
+        world.files.write_observed(KEY, {UUID: Observed(at_ns=1)})
+        world.files.prepare(KEY)
+        world.files.prepare_ahead(KEY)
+        world.files.write_observed(KEY, {UUID: Observed(at_ns=2)})
+        world.files.cut(KEY)
+        world.files.release(())
+        assert VDeviceFiles(world.files.containers).remove_pod(UID)
+        assert os.fstat(mapped.fileno()).st_size == CONFIG_BYTES
+        assert struct.unpack_from("Q", mapped.read(), 512 + 72) == (1,)
+
+
+def test_a_start_and_the_end_of_a_pod_put_directories_with_a_tenants_file_aside(short_dir: Path) -> None:
+    """What a tenant has written may take the kernel half a minute to free. The first start keeps the vDevice files."""
+    world = World(short_dir)
+    vdevice = VDeviceFiles(world.files.containers)
+    vdevice.prepare(KEY, pids=[7])
+    sock, identity = vdevice.bind_socket(KEY)
+    sock.close()
+    world.files.prepare(KEY)
+    assert vdevice.has_socket(KEY, identity) and vdevice.list_aside() == ()
+    assert sorted(path.name for path in world.path.iterdir()) == [CONFIG_NAME, "pids.config", USAGE_NAME, "vcuda.sock"]
+    world.files.prepare(KEY)
+    assert not vdevice.has_socket(KEY, identity) and len(vdevice.list_aside()) == 1
+    vdevice.prepare(KEY, pids=[])
+    assert sorted(path.name for path in world.path.iterdir()) == [CONFIG_NAME, "pids.config", USAGE_NAME]
+    assert world.path.parent.stat().st_mode & 0o777 == 0o700
+    assert vdevice.remove_pod(UID) and vdevice.pod_names() == () and len(vdevice.list_aside()) == 1
+    for name in vdevice.list_aside():
+        vdevice.remove_aside(name)
+    assert vdevice.list_aside() == ()
+    with pytest.raises(NotFound):
+        world.files.write_limits(KEY, [LIMITS])
 
 
 @pytest.mark.parametrize("place", [UID, f"{UID}/cuda", f"{UID}/cuda/{USAGE_NAME}"])
-def test_a_link_on_the_way_is_replaced_and_not_followed(files: GpushareFiles, short_dir: Path, place: str) -> None:
+def test_a_link_on_the_way_is_replaced_and_not_followed(short_dir: Path, place: str) -> None:
     """What it leads to is as before."""
+    world = World(short_dir)
     outside = short_dir / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
-    link = files.containers / place
+    link = world.files.containers / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
     with capture_logs():
-        files.prepare(KEY)
-    assert not link.is_symlink() and usage_of(files).is_file()
+        world.files.prepare(KEY)
+    assert not link.is_symlink() and world.usage().is_file()
     assert sorted(path.name for path in outside.iterdir()) == ["kept"]
 
 
@@ -190,23 +373,22 @@ def test_before_anything_was_made_there_is_nothing_to_list(files: GpushareFiles)
 # ---- files that a tenant made large ----
 
 
-def test_a_file_larger_than_the_library_makes_it_is_cut(files: GpushareFiles) -> None:
+def test_a_file_larger_than_the_library_makes_it_is_cut(world: World) -> None:
     """What is mapped stays; the largest is named first."""
     for key, more in ((KEY, 1 << 20), (OTHER, 2 << 20)):
-        files.prepare(key)
-        os.truncate(usage_of(files, key), USAGE_BYTES + more)
-    found = files.oversized([KEY, OTHER, ContainerKey(PodUid("never-prepared"), "cuda")])
+        world.files.prepare(key)
+        os.truncate(world.usage(key), USAGE_BYTES + more)
+    found = world.files.oversized([KEY, OTHER, ContainerKey(PodUid("never-prepared"), "cuda")])
     assert [key for key, _ in found] == [OTHER, KEY] and found[0][1] >= USAGE_BYTES + (2 << 20)
     for key, _ in found:
-        files.cut(key)
-        assert usage_of(files, key).read_bytes() == encode_usage()
-    assert files.oversized([KEY, OTHER]) == []
+        world.files.cut(key)
+        assert world.usage(key).read_bytes() == encode_usage()
+    assert world.files.oversized([KEY, OTHER]) == []
 
 
-def test_blocks_beyond_a_files_length_are_cut_too(files: GpushareFiles) -> None:
+def test_blocks_beyond_a_files_length_are_cut_too(world: World) -> None:
     """fallocate takes them without a change of the length; and the length is the new one while a file is being cut."""
-    files.prepare(KEY)
-    usage = usage_of(files)
+    usage = world.usage()
     if shutil.which("fallocate") is None:
         pytest.skip("no fallocate(1)")
     command = ["fallocate", "-n", "-o", "0", "-l", str(32 << 20), str(usage)]
@@ -214,9 +396,9 @@ def test_blocks_beyond_a_files_length_are_cut_too(files: GpushareFiles) -> None:
     if done.returncode != 0:
         pytest.skip(f"this file system cannot: {done.stderr.decode()}")
     assert usage.stat().st_size == USAGE_BYTES and usage.stat().st_blocks * 512 > 16 << 20
-    assert [key for key, _ in files.oversized([KEY])] == [KEY]
-    files.cut(KEY)
-    assert usage.stat().st_blocks * 512 < 8 << 20 and files.oversized([KEY]) == []
+    assert [key for key, _ in world.files.oversized([KEY])] == [KEY]
+    world.files.cut(KEY)
+    assert usage.stat().st_blocks * 512 < 8 << 20 and world.files.oversized([KEY]) == []
 
 
 LEASING = """
@@ -238,45 +420,42 @@ while True:
 """
 
 
-def test_a_tenant_with_a_lease_on_its_file_does_not_keep_it_large(files: GpushareFiles) -> None:
+def test_a_tenant_with_a_lease_on_its_file_does_not_keep_it_large(world: World) -> None:
     """Root in a container owns the file, and may lease it: the kernel then refuses whoever opens it without waiting. It
     takes the lease again as soon as it is asked for it."""
-    files.prepare(KEY)
-    usage = usage_of(files)
+    usage = world.usage()
     os.truncate(usage, USAGE_BYTES + (1 << 20))
     with subprocess.Popen([sys.executable, "-c", LEASING, str(usage)], stdout=subprocess.PIPE, text=True) as tenant:
         try:
             assert tenant.stdout is not None and tenant.stdout.readline() == "taken\n"
             with pytest.raises(Unavailable):
-                files.usage_head(KEY, 1)
-            files.cut(KEY)
+                world.files.usage_head(KEY, 1)
+            world.files.cut(KEY)
         finally:
             tenant.kill()
-    assert files.oversized([KEY]) == [] and usage.read_bytes() == encode_usage()
+    assert world.files.oversized([KEY]) == [] and usage.read_bytes() == encode_usage()
 
 
-def test_a_file_that_another_container_of_the_pod_has_open_is_shortened_until_it_lets_go(files: GpushareFiles) -> None:
+def test_a_file_that_another_container_of_the_pod_has_open_is_shortened_until_it_lets_go(world: World) -> None:
     """It got the descriptor by a socket: without a name the file could grow unseen until the disk is full."""
-    files.prepare(KEY)
-    vdevice = VDeviceFiles(files.containers)
-    with usage_of(files).open("r+b") as passed_on:
-        files.prepare(KEY)
+    vdevice = VDeviceFiles(world.files.containers)
+    with world.usage().open("r+b") as passed_on:
+        world.files.prepare(KEY)
         (aside,) = vdevice.list_aside()
         for _ in range(2):
             os.truncate(passed_on.fileno(), 1 << 30)
             vdevice.remove_aside(aside)
             assert os.fstat(passed_on.fileno()).st_size == USAGE_BYTES and vdevice.list_aside() == (aside,)
     vdevice.remove_aside(aside)
-    assert vdevice.list_aside() == () and usage_of(files).is_file()
+    assert vdevice.list_aside() == () and world.usage().is_file()
 
 
 def test_a_tenant_that_opens_its_file_while_it_is_looked_at_ends_no_agent(
-    files: GpushareFiles, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A descriptor of its place does not count as open. By SIGIO the kernel would end the agent, which handles none."""
-    files.prepare(KEY)
-    vdevice, place = VDeviceFiles(files.containers), os.open(usage_of(files), os.O_PATH)
-    files.prepare(KEY)
+    vdevice, place = VDeviceFiles(world.files.containers), os.open(world.usage(), os.O_PATH)
+    world.files.prepare(KEY)
     signals: list[int] = []
     former = signal.signal(signal.SIGIO, lambda number, _: signals.append(number))
     original, refused = fcntl.fcntl, []
@@ -298,13 +477,3 @@ def test_a_tenant_that_opens_its_file_while_it_is_looked_at_ends_no_agent(
         signal.signal(signal.SIGIO, former)
         os.close(place)
     assert refused and not signals and vdevice.list_aside() == ()
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/etc/hostname")], ids=["pipe", "link"])
-def test_what_is_no_regular_file_is_not_waited_for_nor_cut(files: GpushareFiles, make: Callable[[Path], None]) -> None:
-    files.prepare(KEY)
-    usage_of(files).unlink()
-    make(usage_of(files))
-    with pytest.raises(Corrupt, match="no regular file"):
-        files.cut(KEY)
-    assert files.oversized([KEY]) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare_agent.agent.isolation import ISOLATIONS, Isolation, IsolationRequest
+from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import (
     ITS_OWN_GPU,
     NOBODY,
@@ -14,9 +14,7 @@ from gpushare_agent.agent.isolation.kept import (
     NotKept,
     kept_together,
 )
-from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.real_isolation.checks import CHECKS, Verdict
-from tests.real_isolation.library_table import OURS, ROWS, About
 
 
 def test_a_whole_gpu_needs_nobody() -> None:
@@ -65,45 +63,6 @@ def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
     """And under the driver alone nobody does."""
     assert kept_together([ISOLATIONS["gpushare"].keeps]) == ISOLATIONS["gpushare"].keeps
     assert kept_together([]) == NOTHING_KEPT
-
-
-def test_gpushare_says_nothing_of_what_it_was_measured_to_keep() -> None:
-    """Its column of the table of four libraries: each kind of memory ends at 8 blocks, each kind of launch at 300 a second.
-    What it lets past is what no row has."""
-    rows = {row.name: row.expected[OURS] for row in ROWS}
-    memory = (
-        "cuMemAllocManaged",
-        "cuMemAllocAsync",
-        "a pool of the program's",
-        "cuMemCreate",
-        "memory of a graph's node",
-    )
-    arrays = ("array of 2 dimensions", "array of 3 dimensions", "mipmapped array")
-    assert {rows[name] for name in (*memory, *arrays)} == {"8"}
-    launches = ("kernels a second", "by cuLaunchKernelEx", "cooperative", "of a graph")
-    assert {rows[name] for name in launches} == {About((300.0,))}
-    terms = (NotKept.BYPASS, NotKept.COPIES, NotKept.MUSL, NotKept.OTHER_APIS)
-    assert ISOLATIONS["gpushare"].keeps.not_kept == terms
-
-
-@pytest.mark.parametrize("isolation", ["gpushare", "gpushare+driver"])
-def test_what_reaches_the_gpu_past_a_library_is_said_with_the_cure(isolation: str) -> None:
-    """Static programs, Vulkan, OpenGL, NVENC: a library sees the calls of the CUDA driver alone. The driver limits their
-    memory; nobody limits their compute, so the terms stay next to its limit."""
-    found = ISOLATIONS[isolation].keeps
-    for term, what in ((NotKept.MUSL, "statically linked"), (NotKept.OTHER_APIS, "Vulkan, OpenGL, NVENC")):
-        assert term in found.not_kept
-        assert what in NOT_KEPT_TEXTS[term] and "`driver` limits their memory" in NOT_KEPT_TEXTS[term]
-
-
-def _edit(_: IsolationRequest) -> ContainerEdits:
-    return ContainerEdits()
-
-
-def test_an_isolation_says_what_it_keeps() -> None:
-    """None can be made without: there is no table elsewhere that it could be missing in."""
-    with pytest.raises(TypeError, match="keeps"):
-        Isolation(name="none", edit=_edit)  # type: ignore[call-arg]
 
 
 _TERMS = {

@@ -8,50 +8,32 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.agent.isolation import GpuShare, IsolationConfig
 from gpushare_agent.agent.isolation.mps.edits import edit_mps
 from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.core.settings.sections import MpsSettings
-from tests.support_core import container, inventory, isolation_config
+from tests.isolation.support_requests import GPUS, MPS, request
+from tests.support_core import isolation_config
 
-GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)
-PIPE = Path("/root/nvidia-mps")
-MPS = MpsSettings(pipe_directory=PIPE, shm_directory=Path("/dev/shm"))
 MOUNTS = (
     ContainerMount(host_path="/root/nvidia-mps", container_path="/root/nvidia-mps", read_only=False),
     ContainerMount(host_path="/dev/shm", container_path="/dev/shm", read_only=False),
 )
 
 
-def request(mps: MpsSettings = MPS, **changes: Any) -> IsolationRequest:
-    """30 cores and a quarter of GPU 1's memory, unless changed."""
-    share: dict[str, Any] = {"gpus": GPUS[1:2], "cores": 30, "memory_mib": 6144, "is_whole": False}
-    for name in list(share.keys() & changes.keys()):
-        share[name] = changes.pop(name)
-    changes = {"pod_memory_mib": 8192} | changes
-    return IsolationRequest(
-        shares=tuple(
-            GpuShare(gpu=gpu, cores=share["cores"], memory_mib=share["memory_mib"], is_whole=share["is_whole"])
-            for gpu in share["gpus"]
-        ),
-        pod_uid=PodUid("c41939ed-8d17-46fa-bb5c-60c9e6632b81"),
-        container=container(cores=30, blocks=24),
-        config=isolation_config(mps=mps),
-        **changes,
-    )
-
-
-def env_of(**changes: Any) -> dict[str, str]:
-    found = edit_mps(request(**changes))
+def env_of(cores: int = 30, memory_mib: int = 6144, **changes: Any) -> dict[str, str]:
+    found = edit_mps(request(cores, memory_mib, **changes))
     assert isinstance(found, ContainerEdits)
     return dict(found.env)
 
 
+def with_settings(**changes: object) -> IsolationConfig:
+    return isolation_config(mps=MPS.model_copy(update=changes))
+
+
 def test_a_share_gets_its_own_limits_the_way_to_the_daemon_and_gpushares_variables() -> None:
     """Cores are the percentage, the memory is of ordinal 0, for it sees one GPU; the pipe is at the host's path."""
-    assert edit_mps(request()) == ContainerEdits(
+    assert edit_mps(request(gpus=GPUS[1:2], pod_memory_mib=8192)) == ContainerEdits(
         env=(
             ("ALIYUN_COM_GPU_MEM_CONTAINER", "6"),
             ("ALIYUN_COM_GPU_MEM_DEV", "24"),
@@ -90,13 +72,12 @@ def test_gpushares_variables_count_in_the_nodes_unit_and_at_least_one() -> None:
 
 def test_whole_gpus_get_nothing() -> None:
     """Their processes reach the GPU without the daemon, and so also while it is down."""
-    assert edit_mps(request(cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
+    assert edit_mps(request(200, 0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
 
 
 def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> None:
     """There only the MPS server may hold a GPU."""
-    mps = MPS.model_copy(update={"exclusive_process": True})
-    found = edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2]))
+    found = edit_mps(request(200, 0, is_whole=True, gpus=GPUS[:2], config=with_settings(exclusive_process=True)))
     env = (("CUDA_MPS_PIPE_DIRECTORY", "/root/nvidia-mps"), ("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1"))
     assert found == ContainerEdits(env=env, mounts=MOUNTS)
 
@@ -104,7 +85,7 @@ def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> 
 def test_shares_of_several_gpus_have_a_limit_each_and_the_least_percentage() -> None:
     """By a claim: MPS has one percentage for all GPUs of a process."""
     shares = (GpuShare(gpu=GPUS[0], cores=40, memory_mib=2048), GpuShare(gpu=GPUS[1], cores=25, memory_mib=6144))
-    found = edit_mps(replace(request(), shares=shares))
+    found = edit_mps(request(shares=shares))
     assert isinstance(found, ContainerEdits)
     assert dict(found.env) == {
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
@@ -119,13 +100,13 @@ def test_shares_of_several_gpus_have_a_limit_each_and_the_least_percentage() -> 
     [
         ({"memory_mib": 0}, "asks for no memory"),
         ({"cores": 0, "memory_mib": 0}, "asks for no memory"),
-        ({"memory_mib": 24577}, "24577 MiB, and GPU 1 has 24576 MiB"),
+        ({"memory_mib": 24577}, "24577 MiB, and GPU 0 has 24576 MiB"),
         ({"gpus": (replace(GPUS[0], memory_mib=0),)}, "GPU 0 has 0 MiB"),
         ({"gpus": ()}, "names no GPU"),
         ({"cores": -1}, "-1 cores"),
         ({"cores": 101}, "101 cores"),
-        ({"mps": MPS.model_copy(update={"pipe_directory": Path("nvidia-mps")})}, "absolute"),
-        ({"mps": MPS.model_copy(update={"shm_directory": Path("shm")})}, "absolute"),
+        ({"config": with_settings(pipe_directory=Path("nvidia-mps"))}, "absolute"),
+        ({"config": with_settings(shm_directory=Path("shm"))}, "absolute"),
     ],
 )
 def test_what_mps_cannot_keep_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -10,13 +10,12 @@ import os
 import socket
 import struct
 from collections import Counter
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
 
 import pytest
-from grpclib import GRPCError
-from grpclib.client import Channel
+from grpclib import Status
 from h2.events import PingAckReceived
 
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -24,17 +23,16 @@ from gpushare_agent.agent.isolation.vdevice.server import HANDLING_COST_S, METHO
 from gpushare_agent.core.kit.bounded_grpc import ServerLimits, SharedBudget
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.core.wire.vcuda import VcudaServiceStub, VDeviceRequest
+from gpushare_agent.core.wire.vcuda import VDeviceRequest
 from tests.agent.support_agent import poll_until
-from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD, FakeNode, register
+from tests.isolation.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD, FakeNode, refusal_of, register
 from tests.isolation.support_vdevice_raw import (
-    DEADLINE_S,
     ENDLESS,
     NEVER,
     OPENING,
     REQUEST,
     canned_calls,
-    connect_many,
+    connected,
     flood,
     half_a_call,
     node_with,
@@ -59,41 +57,54 @@ async def fill(client: RawClient, content: bytes, up_to: int) -> int:
     return written
 
 
+DENIED, INVALID, EXHAUSTED = Status.PERMISSION_DENIED, Status.INVALID_ARGUMENT, Status.RESOURCE_EXHAUSTED
+TOO_LONG = "is over the limit of 4096 bytes"
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "status", "says"),
     [
-        {"pod_uid": OTHER_POD, "container_name": "cuda"},
-        {"pod_uid": POD, "container_name": "neighbour"},
-        {"pod_uid": POD, "container_name": f"/k8s_cuda_pod_default_{OTHER_POD}_0"},
-        {"pod_uid": POD, "container_id": OTHER_ID},
-        {"pod_uid": OTHER_POD, "container_id": OTHER_ID},
-        {"pod_uid": POD, "container_name": "../../" + OTHER_POD + "/cuda"},
-        {"pod_uid": f"../{OTHER_POD}", "container_name": "cuda"},
-        {"pod_uid": POD + "\0", "container_name": "cuda"},
-        {"pod_uid": POD, "container_name": "cuda\0/../.."},
-        {"pod_uid": POD, "container_id": "../" * 21 + "a"},
-        {"pod_uid": POD, "container_id": "/" + "a" * 63},
-        {"pod_uid": "a" * 2**20, "container_name": "cuda"},
-        {"pod_uid": POD, "container_name": "a" * 2**20},
-        {"pod_uid": POD, "container_id": "a" * 2**20},
-        {"pod_uid": POD, "container_name": "cuda", "bus_id": "../" * 1000},
+        ({"pod_uid": OTHER_POD, "name": "cuda"}, DENIED, f"the message names pod {OTHER_POD}, but"),
+        ({"name": "other"}, DENIED, "the message names container 'other', but"),
+        ({"name": f"/k8s_cuda_p_n_{OTHER_POD}_0"}, DENIED, f"the message names pod {OTHER_POD}, but"),
+        ({"name": "/k8s_x_p_n_" + POD}, DENIED, "names container 'x'"),
+        ({"container_id": OTHER_ID}, DENIED, f"the message names container {OTHER_ID}"),
+        ({"pod_uid": OTHER_POD, "container_id": OTHER_ID}, DENIED, f"the message names pod {OTHER_POD}, but"),
+        ({}, INVALID, "neither container_name nor container_id is set"),
+        ({"pod_uid": "", "name": "cuda"}, INVALID, "pod_uid '' (0 characters) is no pod UID"),
+        ({"pod_uid": "../../etc", "name": "cuda"}, INVALID, "is no pod UID"),
+        ({"pod_uid": f"../{OTHER_POD}", "name": "cuda"}, INVALID, "is no pod UID"),
+        ({"pod_uid": POD + "\0", "name": "cuda"}, INVALID, "is no pod UID"),
+        ({"name": "../cuda"}, INVALID, "container_name '../cuda' (7 characters)"),
+        ({"name": "../../" + OTHER_POD + "/cuda"}, INVALID, "container_name '../../"),
+        ({"name": "cuda\0/../.."}, INVALID, r"container_name 'cuda\x00/../..'"),
+        ({"name": "x" * 64}, INVALID, "(64 characters)"),
+        ({"container_id": "../" * 21 + "a"}, INVALID, "container_id '../../"),
+        ({"container_id": "/" + "a" * 63}, INVALID, "is not 64 hexadecimal digits"),
+        ({"container_id": ID.upper()}, INVALID, "is not 64 hexadecimal digits"),
+        ({"name": "cuda", "bus_id": "0" * 16}, INVALID, "is no PCI bus ID"),
+        ({"name": "cuda", "bus_id": "../" * 1000}, INVALID, "is no PCI bus ID"),
+        ({"pod_uid": "a" * 2**20, "name": "cuda"}, EXHAUSTED, TOO_LONG),
+        ({"name": "a" * 2**20}, EXHAUSTED, TOO_LONG),
+        ({"container_id": "a" * 2**20}, EXHAUSTED, TOO_LONG),
     ],
 )
-async def test_no_message_writes_anything_but_the_callers_own_files(short_dir: Path, fields: dict[str, str]) -> None:
-    """Another container's names, paths, NUL and 1 MiB are refused; nothing around the root changes, nothing is asked for."""
+async def test_no_message_writes_anything_but_the_callers_own_files(
+    short_dir: Path, fields: dict[str, str], status: Status, says: str
+) -> None:
+    """A disagreement is PERMISSION_DENIED, what is no name INVALID_ARGUMENT, 1 MiB RESOURCE_EXHAUSTED; nothing around the
+    root changes, nothing is refreshed."""
     async with node_with(short_dir) as node:
         before = node.tree()
-        async with Channel(path=str(node.socket)) as channel:
-            with pytest.raises(GRPCError):
-                await VcudaServiceStub(channel).register_v_device(VDeviceRequest(**fields), timeout=DEADLINE_S)
-            assert (node.outside.refreshed, node.tree()) == ([], before)
-            await VcudaServiceStub(channel).register_v_device(
-                VDeviceRequest(pod_uid=POD, container_id=ID), timeout=DEADLINE_S
-            )
-        own = str(node.files.path(KEY))
+        found, text = await refusal_of(node.socket, **fields)
+        assert (found, says in text, node.outside.codes) == (status, True, [status.name])
+        assert (
+            found is not DENIED or f"this socket belongs to container cuda of pod {POD}: nothing is registered" in text
+        )
+        assert (node.outside.refreshed, node.tree()) == ([], before)
+        await register(node.socket, container_id=ID)
         changed = dict(node.tree().items() ^ before.items())
-        assert changed
-        assert all(path.startswith(f"{own}/") for path in changed)
+        assert changed and all(path.startswith(f"{node.files.path(KEY)}/") for path in changed)
         await node.neighbour_is_served()
     assert node.outside.refreshed == [(KEY, ID)]
 
@@ -258,8 +269,7 @@ async def test_after_a_loop_of_connections_the_container_is_served_again(short_d
     limits = VDeviceLimits(server=ServerLimits(busy_share=0.5, busy_burst_s=0.01))
     async with node_with(short_dir, limits) as node:
         await churn(node.socket, b"", 1000)
-        (opened,) = await asyncio.to_thread(connect_many, node.socket, 1, OPENING + canned_calls(range(1)))
-        with opened:
+        async with connected(node.socket, 1, OPENING + canned_calls(range(1))):
             while not node.outside.codes:
                 await asyncio.sleep(0.01)  # the server has no event for the end of a call
     assert node.outside.codes == ["OK"]
@@ -364,36 +374,27 @@ async def test_a_stopped_server_has_let_go_of_hostile_connections(short_dir: Pat
 async def test_the_sockets_of_one_pod_and_of_many_leave_others_connections(short_dir: Path) -> None:
     """A pod of 20 containers gets a sixteenth of the open files, all pods a quarter; every other one still registers."""
     shared = SharedBudget(clock=asyncio.get_running_loop().time, open_files=256)
-    files, outside = VDeviceFiles(short_dir), FakeNode()
+    files = VDeviceFiles(short_dir)
+    outside = FakeNode(files=files)
     crowd = [ContainerKey(PodUid(f"{number:08x}{POD[8:]}"), "cuda") for number in range(8)]
     keys = [*(ContainerKey(POD, f"c{number}") for number in range(20)), *crowd, OTHER]
-    servers = []
-    for key in keys:
-        files.prepare(key)
-        outside.files = files
-        servers.append(VDeviceServer(key, outside, shared=shared))
-        await servers[-1].start()
-    opened: list[socket.socket] = []
-
-    def connect(key: ContainerKey) -> None:
-        opened.extend(connect_many(files.path(key) / "vcuda.sock", 16, OPENING))
-
-    try:
-        for key in keys[:20]:
-            await asyncio.to_thread(connect, key)
-        await poll_until(lambda: sum(server.connections for server in servers) == 16, "a sixteenth of the open files")
-        for key in crowd:
-            await asyncio.to_thread(connect, key)
-        await poll_until(lambda: sum(server.connections for server in servers) >= 64, "a quarter of them")
-        await register(files.path(OTHER) / "vcuda.sock", pod_uid=OTHER.pod_uid, name=OTHER.container)
-        assert sum(server.connections for server in servers) <= 64 + 4 * len(crowd)
-        for sock in opened:
-            sock.close()
+    servers = [VDeviceServer(key, outside, shared=shared) for key in keys]
+    async with AsyncExitStack() as started:
+        for server in servers:
+            files.prepare(server.key)
+            await server.start()
+            started.push_async_callback(server.stop)
+        async with AsyncExitStack() as stack:
+            for key in keys[:20]:
+                await stack.enter_async_context(connected(files.path(key) / "vcuda.sock", 16, OPENING))
+            await poll_until(
+                lambda: sum(server.connections for server in servers) == 16, "a sixteenth of the open files"
+            )
+            for key in crowd:
+                await stack.enter_async_context(connected(files.path(key) / "vcuda.sock", 16, OPENING))
+            await poll_until(lambda: sum(server.connections for server in servers) >= 64, "a quarter of them")
+            await register(files.path(OTHER) / "vcuda.sock", pod_uid=OTHER.pod_uid, name=OTHER.container)
+            assert sum(server.connections for server in servers) <= 64 + 4 * len(crowd)
         await poll_until(lambda: not any(server.connections for server in servers), "their end")
         await register(files.path(keys[0]) / "vcuda.sock", name=keys[0].container)
-    finally:
-        for sock in opened:
-            sock.close()
-        for server in servers:
-            await server.stop()
     assert shared.admits(POD) and not shared._open

@@ -217,9 +217,7 @@ def test_the_tree_has_the_documented_modes_under_any_umask(files: VDeviceFiles) 
     """Directories 0755, a pod's 0700, files 0644, socket 0666, with the strictest umask too; nothing else is left."""
     before = os.umask(0o077)
     try:
-        files.prepare(KEY)
-        files.write(KEY, config=share_config())
-        files.write(KEY, pids=[1, 2])
+        files.prepare(KEY, pids=[1, 2], config=share_config())
         files.copy_for_id(KEY, ID)
         sock, _ = files.bind_socket(KEY)
         sock.close()
@@ -257,8 +255,7 @@ def test_a_file_that_is_right_is_left_alone(files: VDeviceFiles) -> None:
 
 def test_a_reader_that_has_the_old_file_open_keeps_it_whole(files: VDeviceFiles) -> None:
     """Replacing is a rename: an open file never changes under its reader."""
-    files.prepare(KEY)
-    files.write(KEY, pids=[1, 2, 3])
+    files.prepare(KEY, pids=[1, 2, 3])
     with (files.path(KEY) / "pids.config").open("rb") as old:
         files.write(KEY, pids=range(1, 500))
         assert decode_pids(old.read()) == (1, 2, 3)
@@ -282,9 +279,7 @@ def test_readers_see_whole_files_while_writers_race(files: VDeviceFiles) -> None
 
 def test_the_copies_for_an_id_are_kept_up_and_replaced_by_the_next_id(files: VDeviceFiles) -> None:
     """Later writes reach `<container id>/`; a restarted container's new ID takes the place of the old one."""
-    files.prepare(KEY)
-    files.write(KEY, config=share_config())
-    files.write(KEY, pids=[1])
+    files.prepare(KEY, pids=[1], config=share_config())
     files.copy_for_id(KEY, ID)
     files.write(KEY, pids=[1, 2])
     files.write(KEY, config=share_config(limit=50))
@@ -298,9 +293,7 @@ def test_the_copies_for_an_id_are_kept_up_and_replaced_by_the_next_id(files: VDe
 
 def test_what_a_killed_writer_left_is_cleared(files: VDeviceFiles) -> None:
     """Half-written files under their first names go when the container is prepared again, in its copy by ID too."""
-    files.prepare(KEY)
-    files.write(KEY, pids=[1])
-    files.write(KEY, config=share_config())
+    files.prepare(KEY, pids=[1], config=share_config())
     files.copy_for_id(KEY, ID)
     own = files.path(KEY)
     for directory in (own, own / ID):
@@ -359,9 +352,7 @@ def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(
     else:
         place.symlink_to(outside if planted == "link" else short_dir / "nowhere")
     with structlog.testing.capture_logs() as logs:
-        files.prepare(KEY)
-        files.write(KEY, pids=[1])
-        files.write(KEY, config=share_config())
+        files.prepare(KEY, pids=[1], config=share_config())
         files.copy_for_id(KEY, ID)
     assert place.is_dir()
     assert not place.is_symlink()
@@ -455,9 +446,7 @@ def test_names_that_are_no_names_never_reach_the_file_system(files: VDeviceFiles
 @pytest.mark.parametrize("container_id", ["..", "../" + "a" * 61, "A" * 64, "a" * 63, "", "a" * 65])
 def test_only_64_hexadecimal_digits_name_a_copy(files: VDeviceFiles, container_id: str) -> None:
     """Anything else is Rejected and makes nothing."""
-    files.prepare(KEY)
-    files.write(KEY, config=share_config())
-    files.write(KEY, pids=[])
+    files.prepare(KEY, pids=[], config=share_config())
     with pytest.raises(Rejected):
         files.copy_for_id(KEY, container_id)
     assert sorted(p.name for p in files.path(KEY).iterdir()) == ["pids.config", "vcuda.config"]
@@ -469,8 +458,7 @@ def test_removing_a_pod_removes_links_but_not_what_they_lead_to(files: VDeviceFi
     outside.mkdir()
     (outside / "precious").write_text("kept")
     for key in (KEY, OTHER):
-        files.prepare(key)
-        files.write(key, pids=[1])
+        files.prepare(key, pids=[1])
     (files.path(KEY) / ID).symlink_to(outside)
     (files.root / POD / "other-link").symlink_to(outside / "precious")
     assert files.remove_pod(POD)
@@ -539,8 +527,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_file_and_nothing_else(
     files: VDeviceFiles, file_size_limit: int
 ) -> None:
     """Unavailable names the file and the cure; the half-written one is gone."""
-    files.prepare(KEY)
-    files.write(KEY, pids=[1])
+    files.prepare(KEY, pids=[1])
     config = files.path(KEY) / "vcuda.config"
     config.write_bytes(b"old")
     with pytest.raises(Unavailable, match=rf"writing {config.parent} failed: .*free space"):

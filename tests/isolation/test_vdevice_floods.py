@@ -26,7 +26,7 @@ from tests.isolation.support_vdevice_raw import (
     OPENING,
     Node,
     canned_calls,
-    connect_many,
+    connected,
     flood,
     half_a_call,
     node_with,
@@ -95,16 +95,12 @@ async def test_10000_registrations_in_one_second_meet_the_default_bounds(short_d
     async with node_with(short_dir) as node, neighbour_served_all_the_time(node):
         started = monotonic()
         content = OPENING + canned_calls(range(CALLS_AT_ONCE))
-        opened = await asyncio.to_thread(connect_many, node.socket, REGISTRATIONS // CALLS_AT_ONCE, content)
-        try:
+        async with connected(node.socket, REGISTRATIONS // CALLS_AT_ONCE, content) as opened:
             assert len(opened) * CALLS_AT_ONCE == REGISTRATIONS
             assert node.attacked.connections <= 64
             assert resident_mib() - before < GROWTH_MIB
             while node.outside.codes.count("OK") < 20:
                 await asyncio.sleep(0.01)
-        finally:
-            for sock in opened:
-                sock.close()
         await node.wait_empty()
         codes = Counter(node.outside.codes)
         assert codes["OK"] <= allowed_calls(monotonic() - started)
@@ -122,17 +118,13 @@ async def test_calls_that_are_begun_and_reset_take_a_bounded_share_of_the_proces
     content = client.data_to_send()
     async with node_with(short_dir) as node, neighbour_served_all_the_time(node):
         started = monotonic()
-        opened = await asyncio.to_thread(connect_many, node.socket, 64, content)
-        try:
+        async with connected(node.socket, 64, content):
             for _ in range(20):
                 await node.neighbour_is_served()
             server = node.attacked._server
             assert server is not None
             begun = sum(connection.handler.accepted for connection in server.open)
             spent_s = monotonic() - started
-        finally:
-            for sock in opened:
-                sock.close()
         await node.wait_empty()
     limits = ServerLimits()
     per_reading = 8 * 2  # and one reading of each connection may be under way before any is charged
@@ -157,15 +149,11 @@ async def test_of_1000_connections_the_allowed_ones_stay_until_they_are_idle_too
     limits = VDeviceLimits(server=ServerLimits(idle_s=0.5, busy_burst_s=ENDLESS))
     before = resident_mib()
     async with node_with(short_dir, limits) as node, neighbour_served_all_the_time(node):
-        opened = await asyncio.to_thread(connect_many, node.socket, CONNECTIONS, content)
-        try:
+        async with connected(node.socket, CONNECTIONS, content) as opened:
             assert len(opened) == CONNECTIONS
             assert node.attacked.connections <= 64
             assert resident_mib() - before < GROWTH_MIB
             greeted = await asyncio.to_thread(lambda: [sock for sock in opened if read_to_end(sock)])
             assert greeted
             await node.wait_empty()
-        finally:
-            for sock in opened:
-                sock.close()
         await wait_served_again(node)

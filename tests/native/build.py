@@ -49,6 +49,7 @@ _SOURCES = {
     "HAMI_CORE_TESTS_SOURCE": "tests-of-HAMi-core-*.tar.*",
 }
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
+_FOREIGN_LIBRARY = ("-O2", "-g", "-w", "-D_GNU_SOURCE", "-shared", "-fPIC", "-static-libgcc")
 _VCUDA_FILES = ("hijack_call.c", "cuda_originals.c", "nvml_entry.c", "loader.c", "register.c")
 _HAMI_CORE_CONFIG = """\
 /* What HAMi-core's CMake writes from its build.sh. */
@@ -174,18 +175,7 @@ def build_vcuda(output: Path) -> Path:
         header = output.parent / "vdpau" / "vdpau.h"
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(_VDPAU, encoding="utf-8")
-        flags = [
-            "-O2",
-            "-g",
-            "-w",
-            "-D_GNU_SOURCE",
-            "-shared",
-            "-fPIC",
-            f"-I{source}",
-            f"-I{output.parent}",
-            "-static-libgcc",
-            f"-fmacro-prefix-map={source}/=",
-        ]
+        flags = [*_FOREIGN_LIBRARY, f"-I{source}", f"-I{output.parent}", f"-fmacro-prefix-map={source}/="]
         files = [str(source / "src" / name) for name in _VCUDA_FILES]
         run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])
         shutil.rmtree(header.parent)
@@ -201,36 +191,15 @@ def build_vgpu_manager(output: Path) -> Path:
         if not files:
             raise CannotBuildError(f"{source} has no library/src/*.c: it is not vgpu-manager's source")
         script = library / "deploy" / "libvgpu-control.exports.ld"
-        flags = [
-            "-O2",
-            "-g",
-            "-w",
-            "-D_GNU_SOURCE",
-            "-shared",
-            "-fPIC",
-            "-static-libgcc",
-            "-fno-semantic-interposition",
-        ]
-        flags += [f"-I{library}", f"-Wl,--version-script={script}"]
+        flags = [*_FOREIGN_LIBRARY, "-fno-semantic-interposition", f"-I{library}", f"-Wl,--version-script={script}"]
         run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])
     return output
 
 
 def build_program(output: Path, source: Path, flags: Sequence[str] = ()) -> Path:
     """One C file against NVIDIA's headers. Raises CannotBuildError."""
-    command = [
-        _compiler(),
-        *_WARNINGS,
-        "-O1",
-        "-g",
-        "-pthread",
-        f"-I{cuda_include()}",
-        "-o",
-        str(output),
-        str(source),
-        *flags,
-    ]
-    run(command)
+    own = [*_WARNINGS, "-O1", "-g", "-pthread", f"-I{cuda_include()}", "-o", str(output), str(source)]
+    run([_compiler(), *own, *flags])
     return output
 
 

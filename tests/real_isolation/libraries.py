@@ -7,7 +7,6 @@ names it. Processes have the host's PIDs, which is what every one of the librari
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -23,10 +22,8 @@ from gpushare_agent.agent.isolation.gpushare.format import encode_config as enco
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
 from native.build_gpushare import build_gpushare
 from tests.native.build import (
-    NATIVE,
     CannotBuildError,
     build_fake_driver,
-    build_program,
     build_vcuda,
     build_vgpu,
     build_vgpu_manager,
@@ -34,12 +31,12 @@ from tests.native.build import (
     install_driver,
     proc_version,
 )
+from tests.native.gpu_program import DEADLINE_S, Ended, build_gpu_program, end_of
 
 VERSION = "580.95.05"
 UUIDS = [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(2)]
 POD, CONTAINER = "11111111-2222-3333-4444-555555555555", "main"
 MIB = 1 << 20
-DEADLINE_S = 60.0
 
 _ENTER = r"""
 set -e
@@ -187,10 +184,7 @@ def build_libraries(directory: Path) -> BuiltLibraries:
     (directory / "proc/nvidia").mkdir(parents=True)
     (directory / "proc/nvidia/version").write_text(proc_version("proprietary", VERSION))
     (directory / "libraries").mkdir()
-    source = NATIVE / "gpu_program.c"
-    linked = ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"]
-    build_program(directory / "gpu_program", source, ["-ldl"])
-    build_program(directory / "gpu_program_linked", source, linked)
+    build_gpu_program(directory, driver)
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # each build is a compiler's process
         for library, reason in zip(LIBRARIES, threads.map(partial(_build, directory), LIBRARIES), strict=True):
             if reason:
@@ -230,18 +224,6 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """`code` is None where it had to be killed after `DEADLINE_S`."""
-
-    steps: list[dict[str, Any]]
-    code: int | None
-    error: str
-
-    def step(self, action: str) -> dict[str, Any]:
-        return next((step for step in reversed(self.steps) if step["action"] == action), {})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryContainer:
     """`is_bare`: without the library."""
 
@@ -278,16 +260,4 @@ class LibraryContainer:
         )
 
     def run(self, *actions: str, deadline_s: float = DEADLINE_S, **how: Any) -> Ended:
-        return finish(self.start(*actions, **how), deadline_s)
-
-
-def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ended:
-    try:
-        output, error = process.communicate(timeout=deadline_s)
-        code: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, error = process.communicate()
-        code = None
-    steps = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return Ended(steps=steps, code=code, error=error)
+        return end_of(self.start(*actions, **how), deadline_s)

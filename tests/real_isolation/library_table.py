@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.real_isolation.libraries import Ended, LibraryContainer, finish
+from tests.native.gpu_program import Ended, end_of
+from tests.real_isolation.libraries import LibraryContainer
 
 BLOCK_MIB, SHARE_BLOCKS, ASKED, CORES = 256, 10, 20, 30
 CONTEXT_MIB = 300
@@ -97,7 +98,7 @@ print('{{"action": "alloc", "blocks": %d, "short_pointers": 0}}' % blocks)
 
 
 def _by_ctypes(container_of: ContainerOf) -> str:
-    return blocks_of(finish(container_of().start_command(["/usr/bin/python3", "-c", _CTYPES])))
+    return blocks_of(end_of(container_of().start_command(["/usr/bin/python3", "-c", _CTYPES])))
 
 
 def _after_kill(container_of: ContainerOf) -> str:
@@ -109,8 +110,7 @@ def _after_kill(container_of: ContainerOf) -> str:
 def _after_fork(container_of: ContainerOf) -> str:
     """What the child gets, whose parent has three blocks."""
     ended = container_of().run(f"alloc:alloc:{BLOCK_MIB}:3", "fork", TAKE, deadline_s=20)
-    counts = [step["blocks"] for step in ended.steps if step["action"] == "alloc"]
-    if len(counts) < 2:
+    if len(counts := ended.blocks()) < 2:
         return failure_of(ended)
     return f"{counts[1]}{', then hangs' if ended.code is None else ''}"
 
@@ -149,7 +149,7 @@ def _launches(kind: str, **how: Any) -> Callable[[ContainerOf], str]:
 
 def _two(container_of: ContainerOf) -> str:
     programs = [container_of(cores=cores).start("launch:kernel:2", "launch:kernel:6") for cores in (30, 60)]
-    return _rates([finish(program) for program in programs])
+    return _rates([end_of(program) for program in programs])
 
 
 def _missed(container_of: ContainerOf) -> str:

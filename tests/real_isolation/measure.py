@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 
+from tests.native.gpu_program import DEADLINE_S, Ended
 from tests.real_isolation.checks import (
     ASKED_BLOCKS,
     BLOCK_MIB,
@@ -16,7 +18,7 @@ from tests.real_isolation.checks import (
     Check,
     Verdict,
 )
-from tests.real_isolation.support_isolation import CONTEXT_MIB, DEADLINE_S, IsolationNode, Outcome, Program
+from tests.real_isolation.support_isolation import CONTEXT_MIB, IsolationNode, Program
 
 LAUNCH_S = 8
 """HAMi-core's throttle swings from second to second; over a few it is what it is."""
@@ -38,21 +40,17 @@ MEASURED = pytest.StashKey[dict[tuple[str, str], Measured]]()
 def measure(node: IsolationNode, check: Check) -> Measured:
     """In pods of its own, which are deleted behind it."""
     pods = {"first": SHARE_CORES} | ({"second": check.neighbour_cores} if check.neighbour_cores else {})
-    programs: list[Program] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(node.delete_all)
         for name, cores in pods.items():
             node.apply(name, cores=cores, blocks=SHARE_BLOCKS)
-        programs += [_start(node, name, check) for name in pods]
+        programs = [stack.enter_context(_start(node, name, check)) for name in pods]
         is_waiting = [program.wait_for("wait") for program in programs]  # all of them have their contexts
         if check.after_restart and all(is_waiting):
             node.kill_agent()
         for program in programs:
             program.go_on()
         outcomes = [program.outcome(LAUNCH_S + DEADLINE_S) for program in programs]
-    finally:
-        for program in programs:
-            node.end(program)
-        node.delete_all()
     return judge(check, outcomes)
 
 
@@ -62,7 +60,7 @@ def _start(node: IsolationNode, pod: str, check: Check) -> Program:
     return node.start(pod, "wait", action, "free", way=check.way, version=check.version or 12080, uid=check.uid)
 
 
-def judge(check: Check, outcomes: list[Outcome]) -> Measured:
+def judge(check: Check, outcomes: list[Ended]) -> Measured:
     """Of several programs the worst one's memory counts, and the first one's share of the GPU."""
     error = "\n".join(f"exit code {outcome.code}: {outcome.error[-2000:]}" for outcome in outcomes)
     action = "alloc" if check.memory else "launch"

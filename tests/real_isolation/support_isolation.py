@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,15 @@ from tests.native.build import (
     CannotBuildError,
     build_fake_driver,
     build_gpu_client,
-    build_program,
     build_vcuda,
     cuda_include,
     install_driver,
     proc_version,
 )
 from tests.native.fake_driver.host_view import HostView
+from tests.native.gpu_program import DEADLINE_S, Ended, build_gpu_program, steps_in
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
-"""For anything that a loaded machine may take long for; a program's own time comes on top."""
 GPU_MEMORY_MIB, CONTEXT_MIB = 24576, 300
 WAYS = ("link", "dlsym", "cuGetProcAddress", "cuGetProcAddress_v2")
 _MODULES = {
@@ -106,12 +104,7 @@ def build_all(directory: Path) -> Built:
         }
         driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
         programs.mkdir()
-        source = NATIVE / "gpu_program.c"
-        build_program(programs / "gpu_program", source, ["-ldl"])
-        # Every symbol is a weak one, so the linker must not leave the library out.
-        build_program(
-            programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"]
-        )
+        build_gpu_program(programs, driver)
         return Built(driver=driver, programs=programs, **{name: built.result() for name, built in libraries.items()})
 
 
@@ -127,21 +120,9 @@ def _or_reason(build: Callable[[Path], Path], output: Path) -> Path | str:
         return str(error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a program wrote: its steps, its exit code, and standard error."""
-
-    steps: list[dict[str, Any]]
-    code: int
-    error: str
-
-    def step(self, action: str) -> dict[str, Any]:
-        """The last one of that name; empty where the program did not come so far."""
-        return next((step for step in reversed(self.steps) if step["action"] == action), {})
-
-
 class Program:
-    """One that runs in a container. It writes into files, so that it never waits for who reads."""
+    """One that runs in a container, and ends with the `with` block. It writes into files, so that it never waits for who
+    reads."""
 
     def __init__(self, command: Sequence[str], directory: Path) -> None:
         self._output, self._error = directory / "output", directory / "error"
@@ -151,6 +132,18 @@ class Program:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=error, text=True, env=_environment()
             )
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As a runtime kills a container: the end of its PID 1 is the end of all its processes."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEADLINE_S)
+        self._process.kill()
+        self._process.communicate()
 
     @property
     def error(self) -> str:
@@ -178,7 +171,7 @@ class Program:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
 
-    def outcome(self, timeout_s: float = DEADLINE_S) -> Outcome:
+    def outcome(self, timeout_s: float = DEADLINE_S) -> Ended:
         """Waits for its end. AssertionError at the timeout."""
         try:
             self._process.wait(timeout_s)
@@ -186,29 +179,18 @@ class Program:
             self._read()
             raise AssertionError(f"the program did not end; {self._steps}") from None
         self._read()
-        return Outcome(steps=list(self._steps), code=self._process.returncode, error=self.error)
+        return Ended(steps=list(self._steps), code=self._process.returncode, error=self.error)
 
     def _read(self) -> None:
-        text = self._output.read_text(errors="replace")
-        self._steps = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.startswith("{")]
-
-    def end(self) -> None:
-        """As a runtime kills a container: the end of its PID 1 is the end of all its processes."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(DEADLINE_S)
-        self._process.kill()
-        self._process.communicate()
+        self._steps = steps_in(self._output.read_text(errors="replace"))
 
 
 @dataclass(slots=True, kw_only=True)
 class IsolationNode:
-    """A running node, and the programs that run in its containers."""
+    """A running node."""
 
     built: Built
     directory: Path
-    programs: list[Program] = field(default_factory=list)
 
     @property
     def state(self) -> Path:
@@ -341,10 +323,7 @@ class IsolationNode:
             "libraries": str(self.directory / "driver"),
         }
         words = [sys.executable, str(NATIVE / "enter_container.py"), json.dumps(spec), *command]
-        scratch = Path(tempfile.mkdtemp(dir=self.directory / "programs"))
-        program = Program(words, scratch)
-        self.programs.append(program)
-        return program
+        return Program(words, Path(tempfile.mkdtemp(dir=self.directory / "programs")))
 
     def _claimed(self) -> dict[str, list[dict[str, Any]]]:
         """What CDI adds to the containers of the node's only claim."""
@@ -366,17 +345,32 @@ class IsolationNode:
         }
         return {"mounts": list(mounts.values()), "devices": list(nodes.values())}
 
-    def run(self, pod: str, *actions: str, timeout_s: float = DEADLINE_S, **how: Any) -> Outcome:
+    def run(self, pod: str, *actions: str, timeout_s: float = DEADLINE_S, **how: Any) -> Ended:
         """As `start`, to its end."""
-        program = self.start(pod, *actions, **how)
-        try:
+        with self.start(pod, *actions, **how) as program:
             return program.outcome(timeout_s)
-        finally:
-            self.end(program)
 
-    def end(self, program: Program) -> None:
-        program.end()
-        self.programs.remove(program)
+    def start_at_once(self, pod: str, count: int, *words: str, kill: str = "", uid: int = 0) -> Ended:
+        """So many programs; `kill`: the agent too, by SIGKILL, before the starts or among them, when the first has ended."""
+        one = f"/opt/programs/gpu_program {' '.join(words)} > /dev/null"
+        script = f"""
+        echo '{{"action": "wait"}}'
+        read line
+        for i in $(seq {count}); do
+            ({one}; echo '{{"action": "ended", "result": '$?'}}') &
+        done
+        wait
+        """
+        command = ["sh", "-c", script]
+        with self.start_command(pod, command, uid=uid, env={"FAKE_GPU_CONTEXT_MIB": "1"}) as program:
+            assert program.wait_for("wait"), program.error
+            if kill == "before":
+                self.ask("kill-agent")
+            program.go_on()
+            if kill == "among":
+                assert program.wait_for("ended")
+                self.ask("kill-agent")
+            return program.outcome(300)
 
 
 _SANDBOX = (sys.executable, "-P", "-m", "gpushare_agent", "sandbox")
@@ -412,38 +406,21 @@ def open_node(
         finally:
             view.close()
     finally:
-        for program in node.programs:
-            program.end()
         shutil.rmtree(directory)
 
 
 @contextmanager
 def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Iterator[None]:
     directory = node.directory
-    arguments = [
-        "--state-dir",
-        str(node.state),
-        "--port",
-        "0",
-        "--samples",
-        "none",
-        "--driver=nvml",
-        f"--isolation={isolation}",
-    ]
-    arguments += _settings_of(node, isolation)
+    arguments = ["--state-dir", str(node.state), "--port", "0", "--samples", "none", "--driver=nvml"]
+    arguments += [f"--isolation={isolation}", *_settings_of(node, isolation), *flags]
     env = _environment(LD_LIBRARY_PATH=str(directory / "driver"), FAKE_GPU_STATE=str(directory / "gpu" / "state"))
     env["FAKE_GPU_DEVICES"] = "all"  # whatever GPUs this machine has; in the containers those that have a node
     # The agent reads what the kernel module writes into /proc: in a mount namespace of the node that is the fake one's.
-    in_namespace = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount --bind "$0" /proc/driver && exec "$@"',
-        str(directory / "proc"),
-    ]
+    script = 'mount --bind "$0" /proc/driver && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, str(directory / "proc"), *_SANDBOX, *arguments]
     with (directory / "sandbox.log").open("wb") as log:
-        process = subprocess.Popen([*in_namespace, *_SANDBOX, *arguments, *flags], stdout=log, stderr=log, env=env)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
     try:
         node.wait_until(
             lambda: process.poll() is not None or ((node.state / "control.sock").exists() and node.is_ready()),
@@ -452,8 +429,6 @@ def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Itera
         assert process.poll() is None, f"the sandbox ended: {(directory / 'sandbox.log').read_text()}"
         yield
     finally:
-        for program in node.programs:
-            program.end()
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(DEADLINE_S)

@@ -59,12 +59,9 @@ def node(built: Built, request: pytest.FixtureRequest) -> Iterator[IsolationNode
 def blocks_beside(node: IsolationNode, first: tuple[str, str], second: tuple[str, str]) -> tuple[int, int]:
     """What a program takes, and what one in another container does while it has 4 blocks."""
     alone = node.run(first[0], TAKE, container=first[1])
-    holding = node.start(first[0], "alloc:alloc:256:4", "wait", container=first[1])
-    try:
+    with node.start(first[0], "alloc:alloc:256:4", "wait", container=first[1]) as holding:
         assert holding.wait_for("wait"), holding.error
         beside = node.run(second[0], TAKE, container=second[1])
-    finally:
-        node.end(holding)
     assert (alone.code, beside.code) == (0, 0), alone.error + beside.error
     return alone.step("alloc")["blocks"], beside.step("alloc")["blocks"]
 
@@ -90,15 +87,12 @@ def test_two_containers_have_the_claims_compute_together(node: IsolationNode, re
     if request.node.callspec.params["node"] == "driver":
         pytest.skip("the driver limits no compute")
     node.create(*of_template("web", "a", "b"))
-    programs = [node.start("web", "wait", "launch:kernel:8", container=name) for name in ("a", "b")]
-    try:
-        assert [program.wait_for("wait") for program in programs] == [True, True]
-        for program in programs:
-            program.go_on()
-        rates = [program.outcome().step("launch")["rate"] for program in programs]
-    finally:
-        for program in programs:
-            node.end(program)
+    launch = ("web", "wait", "launch:kernel:8")
+    with node.start(*launch, container="a") as first, node.start(*launch, container="b") as second:
+        assert [first.wait_for("wait"), second.wait_for("wait")] == [True, True]
+        first.go_on()
+        second.go_on()
+        rates = [program.outcome().step("launch")["rate"] for program in (first, second)]
     assert sum(rates) < 500
 
 

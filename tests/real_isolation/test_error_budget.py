@@ -11,8 +11,9 @@ from __future__ import annotations
 import pytest
 
 from tests.gpushare.test_compute import CAPS, MOST_MEAN_ERROR, POINTS, SM_COUNTS, Kernel
+from tests.native.gpu_program import finish
 from tests.real_isolation.conftest import BUDGET
-from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, Library, Limits, finish
+from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, Library, Limits
 from tests.real_isolation.library_table import OURS
 
 PUBLISHED = {

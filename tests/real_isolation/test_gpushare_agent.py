@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -20,14 +21,6 @@ pytestmark = pytest.mark.isolation
 
 TAKE = "alloc:alloc:256:20"
 PROGRAMS = 900
-START_THEM = f"""
-echo '{{"action": "wait"}}'
-read line
-for i in $(seq {PROGRAMS}); do
-    (/opt/programs/gpu_program dlsym 12080 alloc:alloc:1:1 > /dev/null; echo '{{"action": "ended", "result": '$?'}}') &
-done
-wait
-"""
 
 
 @pytest.fixture
@@ -37,23 +30,12 @@ def node(node_of: NodeOf) -> Iterator[IsolationNode]:
     node.delete_all()
 
 
-@pytest.mark.parametrize("killed", ["among the starts", "before the starts"])
-def test_of_900_programs_that_start_at_once_none_ends_with_the_agent_killed(node: IsolationNode, killed: str) -> None:
+@pytest.mark.parametrize("kill", ["among", "before"])
+def test_of_900_programs_that_start_at_once_none_ends_with_the_agent_killed(node: IsolationNode, kill: str) -> None:
     """And the share is whole again behind them. Contexts are of a MiB, but each counts as what the GPU has more around its
     creation, the others' too: so the share is nearly a whole GPU."""
     node.apply("burst", cores=30, blocks=90)
-    program = node.start_command("burst", ["sh", "-c", START_THEM], env={"FAKE_GPU_CONTEXT_MIB": "1"})
-    try:
-        assert program.wait_for("wait"), program.error
-        if killed == "before the starts":
-            node.ask("kill-agent")
-        program.go_on()
-        if killed == "among the starts":
-            assert program.wait_for("ended")
-            node.ask("kill-agent")
-        outcome = program.outcome(300)
-    finally:
-        node.end(program)
+    outcome = node.start_at_once("burst", PROGRAMS, "dlsym", "12080", "alloc:alloc:1:1", kill=kill)
     ended = Counter(step["result"] for step in outcome.steps if step["action"] == "ended")
     assert dict(ended) == {0: PROGRAMS}
     node.wait_until(node.is_ready, "the agent")
@@ -72,10 +54,10 @@ def test_programs_go_on_within_their_limits_while_the_agent_is_killed_and_upgrad
     assert not isinstance(library, str)
     before = library.read_bytes()
     node.apply("web", cores=30, blocks=10)
-    program = node.start(
-        "web", "alloc:alloc:256:6", "launch:kernel:3", "wait", "launch:kernel:8", TAKE, "launch:kernel:3", "info"
-    )
-    try:
+    actions = ("alloc:alloc:256:6", "launch:kernel:3", "wait", "launch:kernel:8", TAKE, "launch:kernel:3", "info")
+    with ExitStack() as stack:
+        stack.callback(library.write_bytes, before)
+        program = stack.enter_context(node.start("web", *actions))
         assert program.wait_for("wait"), program.error
         newer = library.with_name("newer.so")
         newer.write_bytes(before + b"newer")
@@ -88,10 +70,7 @@ def test_programs_go_on_within_their_limits_while_the_agent_is_killed_and_upgrad
         later = node.run("later", TAKE).step("alloc")["blocks"]
         installed = (node.directory / "gpushare" / "libgpushare.so").read_bytes()
         outcome = program.outcome(60)
-    finally:
-        node.end(program)
-        library.write_bytes(before)
-    rates = [step["rate"] for step in outcome.steps if step["action"] == "launch"]
+    rates = outcome.rates()
     assert (outcome.code, outcome.error) == (0, "") and all(map(is_share, rates)), rates
     assert outcome.step("alloc")["blocks"] == 2 and outcome.step("info")["total_mib"] == 2560
     assert (beside, later, installed.endswith(b"newer")) == (1, 8, True)
@@ -123,16 +102,14 @@ def test_a_neighbour_has_its_share_while_a_tenant_writes_and_fills_its_region(
     echo '{"action": "done", "files": '$(ls /etc/vcuda | wc -l)'}'
     """
     before = node.log_lines("registered")
-    hostile = node.start_command("hostile", ["sh", "-c", script])
-    beside = node.start("web", TAKE, "launch:kernel:6", "info")
-    try:
+    with (
+        node.start_command("hostile", ["sh", "-c", script]) as hostile,
+        node.start("web", TAKE, "launch:kernel:6", "info") as beside,
+    ):
         assert hostile.wait_for("wait"), hostile.error
         if is_killed:
             node.kill_agent()
         attacked, found = hostile.outcome(), beside.outcome()
-    finally:
-        for program in (hostile, beside):
-            node.end(program)
     assert attacked.step("done")["files"] >= 4, attacked
     assert (found.step("alloc")["blocks"], found.code, found.error) == (8, 0, ""), found
     assert is_share(found.step("launch")["rate"]), found
@@ -155,14 +132,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_a_spec_has_to_lift_a_limit_is_refused_with_the_reason(node: IsolationNode) -> None:
     """Each pod fails with it, and one next to them runs within its share. Other variables do nothing."""
     node.apply("web", cores=30, blocks=10)
-    beside = node.start("web", TAKE, "wait", "launch:kernel:2")
     limits = {"tencent.com/vcuda-core": 10, "tencent.com/vcuda-memory": 4}
     pods = []
     for number, extra in enumerate(REFUSED.values()):
         main = {"name": "main", "image": "program", "resources": {"limits": limits}, **extra}
         spec = {"containers": [main], "volumes": [{"name": "v", "emptyDir": {}}], "restartPolicy": "Never"}
         pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"odd-{number}"}, "spec": spec})
-    try:
+    with node.start("web", TAKE, "wait", "launch:kernel:2") as beside:
         assert beside.wait_for("wait"), beside.error
         node.ask("apply", pods=pods)
         for number, text in enumerate(REFUSED):
@@ -171,15 +147,9 @@ def test_what_a_spec_has_to_lift_a_limit_is_refused_with_the_reason(node: Isolat
             assert text in node.pod(name)["message"], node.pod(name)
         beside.go_on()
         found = beside.outcome()
-    finally:
-        node.end(beside)
     assert (found.step("alloc")["blocks"], found.error) == (8, "") and is_share(found.step("launch")["rate"])
     odd = {"LD_LIBRARY_PATH": "/nowhere:/run/nvidia-driver", "LD_PRELOAD": "libm.so.6", "LD_BIND_NOW": "1"}
-    odd |= {
-        "LD_AUDIT": "libcuda.so.1",
-        "GPUSHARE_DIRECTORY": "/tmp",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "LD_DYNAMIC_WEAK": "1",
-    }
+    odd |= {"LD_AUDIT": "libcuda.so.1", "GPUSHARE_DIRECTORY": "/tmp"}
+    odd |= {"CUDA_VISIBLE_DEVICES": "0", "LD_DYNAMIC_WEAK": "1"}
     for way in ("dlsym", "link", "next"):
         assert node.run("web", TAKE, way=way, env=odd).step("alloc")["blocks"] == 8, way

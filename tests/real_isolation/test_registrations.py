@@ -13,14 +13,6 @@ from tests.real_isolation.support_isolation import IsolationNode
 pytestmark = pytest.mark.isolation
 
 PROGRAMS = 150
-START_THEM = f"""
-echo '{{"action": "wait"}}'
-read line
-for i in $(seq {PROGRAMS}); do
-    (/opt/programs/gpu_program dlsym 11080 > /dev/null; echo '{{"action": "ended", "result": '$?'}}') &
-done
-wait
-"""
 
 
 @pytest.fixture
@@ -32,22 +24,10 @@ def node(node_of: NodeOf) -> Iterator[IsolationNode]:
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
-@pytest.mark.parametrize("restarts", ["not", "among the calls", "before the calls"])
-def test_of_150_programs_that_start_at_once_none_ends(node: IsolationNode, uid: int, restarts: str) -> None:
+@pytest.mark.parametrize("kill", ["", "among", "before"])
+def test_of_150_programs_that_start_at_once_none_ends(node: IsolationNode, uid: int, kill: str) -> None:
     """Also where the agent is killed: by SIGKILL, when the first of them has registered, or just before any has."""
-    command = ["sh", "-c", START_THEM]
-    program = node.start_command("burst", command, uid=uid, env={"FAKE_GPU_CONTEXT_MIB": "1"})
-    try:
-        assert program.wait_for("wait")
-        if restarts == "before the calls":
-            node.ask("kill-agent")
-        program.go_on()
-        if restarts == "among the calls":
-            assert program.wait_for("ended")
-            node.ask("kill-agent")
-        outcome = program.outcome()
-    finally:
-        node.end(program)
+    outcome = node.start_at_once("burst", PROGRAMS, "dlsym", "11080", kill=kill, uid=uid)
     ended = Counter(step["result"] for step in outcome.steps if step["action"] == "ended")
     assert (dict(ended), outcome.error) == ({0: PROGRAMS}, "")
     node.wait_until(node.is_ready, "the agent")

@@ -77,26 +77,25 @@ def test_a_running_program_gets_more_memory_after_growth_and_none_after_shrinkin
 ) -> None:
     """What it has allocated stays. Under vcuda it follows when it calls cuDriverGetVersion, and not before."""
     again = ["version"] if isolation == "vcuda" else []
-    program = node.start("web", TAKE, "info", "wait", TAKE, "wait", *again, TAKE, "info", "wait", *again, TAKE, "info",
-                         "wait", "free", "wait", TAKE)  # fmt: skip
-    assert program.wait_for("wait"), program.error
-    resize(node, f"main:cores={CORES},memory=20", "in-force")
-    for _ in range(2):
+    actions = [TAKE, "info", "wait", TAKE, "wait", *again, TAKE, "info", "wait", *again, TAKE, "info"]
+    actions += ["wait", "free", "wait", TAKE]
+    with node.start("web", *actions) as program:
+        assert program.wait_for("wait"), program.error
+        resize(node, f"main:cores={CORES},memory=20", "in-force")
+        for _ in range(2):
+            program.go_on()
+            assert program.wait_for("wait")
+        smaller = f"main:cores={CORES},memory=6"
+        resize(node, smaller, "shrinking" if isolation == "vcuda" else "pending")
+        for _ in range(2):
+            program.go_on()
+            assert program.wait_for("wait")
+        if isolation != "vcuda":
+            wait_status(node, smaller, "in-force")  # now that it has freed what was more
         program.go_on()
-        assert program.wait_for("wait")
-    smaller = f"main:cores={CORES},memory=6"
-    resize(node, smaller, "shrinking" if isolation == "vcuda" else "pending")
-    for _ in range(2):
-        program.go_on()
-        assert program.wait_for("wait")
-    if isolation != "vcuda":
-        wait_status(node, smaller, "in-force")  # now that it has freed what was more
-    program.go_on()
-    steps = program.outcome().steps
-    node.end(program)
-    taken = [step["blocks"] for step in steps if step["action"] == "alloc"]
-    assert taken == ([8, 0, 10, 0, 4] if isolation == "vcuda" else [8, 10, 0, 0, 4])
-    informed = [step for step in steps if step["action"] == "info"]
+        ended = program.outcome()
+    assert ended.blocks() == ([8, 0, 10, 0, 4] if isolation == "vcuda" else [8, 10, 0, 0, 4])
+    informed = [step for step in ended.steps if step["action"] == "info"]
     assert [step["total_mib"] for step in informed[:2]] == [BLOCKS * 256, 20 * 256]
     assert (informed[2]["result"], informed[2]["free_mib"]) == (0, 0), "above its size, and cuMemGetInfo answers"
     resize(node, None, "shrinking")
@@ -108,17 +107,16 @@ def test_a_new_program_computes_by_the_new_size(node: IsolationNode, isolation: 
     """So does the running one under gpushare. Elsewhere it goes on by the old size: vcuda-control is not asked again."""
     if isolation == "driver":
         pytest.skip("the driver limits no compute")
-    running = node.start("web", "launch:kernel:6", "wait", "launch:kernel:6", "wait")
-    assert running.wait_for("wait"), running.error
-    resize(node, f"main:cores=80,memory={BLOCKS}", "in-force")
-    running.go_on()
-    assert running.wait_for("wait")
-    grown = node.run("web", "launch:kernel:6").step("launch")["rate"]
-    resize(node, f"main:cores=10,memory={BLOCKS}", "in-force" if isolation == "gpushare" else "shrinking")
-    shrunk = node.run("web", "launch:kernel:6").step("launch")["rate"]
-    running.go_on()
-    before, after = [step["rate"] for step in running.outcome().steps if step["action"] == "launch"]
-    node.end(running)
+    with node.start("web", "launch:kernel:6", "wait", "launch:kernel:6", "wait") as running:
+        assert running.wait_for("wait"), running.error
+        resize(node, f"main:cores=80,memory={BLOCKS}", "in-force")
+        running.go_on()
+        assert running.wait_for("wait")
+        grown = node.run("web", "launch:kernel:6").step("launch")["rate"]
+        resize(node, f"main:cores=10,memory={BLOCKS}", "in-force" if isolation == "gpushare" else "shrinking")
+        shrunk = node.run("web", "launch:kernel:6").step("launch")["rate"]
+        running.go_on()
+        before, after = running.outcome().rates()
     print(f"{isolation}: before {before}, after {after}, new at 80 {grown}, new at 10 {shrunk}")  # noqa: T201
     assert before < 500 < grown and shrunk < 300
     assert (after > 500) == (isolation == "gpushare")
@@ -130,9 +128,8 @@ def test_a_share_that_grew_stays_grown_over_restarts_of_agent_and_container(
     """The agent's memory is its file; a container's first process begins by the environment, and is told again."""
     resize(node, f"main:cores={CORES},memory=20", "in-force", "pending")
     node.kill_agent()
-    program = node.start("web", "wait", TAKE)
-    assert program.wait_for("wait"), program.error
-    resize(node, f"main:cores={CORES},memory=20", "in-force")
-    program.go_on()
-    assert program.outcome().step("alloc")["blocks"] == 18
-    node.end(program)
+    with node.start("web", "wait", TAKE) as program:
+        assert program.wait_for("wait"), program.error
+        resize(node, f"main:cores={CORES},memory=20", "in-force")
+        program.go_on()
+        assert program.outcome().blocks() == [18]

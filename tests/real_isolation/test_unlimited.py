@@ -33,7 +33,7 @@ def setting(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def node(built: Built, setting: str) -> Iterator[IsolationNode]:
+def opened(built: Built, setting: str) -> Iterator[IsolationNode]:
     content = LOADER.read_bytes() if LOADER.exists() else b""
     own, *others = (path.encode().ljust(24, b"\0") for path in PRELOADS.values())
     if own not in content:
@@ -43,6 +43,12 @@ def node(built: Built, setting: str) -> Iterator[IsolationNode]:
         (built.programs / name).chmod(0o755)
     with open_node(built, "gpushare", f"--libgpushare.unlimited={setting}") as node:
         yield node
+
+
+@pytest.fixture
+def node(opened: IsolationNode) -> Iterator[IsolationNode]:
+    yield opened
+    opened.delete_all()
 
 
 def shown(node: IsolationNode, path: str) -> str:
@@ -67,9 +73,10 @@ def test_a_program_without_the_library_is_found_and_its_neighbour_is_not(
     for name in ("bare", "web"):
         node.apply(name, cores=30, blocks=10)
     before = node.log_lines("ShareNotLimited"), node.log_lines("UnlimitedProcessEnded")
-    beside = node.start("web", "alloc:alloc:256:20", "wait")
-    bare = node.start_command("bare", [*WAYS[way], "alloc:alloc:256:30", "wait"])
-    try:
+    with (
+        node.start("web", "alloc:alloc:256:20", "wait") as beside,
+        node.start_command("bare", [*WAYS[way], "alloc:alloc:256:30", "wait"]) as bare,
+    ):
         for program in (beside, bare):
             assert program.wait_for("wait"), program.error
         node.wait_until(lambda: node.log_lines("ShareNotLimited") > before[0], "an Event")
@@ -82,10 +89,6 @@ def test_a_program_without_the_library_is_found_and_its_neighbour_is_not(
         assert is_limited(node, "web") and "gpushare_container_not_limited{" not in shown(node, "/metrics")
         beside.go_on()
         blocks = beside.outcome().step("alloc")["blocks"]
-    finally:
-        for program in (beside, bare):
-            node.end(program)
-        node.delete_all()
     ended = node.log_lines("UnlimitedProcessEnded") - before[1]
     assert (code != 0, ended, blocks) == (setting == "end", int(setting == "end"), 8)
     assert node.log_lines("ShareNotLimited") - before[0] == 1
@@ -93,14 +96,9 @@ def test_a_program_without_the_library_is_found_and_its_neighbour_is_not(
 
 def test_a_program_by_nixpkgs_loader_is_limited(node: IsolationNode) -> None:
     node.apply("nix", cores=30, blocks=10)
-    program = node.start_command(
-        "nix", ["/opt/programs/nix", "--library-path", LIBRARIES, *PROGRAM, "alloc:alloc:256:30", "wait"]
-    )
-    try:
+    command = ["/opt/programs/nix", "--library-path", LIBRARIES, *PROGRAM, "alloc:alloc:256:30", "wait"]
+    with node.start_command("nix", command) as program:
         assert program.wait_for("wait"), program.error
         program.go_on()
         ended = program.outcome()
-    finally:
-        node.end(program)
-        node.delete_all()
     assert (ended.step("alloc")["blocks"], ended.code, ended.error) == (8, 0, "")

@@ -72,8 +72,6 @@ class VolumeReport(Struct):
     state: Literal["made", "unchanged", "would change", "failed"] = "failed"
     version: str = ""
     driver_version: str = ""
-    hard_linked: list[str] = field(default_factory=list)
-    copied: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
@@ -157,7 +155,6 @@ def _make(
         return
     installed = directory.install(plan, shown)
     report.version = str(installed.version)
-    report.hard_linked, report.copied = list(installed.taken.hard_linked), list(installed.taken.copied)
     report.state = "made" if installed.changed else "unchanged"
 
 
@@ -188,8 +185,7 @@ def _as_text(reports: Sequence[VolumeReport]) -> str:
     for report in reports:
         version = f", driver {report.driver_version}" if report.driver_version else ""
         lines.append(f"volume {report.name}: {report.state}{version} ({report.version or report.directory})")
-        how = dict.fromkeys(report.hard_linked, "hard link") | dict.fromkeys(report.copied, "copy")
-        rows = [(target, how.get(target, "file"), source) for target, source in report.files.items()]
+        rows = [(target, "file", source) for target, source in report.files.items()]
         rows += [(target, "link", points_to) for target, points_to in report.links.items()]
         lines += [f"  {kind:<9}  {target} <- {source}" for target, kind, source in sorted(rows)]
         lines += [f"  removed    {name}" for name in report.removed]

@@ -10,8 +10,8 @@ with. A version's name holds a hash of the content: the same content is never in
 a directory of that name was damaged from outside, because it may be mounted and so is not repaired. Owns everything below
 .versions and the links; the content is planned in delivery/volume_plan.py.
 
-A version is filled by hard links where possible, else by copies. Files are read first: the name has their hash; one that
-changes between reading and copying is an error.
+A version has copies, because an installer may overwrite the host's files in place. Files are read first: the name has
+their hash; one that changes between reading and copying is an error.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class Installed(Struct, frozen=True, kw_only=True):
-    """The version in force. `taken` is what this run linked and copied: nothing where the version existed already."""
+    """The version in force; `changed`: since this run."""
 
     version: Path
     changed: bool
-    taken: Taken
 
 
 class DriverDirectory:
@@ -93,11 +92,11 @@ class DriverDirectory:
             with self._locked():
                 self._clear_leftovers()
                 contents = read_contents(plan, progress)
-                version, taken = self._version(plan, contents, progress)
+                version = self._version(plan, contents, progress)
                 changed = self._current(plan.name) != version
                 if changed:
                     self._switch(plan.name, version.name)
-                return Installed(version=version, changed=changed, taken=taken)
+                return Installed(version=version, changed=changed)
 
     def prune(
         self, name: VolumeName, is_in_use: Callable[[str], bool], *, is_asked_only: bool = False
@@ -138,30 +137,30 @@ class DriverDirectory:
             return None
         return self._versions / version if head == _VERSIONS and (self._versions / version).is_dir() else None
 
-    def _version(self, plan: VolumePlan, contents: list[Content], progress: Progress) -> tuple[Path, Taken]:
-        """The directory with this content, and what was hard-linked and copied to make it."""
+    def _version(self, plan: VolumePlan, contents: list[Content], progress: Progress) -> Path:
+        """The directory with this content."""
         name = version_name(plan, contents)
         # A damaged version is not repaired in its place: containers may have it mounted.
         for number in range(1, 100):
             version = self._versions / (name if number == 1 else f"{name}.{number}")
             if not os.path.lexists(version):
-                return version, self._fill(version, plan, contents, progress)
+                self._fill(version, plan, contents, progress)
+                return version
             if is_whole(version, plan, contents):
-                return version, Taken()
+                return version
             log.warning("driver_version_damaged", directory=str(version), then="a new one is made next to it")
         raise StartupError(f"{self._versions} has 99 damaged directories {name}…; remove those that nobody has mounted")
 
-    def _fill(self, version: Path, plan: VolumePlan, contents: list[Content], progress: Progress) -> Taken:
+    def _fill(self, version: Path, plan: VolumePlan, contents: list[Content], progress: Progress) -> None:
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=self._versions))
         try:
-            taken = fill_version(staging, plan, contents, progress)
+            fill_version(staging, plan, contents, progress)
             staging.rename(version)
         except BaseException:
             # Cancelled or full: half a version would take the space that the next run needs.
             shutil.rmtree(staging, ignore_errors=True)
             raise
         sync_directory(self._versions)
-        return taken
 
     def _switch(self, name: VolumeName, version: str) -> None:
         link, fresh = self._base / name.value, self._versions / f"{_NEW_LINK}{name.value}"
@@ -261,27 +260,16 @@ Progress = Callable[[str, int, int], None]
 """Called with "reading" or "copying", bytes done, bytes in all."""
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-_COPY_INSTEAD = frozenset(
-    {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
-)  # another device or mount, immutable, too many links, a file system without them
 
 
 class Content(Struct, frozen=True, kw_only=True):
-    """A file's content and the state in which it was read."""
+    """What was read of a file."""
 
     target: str
     source: Path
     digest: str
     size: int
-    mode: int
-    stamp: tuple[int, int, int, int]
-
-
-class Taken(Struct, frozen=True, kw_only=True):
-    """Targets, sorted: how each file got into a version."""
-
-    hard_linked: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    is_executable: bool
 
 
 def read_contents(plan: VolumePlan, progress: Progress) -> list[Content]:
@@ -303,19 +291,14 @@ def read_contents(plan: VolumePlan, progress: Progress) -> list[Content]:
                 source=source,
                 digest=digest.hexdigest(),
                 size=state.st_size,
-                mode=state.st_mode,
-                stamp=_stamp(state),
+                is_executable=bool(state.st_mode & 0o111),
             )
         )
     return contents
 
 
-def _stamp(state: os.stat_result) -> tuple[int, int, int, int]:
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
 def version_name(plan: VolumePlan, contents: list[Content]) -> str:
-    rows = [f"{item.target}\0{item.digest}\0{bool(item.mode & 0o111)}" for item in contents]
+    rows = [f"{item.target}\0{item.digest}\0{item.is_executable}" for item in contents]
     rows += [f"{target}\0->{points_to}" for target, points_to in plan.links.items()]
     content_hash = hashlib.blake2b("\n".join(rows).encode(errors="surrogateescape"), digest_size=6).hexdigest()
     version = ".".join(map(str, plan.driver_version)) if plan.driver_version else "unknown"
@@ -333,48 +316,24 @@ def is_whole(version: Path, plan: VolumePlan, contents: list[Content]) -> bool:
         return False
 
 
-def fill_version(directory: Path, plan: VolumePlan, contents: list[Content], progress: Progress) -> Taken:
+def fill_version(directory: Path, plan: VolumePlan, contents: list[Content], progress: Progress) -> None:
     """Puts everything into an empty directory, readable for everyone and safe on the disk."""
     directories = [directory / name for name in ("bin", *DIRECTORY_OF_CLASS.values())]
     for each in directories:
         make_directory(each)
-    linked: list[str] = []
-    copied: list[str] = []
     total, done = sum(item.size for item in contents), 0
     for item in contents:
-        if _hard_link(item, directory):
-            linked.append(item.target)
-        else:
-            _copy(item, directory, progress, done, total)
-            copied.append(item.target)
+        _copy(item, directory, progress, done, total)
         done += item.size
     for target, points_to in plan.links.items():
         (directory / target).symlink_to(points_to)
     directory.chmod(0o755)
     for each in (*directories, directory):
         sync_directory(each)
-    return Taken(hard_linked=tuple(linked), copied=tuple(copied))
-
-
-def _hard_link(item: Content, directory: Path) -> bool:
-    """False where it must be a copy. A file with set-uid, or closed to others, is one: containers get it without."""
-    if item.mode & (stat.S_ISUID | stat.S_ISGID) or item.mode & 0o444 != 0o444:
-        return False
-    target = directory / item.target
-    try:
-        os.link(item.source, target, follow_symlinks=False)
-    except OSError as error:
-        # The host's files are often on another mount than the volume.
-        if error.errno in _COPY_INSTEAD:
-            return False
-        raise
-    # The link is of whatever has the name now; its content was read before.
-    if _stamp(target.stat()) != item.stamp:
-        raise _changed(item)
-    return True
 
 
 def _copy(item: Content, directory: Path, progress: Progress, done: int, total: int) -> None:
+    """Readable for everyone, and without set-uid."""
     digest = hashlib.blake2b(digest_size=16)
     with item.source.open("rb") as source, (directory / item.target).open("xb") as target:
         while chunk := source.read(_CHUNK_BYTES):
@@ -383,17 +342,13 @@ def _copy(item: Content, directory: Path, progress: Progress, done: int, total: 
             done += len(chunk)
             progress("copying", done, total)
         if digest.hexdigest() != item.digest:
-            raise _changed(item)
+            raise StartupError(
+                f"{item.source} changed while it was collected, perhaps by an installation of the driver. What was in force"
+                " stays; run again when that has ended"
+            )
         target.flush()
-        os.fchmod(target.fileno(), 0o755 if item.mode & 0o111 else 0o644)
+        os.fchmod(target.fileno(), 0o755 if item.is_executable else 0o644)
         os.fsync(target.fileno())
-
-
-def _changed(item: Content) -> StartupError:
-    return StartupError(
-        f"{item.source} changed while it was collected, perhaps by an installation of the driver. What was in force"
-        " stays; run again when that has ended"
-    )
 
 
 def make_directory(path: Path) -> None:

@@ -14,13 +14,11 @@ from gpushare_agent.agent.delivery.volume_config import USUAL_CONFIG, configured
 from gpushare_agent.agent.delivery.volume_directory import installed_driver_text
 from gpushare_agent.agent.delivery.volume_plan import (
     CONTROL_LIBRARY_NAME,
-    GPU_CLIENT_NAME,
-    LIBCUDA,
     DriverVolume,
     VolumeName,
 )
 from gpushare_agent.agent.isolation.check import CheckProbe, OpenDriver
-from gpushare_agent.agent.isolation.vcuda.part import has_gpu_client, loaded_libcuda
+from gpushare_agent.agent.isolation.vcuda.part import loaded_libcuda, missing_control
 from gpushare_agent.agent.isolation.vdevice.check import vdevice_probes
 from gpushare_agent.core.model.errors import AgentError, StartupError
 from gpushare_agent.core.model.finding import Finding, error, ok, warning
@@ -75,12 +73,8 @@ def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
         return _not_installed(settings, volume, name)
     version = installed_driver_text(volume) or "of an unknown version"
     is_controlled = libcuda.name == CONTROL_LIBRARY_NAME
-    if volume.name is VolumeName.SHARED and not is_controlled:
-        detail = f"{name}: {LIBCUDA}.1 is {libcuda.name}, not {CONTROL_LIBRARY_NAME}: {_NOT_ENFORCED}"
-        return warning(what, detail, _INSTALL)
-    if is_controlled and not has_gpu_client(volume):
-        detail = f"{name}: bin/{GPU_CLIENT_NAME} is missing: shares are refused, for their CUDA programs would all end"
-        return warning(what, detail, _INSTALL)
+    if (is_controlled or volume.name is VolumeName.SHARED) and (missing := missing_control(volume)):
+        return warning(what, f"{name}: {missing}, so shares are refused", _INSTALL)
     return ok(what, f"{name}: driver {version}" + (f", behind {CONTROL_LIBRARY_NAME}" if is_controlled else ""))
 
 

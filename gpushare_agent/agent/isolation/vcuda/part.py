@@ -65,9 +65,17 @@ def loaded_libcuda(volume: DriverVolume) -> Path | None:
         return None
 
 
-def has_gpu_client(volume: DriverVolume) -> bool:
-    """Whether the control library finds the program that it runs at each start of a CUDA program."""
-    return (volume.directory / "bin" / GPU_CLIENT_NAME).is_file()
+def missing_control(volume: DriverVolume) -> str | None:
+    """Why no container with this volume would get its share; None if one would. Blocks."""
+    libcuda = loaded_libcuda(volume)
+    if libcuda is None or libcuda.name != CONTROL_LIBRARY_NAME:
+        found = f"is {libcuda.name}" if libcuda is not None else "is missing"
+        path = volume.directory / "lib64" / f"{LIBCUDA}.1"
+        return f"{path} {found} and should be {CONTROL_LIBRARY_NAME}: nothing would limit a container"
+    program = volume.directory / "bin" / GPU_CLIENT_NAME
+    if not program.is_file():  # the control library runs it at each start of a CUDA program
+        return f"{program} is missing: the control library would end every CUDA program"
+    return None
 
 
 class SharedVolumeCheck:
@@ -91,16 +99,7 @@ class SharedVolumeCheck:
                 "the control library and use their whole GPUs. Set volume_config (docs/how-to/driver-volume.md) and run "
                 "`gpushare-agent driver-volume`, or choose isolation none"
             )
-        libcuda = loaded_libcuda(self._volume)
-        if libcuda is None or libcuda.name != CONTROL_LIBRARY_NAME:
-            found = f"is {libcuda.name}" if libcuda is not None else "is missing"
+        if missing := missing_control(self._volume):
             raise Unavailable(
-                f"{self._volume.directory}/lib64/{LIBCUDA}.1 {found} and should be {CONTROL_LIBRARY_NAME}: nothing would "
-                "limit a container. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
-            )
-        # The control library runs it at each start of a CUDA program, and ends the program where it is missing.
-        if not has_gpu_client(self._volume):
-            raise Unavailable(
-                f"{self._volume.directory}/bin/{GPU_CLIENT_NAME} is missing: the control library would end every CUDA "
-                "program. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
+                f"{missing}. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
             )
