@@ -12,7 +12,15 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.part import probe
-from gpushare_agent.agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
+from gpushare_agent.agent.isolation.gpushare.probe import (
+    CAPS,
+    MEMORY_BYTES,
+    NEEDED_BYTES,
+    Run,
+    failure_of,
+    idle_gpu,
+    starved_text,
+)
 from gpushare_agent.agent.isolation.gpushare.probing import (
     MOST_UNFINISHED,
     STATE_NAME,
@@ -312,7 +320,8 @@ def test_a_gpu_with_the_hosts_memory_is_one_where_the_host_has_enough(free: int,
 
 MEMORY = {"step": "memory", "blocks": 27, "block_bytes": 64 * MIB, "code": 2, "code_by_dlsym": 2}
 MEMORY |= {"total_bytes": MEMORY_BYTES, "free_bytes": 0}
-HELD = [{"step": "compute", "busy_s": cap / 10_000, "seconds": 1.0} for cap in CAPS]
+HELD = [{"step": "compute", "busy_s": cap / 10_000, "seconds": 1.0, "waited_s": 0.05} for cap in CAPS]
+STARVED = HELD[0] | {"busy_s": 0.04, "waited_s": 0.5}
 DRIVER_STEP, START = {"step": "driver", "libraries": ["/own/libgpushare.so"]}, {"step": "start"}
 
 
@@ -327,6 +336,12 @@ DRIVER_STEP, START = {"step": "driver", "libraries": ["/own/libgpushare.so"]}, {
         ([DRIVER_STEP, START, MEMORY | {"total_bytes": 4 * MEMORY_BYTES}, *HELD], "was shown 8192"),
         ([DRIVER_STEP, START, MEMORY, HELD[0], HELD[1] | {"busy_s": 0.71}], "with 60 cores computed 71 %"),
         ([DRIVER_STEP, START, MEMORY, HELD[0] | {"busy_s": 0.19}, HELD[1]], "with 30 cores computed 19 %"),
+        ([DRIVER_STEP, START, MEMORY, STARVED, HELD[1]], ""),
+        (
+            [DRIVER_STEP, START, MEMORY, STARVED, HELD[1] | {"busy_s": 0.71, "waited_s": 0.5}],
+            "with 60 cores computed 71 %",
+        ),
+        ([DRIVER_STEP, START, MEMORY | {"code": 0}, STARVED, HELD[1]], "a program got 1728 MiB"),
         ([DRIVER_STEP, START, MEMORY, HELD[0]], "it ended with exit code 0"),
         ([DRIVER_STEP, START | {"error": "cuInit fails"}], "cuInit fails"),
         ([DRIVER_STEP | {"libraries": []}, START, MEMORY, *HELD], "it was not loaded"),
@@ -335,6 +350,12 @@ DRIVER_STEP, START = {"step": "driver", "libraries": ["/own/libgpushare.so"]}, {
 def test_the_verdict(steps: list[dict[str, Any]], why: str) -> None:
     found = failure_of(Run(steps=steps, code=0), Path("/own/libgpushare.so"))
     assert why in found if why else not found
+
+
+def test_a_program_that_got_no_processor_says_nothing_of_the_library() -> None:
+    run = Run(steps=[DRIVER_STEP, START, MEMORY, STARVED, HELD[1]], code=0)
+    assert starved_text(run) == "the node's processors are too busy: a program waited 50 % of the time for one"
+    assert not starved_text(replace(run, steps=[DRIVER_STEP, START, MEMORY, *HELD]))
 
 
 def test_a_result_says_why_and_what_to_do() -> None:

@@ -143,8 +143,21 @@ def failure_of(run: Run, library: Path) -> str:
         shown = memory["total_bytes"] // MIB
         return f"a program got {taken // MIB} MiB in a share of {limit}, and was shown {shown}: {run.said}"
     for cap, one in zip(CAPS, compute, strict=True):
-        if abs(busy(one) - cap) > TOLERANCE:
+        if abs(busy(one) - cap) > TOLERANCE and not _is_starved(one, cap):
             return f"a program with {cap / 100:g} cores computed {busy(one) / 100:.0f} % of the time"
+    return ""
+
+
+def _is_starved(compute: Mapping[str, Any], cap: int) -> bool:
+    return busy(compute) < cap - TOLERANCE and 10_000 * compute["waited_s"] > TOLERANCE * compute["seconds"]
+
+
+def starved_text(run: Run) -> str:
+    """Why less was computed than allowed and the library is not to blame; empty if it was not so. Pure."""
+    for cap, one in zip(CAPS, run.of("compute"), strict=True):
+        if _is_starved(one, cap):
+            waited = 100 * one["waited_s"] / one["seconds"]
+            return f"the node's processors are too busy: a program waited {waited:.0f} % of the time for one"
     return ""
 
 
@@ -197,7 +210,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
         try:
             for attempt in (1, 2):
                 state, text = await self._try(gpu)
-                # What lasts a moment, as a clock that rises or a busy machine, does not come twice. What hangs is not
+                # What lasts a moment, as a clock that rises, does not come twice. What hangs is not
                 # tried twice.
                 if state is not ProbeState.FAILED or attempt == 2 or "did not end" in text:
                     break
@@ -216,7 +229,9 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             if not run.of("driver") or run.steps[0].get("error"):
                 return ProbeState.SKIPPED, f"the driver's library for programs is not here: {run.error}"
             if not (why := failure_of(run, library)):
-                return ProbeState.PASSED, passed_text(run)
+                # Not a failure: shares would be refused until another driver or library comes.
+                starved = starved_text(run)
+                return (ProbeState.SKIPPED, starved) if starved else (ProbeState.PASSED, passed_text(run))
             if "failed to map segment" in run.said:
                 return ProbeState.SKIPPED, f"{directory.parent} is mounted noexec"
             if not run.of("memory") and (bare := await self._run(directory, gpu, None)).start_error:

@@ -8,8 +8,8 @@ It prints one JSON object a line, and ends at the first that has an `error`:
     {"step": "start"}     the GPU has a context and the kernel, which has run once; `cuda` is the driver's version
     {"step": "memory"}    `blocks` of `block_bytes` were given until one was refused, with `code` and `code_by_dlsym`;
                           `total_bytes` is the GPU's memory as this program is shown it
-    {"step": "compute"}   twice: for `busy_s` of `seconds` the GPU computed for this program, which had `peak_mib` of the
-                          host's memory at most
+    {"step": "compute"}   twice: for `busy_s` of `seconds` the GPU computed for this program, which for `waited_s` waited
+                          for a processor, and had `peak_mib` of the host's memory at most
 
 and reads a line from its standard input before each `compute`, for the limit to be changed meanwhile. The first compute
 finds the driver's functions by cuGetProcAddress, as the CUDA runtime does, the second by dlsym, as other programs do.
@@ -160,7 +160,7 @@ class Launch:
         """Runs once, or for so long; then says how much of that time the GPU computed."""
         launch, wait = find("cuLaunchKernel"), find("cuCtxSynchronize")
         kernel = (self._function, 1, 1, 1, 32, 1, 1, 0, None, self._parameters, None)
-        count, began = 0, time.monotonic()
+        count, began, waited_s = 0, time.monotonic(), waited()
         while not count or time.monotonic() - began < seconds:
             if code := launch(*kernel) or wait():
                 fail("compute" if seconds else "start", f"a launch fails with CUDA error {code}")
@@ -171,6 +171,7 @@ class Launch:
                 peak_mib=peak_mib(),
                 busy_s=round(count * KERNEL_NS / 1e9, 4),
                 seconds=round(time.monotonic() - began, 4),
+                waited_s=round(waited() - waited_s, 4),
             )
 
 
@@ -183,6 +184,14 @@ def peak_mib() -> int:
     """The peak of this process's memory. Not by getrusage, which also has that of the process that started it."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
+
+
+def waited() -> float:
+    """Seconds for which this thread could run and others had the processors; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def main() -> None:
