@@ -526,7 +526,7 @@ def test_the_agent_makes_no_config_shorter_that_a_program_may_have_mapped(world:
         world.files.prepare_ahead(KEY)
         world.files.write_observed(KEY, {UUID: Observed(at_ns=2)})
         world.files.cut(KEY)
-        world.files.release(())
+        world.files.release((), ())
         assert VDeviceFiles(world.files.containers).remove_pod(UID)
         assert os.fstat(mapped.fileno()).st_size == CONFIG_BYTES
         assert struct.unpack_from("Q", mapped.read(), 512 + 72) == (1,)
@@ -988,7 +988,7 @@ async def test_a_neighbour_that_begins_is_told_of_at_the_next_look(world: World)
 async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_counts_from_the_look_before(
     world: World,
 ) -> None:
-    """One call of the thread a look. The files of one may go and come as they were meanwhile."""
+    """One call of the thread a look. The tenant of one may shorten its file meanwhile, and put it right."""
     service, clock = two_shares(world)
     await service.look()
     claim, calls, call = service._claims[UUID].of[KEY], list[str](), service._thread.call
@@ -1003,9 +1003,7 @@ async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_c
         clock.now += 1
         usage_of_other = world.files.container_directory(OTHER) / USAGE_NAME
         if look in (1, 2):
-            usage_of_other.rename(usage_of_other.with_name("away")) if look == 1 else usage_of_other.with_name(
-                "away"
-            ).rename(usage_of_other)
+            os.truncate(usage_of_other, USAGE_BYTES - (look == 1))
         await service.look()
     assert (claim.at_ns, calls) == (noted_at_ns, ["reading the use of containers"] * 4)
     assert service._containers[OTHER].has_files

@@ -10,15 +10,23 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.agent.isolation.gpushare import files as files_module
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_PATH
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, encode_usage
+from gpushare_agent.agent.isolation.gpushare.format import (
+    USAGE_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    encode_usage,
+    usage_head_bytes,
+)
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -43,6 +51,64 @@ def files(library: Library, short_dir: Path) -> GpushareFiles:
 
 def usage_of(files: GpushareFiles, key: ContainerKey = KEY) -> Path:
     return files.container_directory(key) / USAGE_NAME
+
+
+def open_usages(containers: Path) -> list[str]:
+    """Those below it that this process has open, as they are named now."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(containers)) and USAGE_NAME in path]
+
+
+# ---- `usage` that is read all the time ----
+
+
+def test_the_file_of_a_share_stays_open_until_it_has_another_one(files: GpushareFiles) -> None:
+    files.prepare(KEY)
+    usage = usage_of(files)
+    assert files.usage_head(KEY, 1) == encode_usage()[: usage_head_bytes(1)]
+    with usage.open("r+b") as written:
+        written.write(b"paid")
+    assert files.usage_head(KEY, 1)[:4] == b"paid"
+    assert open_usages(files.containers) == [str(usage)]
+    files.prepare(KEY)
+    assert files.usage_head(KEY, 1)[:4] == encode_usage()[:4]
+    assert open_usages(files.containers) == [str(usage)]
+    files.release((), ())
+    assert open_usages(files.containers) == []
+
+
+def test_a_file_that_cannot_be_read_any_more_is_opened_again(files: GpushareFiles) -> None:
+    files.prepare(KEY)
+    files.usage_head(KEY, 1)
+    usage = usage_of(files)
+    usage.unlink()
+    with pytest.raises(Corrupt):
+        files.usage_head(KEY, 1)
+    usage.write_bytes(encode_usage())
+    for size in (USAGE_BYTES - 1, USAGE_BYTES + 1):
+        assert files.usage_head(KEY, 1)
+        os.truncate(usage, size)
+        with pytest.raises(Corrupt):
+            files.usage_head(KEY, 1)
+        os.truncate(usage, USAGE_BYTES)
+    assert files.usage_head(KEY, 1)
+    assert open_usages(files.containers) == [str(usage)]
+
+
+def test_only_so_many_files_stay_open_and_none_when_nobody_reads_them_any_more(
+    library: Library, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "_MOST_OPEN", 1)
+    files = GpushareFiles(library, short_dir / "vm", lambda _: [GpuLimits(uuid="GPU-0", memory_bytes=1 << 30)])
+    for key in (KEY, OTHER):
+        files.prepare(key)
+        assert files.usage_head(key, 1)
+    assert open_usages(files.containers) == [str(usage_of(files))]
+    del files
+    assert open_usages(short_dir) == []
 
 
 # ---- the library ----
