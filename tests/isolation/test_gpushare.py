@@ -61,6 +61,7 @@ from gpushare_agent.core.model.usage import BusyProcess, ContainerUse, GpuBusy, 
 from gpushare_agent.core.settings.sections import LibgpushareSettings
 from gpushare_agent.core.settings.settings import Settings
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_tenant import open_usages
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -983,6 +984,23 @@ async def test_a_neighbour_that_begins_is_told_of_at_the_next_look(world: World)
     await service.look()
     await service.read()
     assert companions(world, KEY) == 1
+
+
+async def test_the_file_of_a_share_is_opened_by_its_first_look_alone_and_closed_after_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {KEY: (LIMITS,), OTHER: (LIMITS,)}
+    service, clock = two_shares(world, shares=lambda: shares)
+    paths = [str(world.files.container_directory(key) / USAGE_NAME) for key in shares]
+    await service.look()
+    assert sorted(open_usages(world.files.containers)) == sorted(paths)
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "open")
+        await service.look()
+    shares = {KEY: (LIMITS,)}
+    clock.now += 1
+    await service.look()
+    assert open_usages(world.files.containers) == paths[:1]
 
 
 async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_counts_from_the_look_before(

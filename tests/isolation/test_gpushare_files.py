@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, Rejected, StartupError, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_tenant import open_usages
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "cuda")
@@ -51,15 +51,6 @@ def files(library: Library, short_dir: Path) -> GpushareFiles:
 
 def usage_of(files: GpushareFiles, key: ContainerKey = KEY) -> Path:
     return files.container_directory(key) / USAGE_NAME
-
-
-def open_usages(containers: Path) -> list[str]:
-    """Those below it that this process has open, as they are named now."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing's own
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [path for path in found if path.startswith(str(containers)) and USAGE_NAME in path]
 
 
 # ---- `usage` that is read all the time ----
