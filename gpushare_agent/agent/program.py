@@ -28,6 +28,7 @@ from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_frame_texts
+from gpushare_agent.core.kit.http_answers import load_aiohttp
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.process import give_back_memory, raise_open_files_limit, sd_notify
 from gpushare_agent.core.kit.supervision import forever, start_tasks, stop_task
@@ -298,7 +299,7 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
             # A third of a second of imports: it must not delay the first registration.
             if is_first and not is_reload:
                 await kubelet.wait_registered()
-                start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+                await _start_late(agent, group)
             # From here on this agent alone writes annotations, labels and Events of the node.
             agent.cluster.may_write.set()
             for tasks in (agent.observability.late_tasks(), agent.gpus.late_tasks()):
@@ -323,7 +324,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
     kubelet = agent.kubelet
     kubelet.stands_by = not is_incoming
     log.info("another_agent_serves", then="this one asks it to hand over" if is_incoming else "this one waits")
-    start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+    await _start_late(agent, group)
     # A version or settings that could give no share leave the kubelet to the agent that serves. If that one ends, this
     # one serves all the same: whole GPUs can be had.
     while not await agent.readiness.look() and not await kubelet.outlives_other(within_s=agent.readiness.period_s):
@@ -346,6 +347,12 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
     # what it does on the node.
     await kubelet.take_over()
     kubelet.stands_by = False
+
+
+async def _start_late(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
+    """The web server and the API server's client, with the slow libraries."""
+    await asyncio.to_thread(load_aiohttp)
+    start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
 
 
 async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:

@@ -670,15 +670,28 @@ def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
         find_configuration(Path("/nowhere"), in_cluster)
 
 
-def test_importing_the_client_does_not_import_the_library() -> None:
-    """kubernetes-asyncio and aiohttp stay out of the process until a client is opened."""
+def test_the_agent_registers_before_it_imports_what_it_needs_later() -> None:
     program = (
-        "import sys; import gpushare_agent.core.kube.client, gpushare_agent.core.kube.informer, "
-        "gpushare_agent.agent.observability.http.server; "
-        "print([m for m in ('kubernetes_asyncio', 'aiohttp') if m in sys.modules])"
+        "import sys; import gpushare_agent.agent.program; "
+        "print([m for m in ('kubernetes_asyncio', 'aiohttp', 'asyncinotify') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_certificates_of_the_system_are_read_for_contexts_that_nobody_uses() -> None:
+    """Whoever makes a context afterwards has them."""
+    program = (
+        "import os, ssl; from gpushare_agent.core.kit.http_answers import load_aiohttp; load_aiohttp(); load_aiohttp(); "
+        "from aiohttp import connector; own = ssl.create_default_context(); "
+        "contexts = connector._SSL_CONTEXT_VERIFIED, connector._SSL_CONTEXT_UNVERIFIED, own; "
+        "print([len(one.get_ca_certs()) for one in contexts], os.environ.get('SSL_CERT_DIR'))"
+    )
+    environment = {"SSL_CERT_FILE": str(DATA / "kube-ca.pem")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[0, 0, 1] None"
 
 
 def listing(names: list[str], token: str = "") -> Behaviour:

@@ -1,14 +1,28 @@
-"""A tenant's file that the kernel takes long to shorten, as far as the system calls of this process show it."""
+"""The files of tenants that this process has open, and one that the kernel takes long to shorten, as far as the system calls
+of this process show it."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gpushare_agent.agent.isolation.gpushare.format import USAGE_NAME
+
+
+def open_usages(containers: Path) -> list[str]:
+    """The `usage` files below it that this process has open, as they are named now."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(containers)) and USAGE_NAME in path]
+
 
 _BY_NAME = {"rename": 0, "replace": 0, "link": 0, "unlink": 0, "remove": 0, "truncate": 0, "open": 0}
 """The calls that wait for a file's lock, with the place of its name among the arguments."""

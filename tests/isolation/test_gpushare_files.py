@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from gpushare_agent.agent.isolation.gpushare import files as files_module
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_PATH
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import (
@@ -36,12 +38,14 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_config,
     encode_usage,
     read_paid,
+    usage_head_bytes,
 )
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UID, UUID, World
+from tests.isolation.support_tenant import open_usages
 
 
 @pytest.fixture
@@ -308,7 +312,7 @@ def test_the_agent_makes_no_config_shorter_that_a_program_may_have_mapped(world:
         world.files.prepare_ahead(KEY)
         world.files.write_observed(KEY, {UUID: Observed(at_ns=2)})
         world.files.cut(KEY)
-        world.files.release(())
+        world.files.release((), ())
         assert VDeviceFiles(world.files.containers).remove_pod(UID)
         assert os.fstat(mapped.fileno()).st_size == CONFIG_BYTES
         assert struct.unpack_from("Q", mapped.read(), 512 + 72) == (1,)
@@ -368,6 +372,56 @@ def test_before_anything_was_made_there_is_nothing_to_list(files: GpushareFiles)
     """And looking makes nothing."""
     assert files.list_pods() == () and files.oversized([KEY]) == []
     assert not files.containers.exists() and not files.library.directory.exists()
+
+
+# ---- a region that is read all the time ----
+
+
+def test_the_file_of_a_share_stays_open_until_it_has_another_one(world: World) -> None:
+    files, usage = world.files, world.usage()
+    files.prepare(KEY)
+    assert files.usage_head(KEY, 1) == encode_usage()[: usage_head_bytes(1)]
+    with usage.open("r+b") as written:
+        written.write(b"paid")
+    assert files.usage_head(KEY, 1)[:4] == b"paid"
+    assert open_usages(files.containers) == [str(usage)]
+    files.prepare(KEY)
+    assert files.usage_head(KEY, 1)[:4] == encode_usage()[:4]
+    assert open_usages(files.containers) == [str(usage)]
+    files.release((), ())
+    assert open_usages(files.containers) == []
+
+
+def test_a_file_that_cannot_be_read_any_more_is_opened_again(world: World) -> None:
+    files, usage = world.files, world.usage()
+    files.prepare(KEY)
+    files.usage_head(KEY, 1)
+    usage.unlink()
+    with pytest.raises(Corrupt):
+        files.usage_head(KEY, 1)
+    usage.write_bytes(encode_usage())
+    for size in (USAGE_BYTES - 1, USAGE_BYTES + 1):
+        assert files.usage_head(KEY, 1)
+        os.truncate(usage, size)
+        with pytest.raises(Corrupt):
+            files.usage_head(KEY, 1)
+        os.truncate(usage, USAGE_BYTES)
+    assert files.usage_head(KEY, 1)
+    assert open_usages(files.containers) == [str(usage)]
+
+
+def test_only_so_many_files_stay_open_and_none_when_nobody_reads_them_any_more(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "_MOST_OPEN", 1)
+    world = World(short_dir)
+    for key in (KEY, OTHER):
+        world.files.prepare(key)
+        assert world.files.usage_head(key, 1)
+    assert open_usages(world.files.containers) == [str(world.usage())]
+    del world
+    gc.collect()
+    assert open_usages(short_dir) == []
 
 
 # ---- files that a tenant made large ----

@@ -34,6 +34,7 @@ from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
 from tests.fakes.clock import FakeClock
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UUID, World
+from tests.isolation.support_tenant import open_usages
 
 SECOND = 1_000_000_000
 READING = GpuBusy(
@@ -410,10 +411,27 @@ async def test_a_neighbour_that_begins_is_told_of_at_the_next_look(world: World)
     assert companions(world, KEY) == 1
 
 
+async def test_the_file_of_a_share_is_opened_by_its_first_look_alone_and_closed_after_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {KEY: (LIMITS,), OTHER: (LIMITS,)}
+    service, clock = two_shares(world, shares=lambda: shares)
+    paths = [str(world.usage(key)) for key in shares]
+    await service.look()
+    assert sorted(open_usages(world.files.containers)) == sorted(paths)
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "open")
+        await service.look()
+    shares = {KEY: (LIMITS,)}
+    clock.now += 1
+    await service.look()
+    assert open_usages(world.files.containers) == paths[:1]
+
+
 async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_counts_from_the_look_before(
     world: World,
 ) -> None:
-    """One call of the thread a look. The files of one may go and come as they were meanwhile."""
+    """One call of the thread a look. The tenant of one may shorten its file meanwhile, and put it right."""
     service, clock = two_shares(world)
     await service.look()
     claim, calls, call = service._claims[UUID].of[KEY], list[str](), service._thread.call
@@ -424,13 +442,10 @@ async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_c
 
     service._thread.call = counted_call  # type: ignore[method-assign]
     noted_at_ns = claim.at_ns
-    away = world.usage(OTHER).with_name("away")
     for look in range(4):
         clock.now += 1
-        if look == 1:
-            world.usage(OTHER).rename(away)
-        elif look == 2:
-            away.rename(world.usage(OTHER))
+        if look in (1, 2):
+            os.truncate(world.usage(OTHER), USAGE_BYTES - (look == 1))
         await service.look()
     assert (claim.at_ns, calls) == (noted_at_ns, ["reading the use of containers"] * 4)
     assert service._containers[OTHER].has_files

@@ -150,6 +150,15 @@ def test_vcore_ids_are_a_hundred_per_gpu_in_order_of_index() -> None:
     assert {row.numa for row in rows[:100]} == {None}
 
 
+def test_the_texts_of_a_list_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists of a node have thousands, and are made again at every change."""
+    found, devices = inventory(gpu(0)), offered_ids({gpu(0).uuid: 100})
+    ids = DeviceIds([gpu(0).uuid])
+    rows = device_rows(found, devices, ids)
+    monkeypatch.delattr(DeviceIds, "write")
+    assert device_rows(found, devices, ids) == rows
+
+
 def test_vmemory_ids_count_whole_blocks_of_each_gpu() -> None:
     """A rest smaller than a block is not offered; GPUs may differ."""
     rows = rows_of(ResourceKind.VMEMORY, NAMES, gpu(0, memory_mib=1023), gpu(1, memory_mib=512))

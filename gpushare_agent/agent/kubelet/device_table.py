@@ -160,9 +160,9 @@ def device_rows(
 ) -> list[DeviceRow]:
     """The `devices` of every GPU, in order of GPU index; a GPU's health is that of all of them but those `withheld`."""
     return [
-        DeviceRow(id=ids.write(device), healthy=gpu.is_healthy and device not in withheld, numa=gpu.numa_node)
+        DeviceRow(id=text, healthy=gpu.is_healthy and device not in withheld, numa=gpu.numa_node)
         for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
-        for device in devices[gpu.uuid]
+        for device, text in zip(devices[gpu.uuid], ids.write_all(devices[gpu.uuid]), strict=True)
     ]
 
 
@@ -234,16 +234,19 @@ def _digit_groups(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _frame(row: DeviceRow) -> bytes:
-    """A ListAndWatchResponse with this one device. NUMA node 0 is an empty NUMANode, as proto3 writes it."""
-    return bytes_field(1, bytes_field(1, row.id.encode()) + _health_and_numa(row.healthy, row.numa))
+    """A ListAndWatchResponse with this one device."""
+    content = row.id.encode()
+    before, after = _around(len(content), row.healthy, row.numa)
+    return before + content + after
 
 
 @cache
-def _health_and_numa(is_healthy: bool, numa: int | None) -> bytes:
-    """The same in thousands of frames."""
-    health = bytes_field(2, (Health.HEALTHY if is_healthy else Health.UNHEALTHY).encode())
-    if numa is None:
-        return health
-    # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is empty.
-    node = integer_field(1, numa) if numa else b""
-    return health + bytes_field(3, bytes_field(1, node))
+def _around(id_bytes: int, is_healthy: bool, numa: int | None) -> tuple[bytes, bytes]:
+    """What is before and after an ID of this length, the same in thousands of frames."""
+    after = bytes_field(2, (Health.HEALTHY if is_healthy else Health.UNHEALTHY).encode())
+    # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is empty, as
+    # proto3 writes it.
+    if numa is not None:
+        after += bytes_field(3, bytes_field(1, integer_field(1, numa) if numa else b""))
+    frame = bytes_field(1, bytes_field(1, bytes(id_bytes)) + after)
+    return frame[: -id_bytes - len(after)], after

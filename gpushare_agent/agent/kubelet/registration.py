@@ -237,6 +237,8 @@ class Registrar:
 
     async def _watch(self) -> NoReturn:
         with closing(DirectoryWatch(self._directory, poll_s=self._poll_s)) as watch:
+            # To begin takes 10 ms, in which the kubelet could dial back. What happens meanwhile is found afterwards.
+            await wait_for(self.all_registered, watch.fast_poll_s)
             while True:
                 await watch.wait_change()
                 self._poll()

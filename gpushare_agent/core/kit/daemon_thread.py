@@ -23,8 +23,8 @@ from gpushare_agent.core.model.errors import Unavailable
 
 T = TypeVar("T")
 
-KEEP_S = 2.5
-"""Longer than the periods of the frequent callers: a second."""
+KEEP_S = 6.5
+"""Longer than the periods of the frequent callers: one to six seconds. To start a thread wakes the loop too."""
 
 
 class DaemonThread:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -48,6 +49,8 @@ GZIP_FROM_BYTES = 1400
 GZIP_LEVEL = 1
 """A third of the size for a tenth of the time: this runs on the event loop."""
 
+_NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
+"""Places of the system's certificates that OpenSSL looks at instead of its own."""
 T = TypeVar("T")
 SLICE_S = 0.004
 """How long an answer is encoded before other tasks of the loop run."""
@@ -61,6 +64,21 @@ RETRY_AFTER_S = "2"
 _SHOWN_CHARACTERS = 60
 _GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=([0-9.]+))?\s*(?=,|$)", re.IGNORECASE)
 _HTML = re.compile(r"(?:^|,)\s*text/html\s*(?:;|,|$)", re.IGNORECASE)
+
+
+def load_aiohttp() -> None:
+    """Imports aiohttp, at the first call. The import makes two TLS contexts for clients that bring none, and reads the
+    system's certificates into both: 2.4 MiB and 20 ms. The agent's clients bring theirs."""
+    former = {name: os.environ.get(name) for name in _NO_CERTIFICATES}
+    os.environ.update(_NO_CERTIFICATES)
+    try:
+        import aiohttp  # noqa: F401 - for the import
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 async def at_once() -> None:

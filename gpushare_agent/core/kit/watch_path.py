@@ -2,7 +2,8 @@
 
 An event only means "compare again": the caller compares what is there with what should be. inotify makes it fast; a slow
 poll covers what inotify does not report (a file system mounted over the directory, an exhausted inotify limit, a lost
-event). Not for following file contents. State owned: one inotify descriptor.
+event). Not for following file contents. asyncinotify is imported when the watch begins: it runs ldconfig to find libc. State
+owned: one inotify descriptor.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
-from asyncinotify import Inotify, Mask, Watch
 from msgspec import Struct, field
 
 from gpushare_agent.core.kit.supervision import ReportOnce
 
-log = structlog.get_logger(__name__)
+if TYPE_CHECKING:
+    from asyncinotify import Inotify, Watch
 
-_EVENTS = Mask.CREATE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.DELETE_SELF | Mask.MOVE_SELF
-_LOST = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
+log = structlog.get_logger(__name__)
 
 
 class DirectoryWatch(Struct, eq=False):
@@ -58,8 +59,11 @@ class DirectoryWatch(Struct, eq=False):
                 event = await self._inotify.get()
         except TimeoutError:
             return
+        from asyncinotify import Mask
+
         self._is_sure = True
-        if event.mask & _LOST and event.watch is self._watch:
+        lost = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
+        if event.mask & lost and event.watch is self._watch:
             self._watch = None  # an inode number can be the same again: the event counts, not the number
 
     def _rewatch(self) -> bool:
@@ -75,12 +79,15 @@ class DirectoryWatch(Struct, eq=False):
         now = time.monotonic()
         if current is None or now < self._retry_at:
             return False
+        from asyncinotify import Inotify, Mask
+
+        events = Mask.CREATE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.DELETE_SELF | Mask.MOVE_SELF
         try:
             if self._inotify is None:
                 self._inotify = Inotify()
             # ONLYDIR: a file that takes the directory's name is no directory to watch.
             # The kernel has one watch of a directory, however often it is added.
-            self._watch = self._inotify.add_watch(self.directory, _EVENTS | Mask.ONLYDIR)
+            self._watch = self._inotify.add_watch(self.directory, events | Mask.ONLYDIR)
         except (FileNotFoundError, NotADirectoryError):  # it went away just now
             return False
         except OSError as e:  # a limit of inotify or of open files: it may be over later

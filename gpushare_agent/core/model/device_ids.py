@@ -27,6 +27,8 @@ KEY_CHARS = 8
 _TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _PREFIXES = re.compile(r"(?:[A-Z]+-)+")
+_LENGTHS = tuple(bytes((255 if length == 10 else length,)) for length in range(128))
+"""What is before a text in `announced`: thousands are looked up in a call."""
 
 
 class DeviceIds:
@@ -149,7 +151,7 @@ class DeviceIds:
 
 def _field(text: str) -> bytes:
     content = text.encode()
-    return bytes((255 if len(content) == 10 else len(content) & 127,)) + content
+    return _LENGTHS[len(content) & 127] + content
 
 
 def _digits(gpu: GpuUuid) -> str:

@@ -5,8 +5,6 @@ of the config-manager of NVIDIA's plugin (cmd/config-manager/main.go of k8s-devi
 that comes first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 

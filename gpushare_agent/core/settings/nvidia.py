@@ -3,8 +3,6 @@
 A selector names GPUs as `Gpu.is_selected` reads it: an index, a UUID, or the model's name, a glob pattern.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self

@@ -8,9 +8,9 @@ import-linter, and a field without a type: `settings.mps.pipe_directory` would b
 
 The extender shares the resources' names and share_policy with the agents: resources.*, gpushare.* and
 placement.share_policy. Its defaults of address, quota and labels are gpu-admission's.
-"""
 
-from __future__ import annotations
+Modules with sections have no `from __future__ import annotations`: pydantic would compile each field's type at each start.
+"""
 
 import re
 from pathlib import Path

@@ -7,8 +7,6 @@ docs/reference/settings.md. The flag names of gpu-manager (docs/how-to/migrate-f
 these names.
 """
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

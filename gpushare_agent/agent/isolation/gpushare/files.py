@@ -8,7 +8,7 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, and the containers whose files no start has had yet.
+written all the time, descriptors of `usage` files, and the containers whose files no start has had yet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,6 +66,8 @@ from gpushare_agent.core.model.names import GpuUuid, PodUid
 _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 T = TypeVar("T")
 
+_MOST_OPEN = 128
+"""Files kept open for `usage_head`: a process may have 1,024 open, and each container has a socket."""
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
@@ -86,6 +90,10 @@ class GpushareFiles:
         self._is_claims = is_claims
         self._writing = threading.Lock()
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
+        self._usages: dict[ContainerKey, int] = {}
+        weakref.finalize(self, _close_all, self._usages)
+        self.replaced: set[ContainerKey] = set()
+        """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
         """Those whose files were made ahead, for a start that has not begun."""
 
@@ -112,6 +120,7 @@ class GpushareFiles:
                 if key not in self.unused:
                     # With the socket and all else in it, which isolation/vdevice makes again.
                     tenant_files.put_usage_aside(pod, key.container)
+                    self.replaced.add(key)
                 self.unused.discard(key)
                 with made_directory(pod, key.container) as directory:
                     replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, limits))
@@ -129,7 +138,7 @@ class GpushareFiles:
     def _has_claims_files(self, key: ContainerKey) -> bool:
         """True if they also have its present limits. Unreadable files are made again: a tenant can shorten `usage`."""
         with suppress(NotFound, Corrupt):
-            self.usage_head(key, MOST_GPUS)
+            self._in_usage(key, partial(_read, size=usage_head_bytes(MOST_GPUS)))
             if not self._is_from_before_boot(key):
                 self.write_limits(key, self._known_limits(key))
                 return True
@@ -209,24 +218,42 @@ class GpushareFiles:
                     if (place := found[1].get(uuid)) is not None:
                         write_observed(view, place, one)
 
-    def maps_others(self, keys: Collection[ContainerKey]) -> bool:
-        """Whether `release` of all but these would close anything."""
-        return not set(self._mapped).issubset(keys)
+    def keeps_others(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> bool:
+        """Whether `release` would close anything."""
+        return not (set(self._mapped).issubset(running) and set(self._usages).issubset(shares))
 
-    def release(self, keys: Collection[ContainerKey]) -> None:
-        """Keeps only the maps of these containers."""
+    def release(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> None:
+        """Keeps only the maps of those that run, and the open files of those that have a share. In the thread of
+        `usage_head`."""
         with self._writing:
-            for key in self._mapped.keys() - set(keys):
+            for key in self._mapped.keys() - set(running):
                 self._mapped.pop(key)[0].close()
+        for key in self._usages.keys() - set(shares):
+            os.close(self._usages.pop(key))
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
         """What its processes say that they have paid, on the first `gpus`: for read_paid. Called for 100 containers ten
-        times a second. Raises as `write_limits`."""
-        return self._in_usage(key, lambda file: _read(file, usage_head_bytes(gpus)))
+        times a second, always in the same thread: the file stays open, which takes a third of the time. Raises as
+        `write_limits`."""
+        if key in self.replaced:
+            self.replaced.discard(key)
+            if key in self._usages:
+                os.close(self._usages.pop(key))
+        if (file := self._usages.get(key)) is None:
+            if len(self._usages) == _MOST_OPEN:
+                return self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))
+            file = self._usages[key] = self._in_usage(key, os.dup)
+        try:
+            _require_file(file, USAGE_NAME, USAGE_BYTES)
+            return _read(file, usage_head_bytes(gpus))
+        except (OSError, Corrupt):
+            self.replaced.add(key)
+            with renamed(USAGE_NAME):
+                raise
 
     def _in_usage(self, key: ContainerKey, read: Callable[[int], T]) -> T:
-        """By its path, of which only the last part is the tenant's. Opened each time: the tenant may shorten a mapped file,
-        and a start puts another one in its place. Raises as `write_limits`."""
+        """By its path, of which only the last part is the tenant's. Read, not mapped: the tenant may shorten it. Raises as
+        `write_limits`."""
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         try:
@@ -244,7 +271,7 @@ class GpushareFiles:
         """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""
         with self._opened(key) as file:
             uuids = gpu_uuids(_read(file, CONFIG_BYTES))
-        usage = self._in_usage(key, lambda file: _read(file, USAGE_BYTES))
+        usage = self._in_usage(key, partial(_read, size=USAGE_BYTES))
         return dict(zip(uuids, read_held(usage, len(uuids)), strict=True))
 
     def slots(self, key: ContainerKey) -> list[Slot] | None:
@@ -293,10 +320,15 @@ def renamed(name: str) -> Iterator[None]:
         raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
 
 
+def _close_all(files: Mapping[ContainerKey, int]) -> None:
+    for file in files.values():
+        os.close(file)
+
+
 def _require_file(file: int, path: str, size: int) -> None:
     status = os.fstat(file)
     # One that is still being shortened is not read: on XFS the read would wait.
-    is_sound = stat.S_ISREG(status.st_mode) and status.st_size == size
+    is_sound = stat.S_ISREG(status.st_mode) and status.st_size == size and status.st_nlink
     if not is_sound or tenant_files.is_oversized(status):
         raise Corrupt(f"{path} is no regular file of {size} bytes")
 

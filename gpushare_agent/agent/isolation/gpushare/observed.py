@@ -282,8 +282,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             for key in wrong.keys() & self._containers.keys():  # what changes from now on is counted from here
                 self._note_claims(key, self._looked_at_ns)
         running = self._running()
-        if self.files.maps_others(running):
-            await self._call(partial(self.files.release, tuple(running)), "releasing the files of containers")
+        if self.files.keeps_others(running, shares):
+            await self._call(partial(self.files.release, tuple(running), shares), "releasing the files of containers")
         if running:
             # A round costs as much as several readings, and is useless while these show known processes only.
             is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S

@@ -99,7 +99,8 @@ class Preparation:
             group.create_task(forever("gpushare files ahead", self.ahead.run), name="gpushare files ahead")
             while True:
                 self.ahead.keep_only(self._allocations().__contains__)
-                self.files.unused.intersection_update(self._allocations())
+                for noted in (self.files.unused, self.files.replaced):
+                    noted.intersection_update(self._allocations())
                 group.create_task(
                     self._try_to_cut(), name="gpushare cutting"
                 )  # not awaited: the next cycle finds others
