@@ -1,7 +1,7 @@
-"""Starts the agent's program by a fork of a process that has imported it. Else a start takes half a second of processor
-time, most of it imports, and the tests make hundreds.
+"""Starts programs of PREPARED by a fork of a process that has imported them. Else a start of the agent takes half a second
+of processor time, most of it imports, and the tests make hundreds.
 
-`StartedByFork` takes the place of `subprocess.Popen` (conftest.py). What it starts is `python -m gpushare_agent`, in an
+`StartedByFork` takes the place of `subprocess.Popen` (conftest.py). What it starts so is `python -m MODULE`, in an
 environment and a way that the forked process can take on; all else is started as ever. The program is a child of this
 process, as always: the server forks twice, and this process is the subreaper meanwhile.
 """
@@ -9,6 +9,8 @@ process, as always: the server forks twice, and this process is the subreaper me
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,7 +23,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MODULE = "gpushare_agent"
+PREPARED = {
+    "gpushare_agent": ("commands", "agent.program", "extender.app", "kubectl.plugin", "sandbox.run"),
+    "tests.gpus.support_nvml_probe": ("",),
+}
+"""What is imported of each before its first start."""
 FIXED = ("PYTHON", "LC_", "LANG", "LD_", "TZ")
 """Variables that count when Python starts, and not later."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -76,22 +82,32 @@ class StartedByFork(subprocess.Popen[Any]):
         if words[1:2] == ["-P"]:  # the directory is on no path of the server's either
             del words[1]
         is_plain = env and not (executable or preexec_fn or pass_fds or shell or pipes[-2])
-        if not is_plain or words[:3] != [sys.executable, "-m", MODULE] or _fixed(env) != _fixed(SERVER.environ):
+        is_prepared = words[:2] == [sys.executable, "-m"] and words[2] in PREPARED
+        if not is_plain or not is_prepared or _fixed(env) != _fixed(SERVER.environ):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
         files = [one if one != -1 else number for number, one in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = {"words": words[3:], "environ": dict(env), "cwd": str(cwd or Path.cwd())}
+        request = {"words": words[2:], "environ": dict(env), "cwd": str(cwd or Path.cwd())}
         self.pid = SERVER.start(request, files)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Ends with the last request's connection; returns in each forked process, with the words of its command line."""
+    """Ends with the last request's connection; returns in each forked process, with its module and words."""
+    prepared = dict(PREPARED)
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not message:
             os._exit(0)
+        asked = json.loads(message)
+        if (module := asked["words"][0]) in prepared:
+            for name in prepared.pop(module):
+                importlib.import_module(f"{module}.{name}".rstrip("."))
+            sys.modules.pop(
+                module if module.startswith("tests") else f"{module}.__main__", None
+            )  # runs again as __main__
+            gc.freeze()
         if (middle := os.fork()) == 0:
             if pid := os.fork():
                 requests.send(str(pid).encode())
@@ -105,7 +121,6 @@ def _serve(requests: socket.socket) -> list[str]:
     for number, one in enumerate(files):
         os.dup2(one, number)
         os.close(one)
-    asked = json.loads(message)
     os.environ.clear()
     os.environ.update(asked["environ"])
     os.chdir(asked["cwd"])
@@ -118,23 +133,14 @@ def _serve(requests: socket.socket) -> list[str]:
 
 
 def main() -> None:
-    import gc
-
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")
-    from gpushare_agent import __main__ as program
+    from gpushare_agent.__main__ import _import_structlog
 
-    program._import_structlog()
-    del sys.modules[program.__name__]
-    import gpushare_agent.agent.program
-    import gpushare_agent.commands
-    import gpushare_agent.extender.app
-    import gpushare_agent.kubectl.plugin
-    import gpushare_agent.sandbox.run  # noqa: F401
-
-    gc.freeze()
-    sys.argv[1:] = _serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    _import_structlog()
+    module, *words = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv[1:] = words
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
