@@ -28,8 +28,9 @@ PREPARED = {
     "tests.gpus.support_nvml_probe": ("",),
 }
 """What is imported of each before its first start."""
-FIXED = ("PYTHON", "LC_", "LANG", "LD_", "TZ")
-"""Variables that count when Python starts, and not later."""
+FIXED = ("PYTHON", "LC_", "LANG", "LD_PRELOAD", "TZ")
+"""Variables that count when Python starts, and not later. So does LD_LIBRARY_PATH, by which the fake NVML is found."""
+NVML = "libnvidia-ml.so.1"
 PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
@@ -54,7 +55,9 @@ class Server:
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
                     command = (sys.executable, "-m", "tests.support_start", str(theirs.fileno()))
-                    self._process = subprocess.Popen(command, env=self.environ, cwd=ROOT, pass_fds=(theirs.fileno(),))
+                    self._process = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, env=self.environ, cwd=ROOT, pass_fds=(theirs.fileno(),)
+                    )
             _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], files)
@@ -81,8 +84,8 @@ class StartedByFork(subprocess.Popen[Any]):
         words = [] if isinstance(args, (str, bytes)) else [os.fspath(one) for one in args]
         if words[1:2] == ["-P"]:  # the directory is on no path of the server's either
             del words[1]
-        is_plain = env and not (executable or preexec_fn or pass_fds or shell or pipes[-2])
-        is_prepared = words[:2] == [sys.executable, "-m"] and words[2] in PREPARED
+        is_plain = env and not (executable or preexec_fn or pass_fds or shell or pipes[-2] or pipes[-1] != -1)
+        is_prepared = words[:2] == [sys.executable, "-m"] and "".join(words[2:3]) in PREPARED
         if not is_plain or not is_prepared or _fixed(env) != _fixed(SERVER.environ):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
@@ -104,9 +107,8 @@ def _serve(requests: socket.socket) -> list[str]:
         if (module := asked["words"][0]) in prepared:
             for name in prepared.pop(module):
                 importlib.import_module(f"{module}.{name}".rstrip("."))
-            sys.modules.pop(
-                module if module.startswith("tests") else f"{module}.__main__", None
-            )  # runs again as __main__
+            # It runs again, as __main__.
+            sys.modules.pop(module if module.startswith("tests") else f"{module}.__main__", None)
             gc.freeze()
         if (middle := os.fork()) == 0:
             if pid := os.fork():
@@ -124,6 +126,9 @@ def _serve(requests: socket.socket) -> list[str]:
     os.environ.clear()
     os.environ.update(asked["environ"])
     os.chdir(asked["cwd"])
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
+        if folder and (library := Path(folder, NVML)).exists():
+            ctypes.CDLL(str(library))  # a later dlopen finds what is loaded already, by its soname
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         own, buffering = getattr(sys, name), 1 if number == 2 or os.isatty(number) else -1
         made = open(number, mode, buffering, own.encoding, own.errors, closefd=False)  # noqa: SIM115 - for ever
@@ -139,7 +144,7 @@ def main() -> None:
 
     _import_structlog()
     module, *words = _serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.argv[1:] = words
+    sys.argv[1:], sys.orig_argv[1:] = words, ["-m", module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

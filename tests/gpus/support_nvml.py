@@ -123,10 +123,12 @@ async def running_probe(
     environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
     if mig_minors is not None:
         (directory / "mig-minors").write_text(mig_minors)
+    if library is not None:
+        environment["LD_LIBRARY_PATH"] = str(library)
     try:
         async with running_process(
             *(*wrapper, sys.executable, "-m", "tests.gpus.support_nvml_probe"),
-            *(str(directory), str(timeout_s), str(unified_memory_mib), str(library or "")),
+            *(str(directory), str(timeout_s), str(unified_memory_mib)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -13,7 +13,6 @@ threads alive, `kept` how much the reader remembers, `logged` the log's events s
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import sys
 import threading
@@ -147,8 +146,6 @@ async def events(driver: NvmlDriver, wait_s: float = 0.0) -> list[dict[str, Any]
 
 def main() -> None:
     warnings.simplefilter("error")
-    if sys.argv[4]:  # nvidia-ml-py's dlopen finds what is loaded already, by its name
-        ctypes.CDLL(f"{sys.argv[4]}/libnvidia-ml.so.1")
     log = LogCapture()
     structlog.configure(processors=[log])  # stdout is for the answers
     daemon_thread.KEEP_S = 0.0  # `answer` waits for the end of each thread
