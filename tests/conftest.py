@@ -11,6 +11,7 @@ import logging
 import re
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,6 +24,7 @@ from hypothesis import settings
 
 from gpushare_agent.core.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
 from tests.support_deadline import DEADLINE_S
+from tests.support_start import SERVER, StartedByFork
 from tests.support_threads import remove_directory
 
 # The same examples in each run: one that fails rarely would stop somebody else's change. Another profile tries others.
@@ -45,10 +47,15 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    subprocess.Popen = StartedByFork  # type: ignore[misc]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def pytest_unconfigure() -> None:
+    SERVER.stop()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

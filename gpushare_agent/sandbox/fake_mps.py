@@ -1,10 +1,8 @@
-"""A fake of NVIDIA's MPS control daemon and its control program: it answers the same commands and serves no client.
+"""A fake of NVIDIA's MPS control daemon: it answers the same commands and serves no client.
 
-`open_fake_mps` runs the daemon in this process and leaves a control program next to it, for the agent to ask with. Run
-as a program (`python -m …fake_mps`) it is that control program: commands on standard input, or the daemon itself with
-`-f`, whatever follows. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real
-ones' names; what goes through them is its own protocol. Only the standard library is imported, as each question starts a
-process.
+`open_fake_mps` runs the daemon in this process and leaves a control program (mps_control.py) next to it, for the agent to
+ask with. What it was asked stands in `control.log` of the log directory. Its sockets and files have the real ones' names;
+what goes through them is its own protocol.
 
 State owned: the default percentage, the commands heard.
 """
@@ -18,15 +16,14 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-_CONTROL = "control"
+from gpushare_agent.sandbox.mps_control import ANSWER_TIMEOUT_S, CONTROL, MAX_COMMANDS_BYTES
+
 _LOCK = "control_lock"
 _PID = "nvidia-cuda-mps-control.pid"
-_ANSWER_TIMEOUT_S = 30.0
-_MAX_COMMANDS_BYTES = 64 * 1024
 
 
 class FakeMps:
@@ -75,7 +72,7 @@ class FakeMps:
         ):
             # As the real daemon: a second one for the same directory ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path = self._pipe / _CONTROL
+            path = self._pipe / CONTROL
             # A dead daemon's socket: the lock says that none lives.
             path.unlink(missing_ok=True)
             listener.bind(str(path))
@@ -112,9 +109,9 @@ class FakeMps:
     async def _serve(self, client: socket.socket) -> None:
         loop, received = asyncio.get_running_loop(), b""
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 # Until the control program has sent all: it shuts its side down.
-                while len(received) < _MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(client, 4096)):
+                while len(received) < MAX_COMMANDS_BYTES and (piece := await loop.sock_recv(client, 4096)):
                     received += piece
                 for command in received.decode(errors="replace").splitlines():
                     await loop.sock_sendall(client, self.answer(command.strip()).encode())
@@ -126,8 +123,10 @@ def write_control_program(path: Path) -> None:
     """A control program that speaks to a fake daemon, for this installation of the agent and this Python."""
     # From a checkout the package is on no path of the interpreter.
     package = str(Path(__file__).resolve().parents[2])
-    words = [sys.executable, "-P", "-m", "gpushare_agent.sandbox.fake_mps"]
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(package)} exec {shlex.join(words)} "$@"\n')
+    path.write_text(
+        '#!/bin/sh\n[ "$1" = -f ] && module=fake_mps || module=mps_control\n'
+        f"PYTHONPATH={shlex.quote(package)} exec {shlex.quote(sys.executable)} -P -m gpushare_agent.sandbox.$module\n"
+    )
     path.chmod(0o755)
 
 
@@ -148,15 +147,6 @@ async def open_fake_mps(pipe: Path, logs: Path, control: Path) -> AsyncIterator[
             await asyncio.wait({task})
 
 
-def main(argv: Sequence[str]) -> int:
-    """The control program, or with -f the daemon."""
-    pipe = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-    if argv[:1] == ["-f"]:
-        asyncio.run(_run_daemon(pipe, Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])))
-        return 0
-    return _ask(pipe, sys.stdin.buffer.read(_MAX_COMMANDS_BYTES))
-
-
 async def _run_daemon(pipe: Path, logs: Path) -> None:
     daemon = FakeMps(pipe, logs)
     loop = asyncio.get_running_loop()
@@ -165,20 +155,5 @@ async def _run_daemon(pipe: Path, logs: Path) -> None:
     await daemon.run()
 
 
-def _ask(pipe: Path, commands: bytes) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(_ANSWER_TIMEOUT_S)
-        try:
-            connection.connect(str(pipe / _CONTROL))
-            connection.sendall(commands)
-            connection.shutdown(socket.SHUT_WR)
-            while piece := connection.recv(4096):
-                sys.stdout.buffer.write(piece)
-        except OSError:
-            print("Cannot find MPS control daemon process")
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    asyncio.run(_run_daemon(*(Path(os.environ[f"CUDA_MPS_{name}_DIRECTORY"]) for name in ("PIPE", "LOG"))))

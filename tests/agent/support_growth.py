@@ -35,12 +35,12 @@ def uid_of(name: str) -> PodUid:
 
 
 def grown(few: dict[str, Steps], many: dict[str, Steps], allowed: dict[str, int]) -> str:
-    """The steps of a pod's life that take more on the node with many shares: by more than a twentieth, and what is
+    """The steps of a pod's life that take more on the node with many shares: by more than a hundredth, and what is
     `allowed` more. Empty where none does."""
     found = []
     for step, steps in many.items():
         more = steps.more_than(few[step])
-        if sum(more.values()) > few[step].count / 20 + allowed.get(step, 0):
+        if sum(more.values()) > few[step].count / 100 + allowed.get(step, 0):
             found.append(f"{step}: {few[step].count} grew by {sum(more.values())}: {dict(list(more.items())[:12])}")
     return "\n".join(found)
 

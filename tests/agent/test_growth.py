@@ -133,12 +133,13 @@ async def _rest_of_life(shares: int, directory: Path, isolation: str) -> dict[st
 
 
 @pytest.mark.parametrize("isolation", ["vcuda", "gpushare"])
+@pytest.mark.parametrize("shares", [300, pytest.param(MANY, marks=pytest.mark.slow)])
 async def test_what_follows_an_admission_takes_as_many_steps_next_to_many_shares_as_next_to_100(
-    short_dir: Path, isolation: str
+    short_dir: Path, isolation: str, shares: int
 ) -> None:
-    """With the files and cgroups that threads read; a poll of all containers is rare and not counted here. Many are 1,500,
-    or as many as may have a socket where a process may open fewer files."""
+    """With the files and cgroups that threads read; a poll of all containers is rare and not counted here. Many are as many
+    as may have a socket where a process may open fewer files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = await _rest_of_life(FEW, short_dir / "f", isolation)
-    many = await _rest_of_life(min(MANY, files - 350), short_dir / "m", isolation)
+    many = await _rest_of_life(min(shares, files - 350), short_dir / "m", isolation)
     assert not grown(few, many, {}), grown(few, many, {})

@@ -142,8 +142,10 @@ async def test_a_share_in_a_sandbox_is_refused() -> None:
         assert "which runs containers in a sandbox" in node.api.pod("default", "sandboxed")["status"]["message"]
 
 
-@pytest.mark.parametrize("strategies", LISTS)
-@pytest.mark.parametrize("isolation", ["vcuda", "gpushare", "none"])
+@pytest.mark.parametrize(
+    ("isolation", "strategies"),
+    [*(("gpushare", one) for one in LISTS), ("vcuda", DEFAULT_LISTS), ("none", DEFAULT_LISTS)],
+)
 async def test_the_running_process_has_what_the_golden_files_say(isolation: str, strategies: str) -> None:
     """Its environment is theirs and no variable more; so are the mounts, nodes and annotations at the runtime."""
     async with open_test_node() as node:

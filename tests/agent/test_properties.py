@@ -154,7 +154,7 @@ async def play(steps: Sequence[tuple[str, Any]], seed: int, version: str) -> Non
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     # An example takes a second or two and failures may hang on time: shrinking would take minutes and find little.

@@ -148,7 +148,7 @@ def _place(cluster: Cluster, raw: dict[str, Any]) -> None:
     cluster.pods.remove(raw)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(clusters())
 def test_every_change_lets_the_pod_start(cluster: Cluster) -> None:
     """Where it says, on the GPUs that it says: applied, the node takes the pod for all that is checked, and the extender's
@@ -166,7 +166,7 @@ def test_every_change_lets_the_pod_start(cluster: Cluster) -> None:
         assert {gpu for one in reserved.plan.containers for gpu in one.gpus} == set(change.gpus)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(clusters())
 def test_no_smaller_change_would_do(cluster: Cluster) -> None:
     """Of a pod with one container: not one core or block more, and no fewer pods that end, tried one by one."""

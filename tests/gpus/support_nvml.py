@@ -47,7 +47,8 @@ def fake_library(*defines: str) -> Iterator[Path]:
         pytest.skip("no C compiler (cc) to build the fake libnvidia-ml.so.1 with")
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     source = ROOT / "tests" / "native" / "fake_nvml.c"
-    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", *(f"-D{define}" for define in defines)]
+    flags = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libnvidia-ml.so.1"]
+    flags += [f"-D{define}" for define in defines]
     subprocess.run([compiler, *flags, "-o", "libnvidia-ml.so.1", str(source)], cwd=directory, check=True)
     yield directory
     shutil.rmtree(directory)
@@ -126,7 +127,7 @@ async def running_probe(
         environment["LD_LIBRARY_PATH"] = str(library)
     try:
         async with running_process(
-            *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "gpus" / "support_nvml_probe.py")),
+            *(*wrapper, sys.executable, "-m", "tests.gpus.support_nvml_probe"),
             *(str(directory), str(timeout_s), str(unified_memory_mib)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ import asyncio
 import json
 import sys
 import threading
+import warnings
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
@@ -144,6 +145,7 @@ async def events(driver: NvmlDriver, wait_s: float = 0.0) -> list[dict[str, Any]
 
 
 def main() -> None:
+    warnings.simplefilter("error")
     log = LogCapture()
     structlog.configure(processors=[log])  # stdout is for the answers
     daemon_thread.KEEP_S = 0.0  # `answer` waits for the end of each thread

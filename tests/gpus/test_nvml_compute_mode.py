@@ -23,7 +23,8 @@ def place(short_dir: Path) -> MpsPlace:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler (cc) to build the fake libnvidia-ml.so.1 with")
-    command = [compiler, "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", str(SOURCE)]
+    flags = ("-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1")
+    command = [compiler, *flags, "-o", "libnvidia-ml.so.1", str(SOURCE)]
     subprocess.run(command, cwd=short_dir, check=True)
     (short_dir / "modes").write_text("03")
     return mps_place(short_dir)

@@ -15,14 +15,13 @@ Each start of a daemon and each command goes to `record`, a line each, as they c
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from gpushare_agent.sandbox import fake_mps
+from gpushare_agent.sandbox import mps_control
 
 HERE = Path(sys.argv[1])
 
@@ -30,16 +29,6 @@ HERE = Path(sys.argv[1])
 def record(text: str) -> None:
     with (HERE / "record").open("a") as file:
         file.write(f"{text}\n")
-
-
-class Misbehaving(fake_mps.FakeMps):
-    def answer(self, command: str) -> str:
-        record(command)
-        self.clients = {}
-        if (HERE / "clients").exists():
-            for server, client in map(str.split, (HERE / "clients").read_text().splitlines()):
-                self.clients.setdefault(int(server), []).append(int(client))
-        return "" if command == "quit" and (HERE / "deaf").exists() else super().answer(command)
 
 
 def daemon() -> int:
@@ -54,17 +43,34 @@ def daemon() -> int:
         return 3
     while (HERE / "waits").exists():
         time.sleep(0.01)
-    asyncio.run(serve())
+    serve()
     return 0
 
 
-async def serve() -> None:
-    fake = Misbehaving(Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ["CUDA_MPS_LOG_DIRECTORY"]))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(
-        signal.SIGTERM, lambda: record("SIGTERM") if (HERE / "deaf").exists() else fake.is_ended.set()
-    )
-    await fake.run()
+def serve() -> None:
+    import asyncio  # only the daemon's: each question starts this program
+
+    from gpushare_agent.sandbox.fake_mps import FakeMps
+
+    class Misbehaving(FakeMps):
+        def answer(self, command: str) -> str:
+            record(command)
+            self.clients = {}
+            if (HERE / "clients").exists():
+                for server, client in map(str.split, (HERE / "clients").read_text().splitlines()):
+                    self.clients.setdefault(int(server), []).append(int(client))
+            return "" if command == "quit" and (HERE / "deaf").exists() else super().answer(command)
+
+    async def run() -> None:
+        fake = Misbehaving(Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ["CUDA_MPS_LOG_DIRECTORY"]))
+
+        def end() -> None:
+            record("SIGTERM") if (HERE / "deaf").exists() else fake.is_ended.set()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        await fake.run()
+
+    asyncio.run(run())
 
 
 def control() -> int:
@@ -74,7 +80,7 @@ def control() -> int:
     if (HERE / "nonsense").exists():
         sys.stdout.write((HERE / "nonsense").read_text())
         return 0
-    return fake_mps.main([])
+    return mps_control.main()
 
 
 sys.exit(daemon() if sys.argv[2:3] == ["-f"] else control())

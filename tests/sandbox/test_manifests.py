@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.sandbox.manifests import MAX_BYTES, MAX_VALUES, ManifestError, parse_manifests, read_manifests
+from gpushare_agent.sandbox.manifests import MAX_BYTES, ManifestError, parse_manifests, read_manifests
 
 LAUGHS = "a: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"b{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
@@ -18,10 +18,9 @@ LAUGHS = "a: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (LAUGHS, "values"),
         ("kind: &a [*a]\n", "names itself"),
-        ("a: [" + "1," * MAX_VALUES + "]\n", "values"),
         ("[" * 5000, "nested too deeply"),
     ],
-    ids=["aliases of aliases", "an alias of itself", "many values", "deep"],
+    ids=["aliases of aliases", "an alias of itself", "deep"],
 )
 def test_a_manifest_that_stands_for_more_than_it_says_is_refused(text: str, problem: str) -> None:
     """Before it is copied or printed."""

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
@@ -198,28 +199,45 @@ async def recorders(node: NodeUnderTest, steps: list[Step]) -> AsyncIterator[dic
             await server.stop()
 
 
-async def play(node: NodeUnderTest) -> tuple[list[Step], dict[str, Any], dict[str, RecordingPlugin]]:
-    """The trace's notes, in order, on a node with held admissions: both plugins are registered before. Returns the steps,
-    the checkpoint of the captured moment, and the plugins."""
+class Played(NamedTuple):
+    """What came: the steps, the checkpoint of the captured moment, how long a plugin's options had, and the pods' names."""
+
+    steps: list[Step]
+    checkpoint: dict[str, Any]
+    options_s: float | None
+    names: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return asyncio.run(play())
+
+
+async def play() -> Played:
+    """The trace's notes, in order, on a node with held admissions: both plugins are registered before."""
     steps: list[Step] = []
     pods = captured_pods()
-    async with recorders(node, steps) as plugins:
-        node.kubelet.begin_admissions()
-        for name in ("share-a", "two", "chain", "plain", "whole"):
-            node.api.create_pod(pods[name])
-            await node.wait_phase(name, "Running")
-        checkpoint = json.loads((node.paths.device_plugin_path / "kubelet_internal_checkpoint").read_text())
-        await node.kubelet.stop()
-        await node.kubelet.start()
-        async with recorders(node, steps):
+    async with open_test_node(times=HELD_ADMISSIONS) as node:
+        async with recorders(node, steps) as plugins:
             node.kubelet.begin_admissions()
-            await node.kubelet.wait_for(lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again")
-            await node.remove_pod("two")
-            for name in ("b3", "b1", "b2"):
+            for name in ("share-a", "two", "chain", "plain", "whole"):
                 node.api.create_pod(pods[name])
-            for name in ("b3", "b1", "b2"):
                 await node.wait_phase(name, "Running")
-    return steps, checkpoint, plugins
+            checkpoint = json.loads((node.paths.device_plugin_path / "kubelet_internal_checkpoint").read_text())
+            await node.kubelet.stop()
+            await node.kubelet.start()
+            async with recorders(node, steps):
+                node.kubelet.begin_admissions()
+                await node.kubelet.wait_for(
+                    lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again"
+                )
+                await node.remove_pod("two")
+                for name in ("b3", "b1", "b2"):
+                    node.api.create_pod(pods[name])
+                for name in ("b3", "b1", "b2"):
+                    await node.wait_phase(name, "Running")
+        options_s = plugins[CORE].deadlines["GetDevicePluginOptions"]
+        return Played(steps, checkpoint, options_s, {call.pod_uid: call.pod_name for call in node.calls.calls})
 
 
 ADMITTED = ("share-a", "two", "chain", "plain", "whole", "b3", "b1", "b2")
@@ -257,10 +275,9 @@ def expected_lists(steps: list[Step]) -> list[dict[str, dict[str, set[str]]]]:
     return expected
 
 
-async def test_every_admission_call_of_the_trace_comes_again_with_the_same_ids() -> None:
+def test_every_admission_call_of_the_trace_comes_again_with_the_same_ids(played: Played) -> None:
     """Same calls per container: availability, must-include, size, answers and allocated IDs, and messages as long."""
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        steps, _, _ = await play(node)
+    steps = played.steps
     expected, got = in_containers(recorded_steps()), in_containers(steps)
     for (_, _, real), (_, _, embedded) in zip(expected, got, strict=True):
         for a, b in zip(sorted(real, key=_resource), sorted(embedded, key=_resource), strict=True):
@@ -273,10 +290,9 @@ def _resource(step: Step) -> str:
     return step.resource
 
 
-async def test_list_inside_the_handlers_shows_what_the_trace_shows() -> None:
+def test_list_inside_the_handlers_shows_what_the_trace_shows(played: Played) -> None:
     """One rule gives what the real kubelet listed in every handler; the embedded one follows it, with messages as long."""
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        steps, _, _ = await play(node)
+    steps = played.steps
     for source in (recorded_steps(), steps):
         assert [s.listed for s in source if s.method in CALLS] == expected_lists(source)
     real, embedded = ({str(_sorted(s.listed)): s.listed_bytes for s in source} for source in (recorded_steps(), steps))
@@ -291,35 +307,31 @@ def _sorted(listed: dict[str, dict[str, set[str]]]) -> Any:
     )
 
 
-async def test_prestart_follows_the_admission_in_container_order() -> None:
+def test_prestart_follows_the_admission_in_container_order(played: Played) -> None:
     """PreStartContainer of vcore: each container with its own IDs, init containers first, as in the trace."""
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        steps, _, _ = await play(node)
+    steps = played.steps
     starts = [[s.ids for s in source if s.method == "PreStartContainer"] for source in (recorded_steps(), steps)]
     assert starts[1][:7] == starts[0][:7]
     assert set(starts[1][7:]) == set(starts[0][7:])
 
 
-async def test_deadlines_are_those_of_the_trace() -> None:
+def test_deadlines_are_those_of_the_trace(played: Played) -> None:
     """Options 5 s, PreStartContainer 30 s, GetPreferredAllocation and Allocate none."""
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        steps, _, plugins = await play(node)
+    steps = played.steps
     recorded = {s.method: s.deadline_s for s in recorded_steps()}
     assert recorded == {"GetPreferredAllocation": None, "Allocate": None, "PreStartContainer": 30.0}
     assert {s.deadline_s for s in steps if s.method in CALLS} == {None}
     assert all(25 < (s.deadline_s or 0) <= 30 for s in steps if s.method == "PreStartContainer")
-    assert 0 < (plugins[CORE].deadlines["GetDevicePluginOptions"] or 0) <= 5
+    assert 0 < (played.options_s or 0) <= 5
 
 
-async def test_the_checkpoint_has_the_entries_of_the_captured_one() -> None:
+def test_the_checkpoint_has_the_entries_of_the_captured_one(played: Played) -> None:
     """Same entries, NUMA nodes, IDs and answers; the UIDs are this node's own."""
     captured = json.loads((DATA / "checkpoint-1.36.json").read_text())
     names = {
         i["metadata"]["uid"]: i["metadata"]["name"] for i in json.loads((DATA / "pods-1.36.json").read_text())["items"]
     }
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        _, checkpoint, _ = await play(node)
-        names |= {call.pod_uid: call.pod_name for call in node.calls.calls}
+    checkpoint, names = played.checkpoint, names | played.names
     assert checkpoint.keys() == captured.keys()
     assert _entries(checkpoint, names) == _entries(captured, names)
     registered = [{k: sorted(v) for k, v in c["Data"]["RegisteredDevices"].items()} for c in (checkpoint, captured)]

@@ -127,11 +127,12 @@ def test_baselines_meet_the_published_figures(policy: str, name: str) -> None:
 
 
 @pytest.mark.skipif(not OPENB.is_dir(), reason="the public trace is not next to the checkout (shared/data/openb)")
-def test_fgd_allocates_more_than_binpack_on_the_public_trace() -> None:
-    """The published mean of FGD is 95.23 % at 100 %, with a standard deviation of 0.10."""
-    fgd, best_fit = (
-        allocated(public_trace(), policy)[100] for policy in (InflationPolicy.FGD, InflationPolicy.BEST_FIT)
-    )
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_fgd_allocates_more_than_binpack_on_the_public_trace(every: int) -> None:
+    """Also on one of eight nodes. The published mean of FGD is 95.23 % at 100 %, with a standard deviation of 0.10."""
+    hosts, kinds = public_trace()
+    policies = (InflationPolicy.FGD, InflationPolicy.BEST_FIT)
+    fgd, best_fit = (allocated((hosts[1::every] if every > 1 else hosts, kinds), policy)[100] for policy in policies)
     assert fgd > 95.1
     assert fgd > best_fit + 2
 
