@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import re
 import resource
 import signal
@@ -24,7 +25,7 @@ from hypothesis import settings
 
 from gpushare_agent.core.kit.logs import LIBRARY_LEVELS, WRITER, QueuedHandler
 from tests.support_deadline import DEADLINE_S
-from tests.support_start import SERVER, StartedByFork
+from tests.support_start import BY_FORK, SERVER, StartedByFork
 from tests.support_threads import remove_directory
 
 # The same examples in each run: one that fails rarely would stop somebody else's change. Another profile tries others.
@@ -47,7 +48,8 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    subprocess.Popen = StartedByFork  # type: ignore[misc]
+    if BY_FORK in os.environ:
+        subprocess.Popen = StartedByFork  # type: ignore[misc]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,9 +1,9 @@
 """Starts programs of PREPARED by a fork of a process that has imported them. Else a start of the agent takes half a second
 of processor time, most of it imports, and the tests make hundreds.
 
-`StartedByFork` takes the place of `subprocess.Popen` (conftest.py). What it starts so is `python -m MODULE`, in an
-environment and a way that the forked process can take on; all else is started as ever. The program is a child of this
-process, as always: the server forks twice, and this process is the subreaper meanwhile.
+In the session `tests` alone, `StartedByFork` takes the place of `subprocess.Popen` (conftest.py). What it starts so is
+`python -m MODULE`, in an environment and a way that the forked process can take on; all else is started as ever. The
+program is a child of this process, as always: the server forks twice, and this process is the subreaper meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+BY_FORK = "TESTS_START_BY_FORK"
+"""The variable by which the session `tests` asks for it."""
 ROOT = Path(__file__).parents[1]
 PREPARED = {
     "gpushare_agent": ("commands", "agent.program", "extender.app", "kubectl.plugin", "sandbox.run"),
@@ -80,11 +82,13 @@ class StartedByFork(subprocess.Popen[Any]):
     """A Popen whose child, where it is the agent's program, comes from the server."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
-        _, pass_fds, cwd, env, _, _, shell, *pipes = rest
+        _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:13]
+        # restore_signals, gid, gids, uid, umask, start_new_session, process_group: CPython 3.11 to 3.13.
+        is_plain = rest[13:] == (True, None, None, None, -1, False, -1)
+        is_plain = is_plain and env and not (executable or preexec_fn or pass_fds or shell)
         words = [] if isinstance(args, (str, bytes)) else [os.fspath(one) for one in args]
         if words[1:2] == ["-P"]:  # the directory is on no path of the server's either
             del words[1]
-        is_plain = env and not (executable or preexec_fn or pass_fds or shell or pipes[-2] or pipes[-1] != -1)
         is_prepared = words[:2] == [sys.executable, "-m"] and "".join(words[2:3]) in PREPARED
         if not is_plain or not is_prepared or _fixed(env) != _fixed(SERVER.environ):
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
@@ -93,7 +97,7 @@ class StartedByFork(subprocess.Popen[Any]):
         request = {"words": words[2:], "environ": dict(env), "cwd": str(cwd or Path.cwd())}
         self.pid = SERVER.start(request, files)
         self._child_created = True
-        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def _serve(requests: socket.socket) -> list[str]:
