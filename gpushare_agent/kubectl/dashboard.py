@@ -142,7 +142,7 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         claims = not waits and not read.spec.node_name and may_want_instances(read)
         _keep(self.claiming, uid, read if claims else None)
         # The informer tells the end of those alone of which this returned True.
-        return bool(is_ours or waits or claims)
+        return bool(is_ours or waits or claims or uid in self.extenders)
 
     def remove(self, key: str) -> None:
         super().remove(key)
