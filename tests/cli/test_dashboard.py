@@ -277,6 +277,13 @@ async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
             assert limits == [["GPUs", 1, 0]]
 
 
+async def test_nobody_is_said_to_keep_no_quota_while_pods_are_not_listed() -> None:
+    async with served_cluster(**{"/api/v1/pods": (403, raw_status(403, "no right"))}) as (url, cluster):
+        cluster.put_quota({"team-b": {"quota": {}}})
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert (answer["quota_note"], answer["namespaces"][0]["limits"]) == ("", [["GPUs", 0, 0]])
+
+
 async def test_a_deleted_pod_shows_no_extender() -> None:
     """Also one that asks for no GPU."""
     async with served_cluster() as (url, cluster):
