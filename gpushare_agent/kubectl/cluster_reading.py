@@ -151,7 +151,8 @@ def shows_extender(pod: PodJson) -> bool:
     """Whether it is a Ready extender, or waits because one refused it for the quota: a sandbox's extender has no pod."""
     if pod.meta.labels.get(_NAME_LABEL) == EXTENDER_NAME:
         return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions)
-    return not pod.spec.node_name and "quota" in scheduler_message(pod)
+    # Other schedulers have quotas of their own.
+    return not pod.spec.node_name and "quota of " in scheduler_message(pod)
 
 
 class _PodsReader:

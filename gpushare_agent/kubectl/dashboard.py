@@ -142,7 +142,7 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
         claims = not waits and not read.spec.node_name and may_want_instances(read)
         _keep(self.claiming, uid, read if claims else None)
         # The informer tells the end of those alone of which this returned True.
-        return bool(is_ours or waits or claims)
+        return bool(is_ours or waits or claims or uid in self.extenders)
 
     def remove(self, key: str) -> None:
         super().remove(key)
@@ -352,7 +352,9 @@ class ClusterPage:
             self._quota_problem = str(e)
 
     def _is_quota_kept(self) -> bool:
-        return bool(self._pods.extenders) or not self._quota.namespaces
+        # Until the pods are listed, for which rights may be missing, nothing is known of extenders.
+        is_unknown = not all(one.has_listed for one in self._informers)
+        return is_unknown or bool(self._pods.extenders) or not self._quota.namespaces
 
     async def _show_namespaces(self, api: KubeApi, request: web.Request) -> web.StreamResponse:
         """What each namespace has allocated, as quotas count it, and how it stands with its quota: of those that have pods

@@ -55,9 +55,10 @@ def extender(*, is_ready: bool = True) -> Raw:
 
 @asynccontextmanager
 async def served_cluster(
-    nodes: Sequence[Raw] | None = None, pods: Sequence[Raw] | None = None
+    nodes: Sequence[Raw] | None = None, pods: Sequence[Raw] | None = None, **answers: Any
 ) -> AsyncIterator[tuple[str, FakeCluster]]:
-    """Three nodes, two pods of team-a on gpu-1, one of team-b on gpu-2, an extender, and two pods that wait; or those."""
+    """Three nodes, two pods of team-a on gpu-1, one of team-b on gpu-2, an extender, and two pods that wait; or those.
+    `answers` are what the API server says instead, by path."""
     is_given = nodes is not None
     nodes = nodes or [
         *(raw_node(f"gpu-{n}", gpus=8, memory_mib=16384, model="NVIDIA L4") for n in (1, 2)),
@@ -73,6 +74,7 @@ async def served_cluster(
     ]
     async with fake_cluster(*nodes, pods=pods) as cluster:
         cluster.page = 500
+        cluster.script.answers |= answers
         if not is_given:
             cluster.holds("gpu-1", ("uid-one", 0, 30, 8), ("uid-two", 0, 50, 16))
         async with cluster.opened_api() as api:

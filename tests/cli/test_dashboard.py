@@ -277,6 +277,30 @@ async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
             assert limits == [["GPUs", 1, 0]]
 
 
+async def test_nobody_is_said_to_keep_no_quota_while_pods_are_not_listed() -> None:
+    async with served_cluster(**{"/api/v1/pods": (403, raw_status(403, "no right"))}) as (url, cluster):
+        cluster.put_quota({"team-b": {"quota": {}}})
+        _, answer, _ = await ask(f"{url}api/v1/namespaces")
+        assert (answer["quota_note"], answer["namespaces"][0]["limits"]) == ("", [["GPUs", 0, 0]])
+
+
+async def test_a_deleted_pod_shows_no_extender() -> None:
+    """Also one that asks for no GPU."""
+    async with served_cluster() as (url, cluster):
+        cluster.put_quota({"team-b": {"quota": {}}})
+        cluster.put("pods", extender(is_ready=False))
+        refused = waiting("refused")
+        refused["status"]["conditions"][0]["message"] = "namespace team-b has used 1 of its quota of 1"
+        for is_kept, change in (
+            (False, lambda: None),
+            (True, lambda: cluster.put("pods", refused)),
+            (False, lambda: cluster.remove("pods", "team-b/refused")),
+        ):
+            change()
+            while bool((await ask(f"{url}api/v1/namespaces"))[1]["quota_note"]) is is_kept:
+                await asyncio.sleep(0.01)
+
+
 async def test_a_waiting_pod_that_is_deleted_is_gone() -> None:
     """Also one whose mistyped request is for nothing that is known."""
     async with served_cluster() as (url, cluster):

@@ -238,6 +238,11 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
         ([extender()], True),
         # That of a sandbox has no pod.
         ([pod("refused", (1, 1), said="1 the pod asks for 1 vcore; namespace ns has used 0 of its quota of 0")], True),
+        ([pod("refused", (1, 1), said="1 the quota of namespace ns allows no GPUs at all.")], True),
+        (
+            [pod("of-a-queue", (1, 1), said="queue resource quota insufficient: insufficient tencent.com/vcuda-core")],
+            False,
+        ),
     ],
 )
 async def test_a_quota_that_no_extender_keeps_holds_up_no_pod(

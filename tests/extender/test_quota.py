@@ -245,13 +245,11 @@ def test_usage_is_the_sum_of_its_pods_whatever_came_before(
             usage.put(PodUid(uid), namespace, model, use)
             known[uid] = namespace, model, use
     for namespace in "ab":
-        own = [(model, use) for owner, model, use in known.values() if owner == namespace]
-        gpus = sum(use.gpus for model, use in own if model == "M40")
-        expected = Use(gpus, sum(use.vcore for _, use in own), sum(use.vmemory for _, use in own))
-        assert usage.of(namespace, "M40") == expected
-        for uid in "uvw":
-            others = [use for other, (owner, _, use) in known.items() if owner == namespace and other != uid]
-            assert usage.of(namespace, "M40", without=PodUid(uid)).vcore == sum(use.vcore for use in others)
+        for uid in (None, *map(PodUid, "uvw")):
+            own = [(model, use) for other, (owner, model, use) in known.items() if owner == namespace and other != uid]
+            gpus = sum(use.gpus for model, use in own if model == "M40")
+            expected = Use(gpus, sum(use.vcore for _, use in own), sum(use.vmemory for _, use in own))
+            assert usage.of(namespace, "M40", without=uid) == expected
     for uid in "uvw":
         usage.remove(PodUid(uid))
     assert all(usage.of(namespace, model) == Use() for namespace in "ab" for model in ("M40", "P40"))

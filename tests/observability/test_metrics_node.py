@@ -186,11 +186,16 @@ def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
 
 
 def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
-    """From the moment of its allocation it has its series."""
-    empty = used(gpu_sample(0), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
-    rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
-    assert [value for _, value in rows["gpushare_container_memory_used_bytes"]] == [0.0]
-    assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
+    """From the moment of its allocation it has its series, where the GPU lists processes; else nothing is known of it."""
+
+    def rows(*, lists: bool) -> Rows:
+        empty = used(gpu_sample(0, lists=lists), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
+        return rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
+
+    listed = rows(lists=True)
+    assert [value for _, value in listed["gpushare_container_memory_used_bytes"]] == [0.0]
+    assert [value for _, value in listed["container_gpu_utilization"]] == [0.0, 0.0]
+    assert "gpushare_container_memory_used_bytes" not in rows(lists=False)
 
 
 def test_what_the_driver_does_not_tell_has_no_row() -> None:

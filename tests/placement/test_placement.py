@@ -6,11 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import Topology
+from gpushare_agent.core.model.gpus import Link, LinkKind, Topology
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.core.placement.gpu_account import memory_text
 from gpushare_agent.core.placement.place import SharePolicy, why_not_chosen
+from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 from tests.support_core import NAMES
 
@@ -141,6 +142,13 @@ def test_fragment_takes_from_the_branch_with_the_fewest_free_gpus() -> None:
     assert placed(whole, node(P40, used={3, 4}), P40) == (5,)
     assert placed(whole, node(P40, used={0, 1, 2, 3}), P40) == (4,)
     assert placed(whole, node(P40, used={3}), P40) == (0,)
+
+
+def test_fragment_takes_from_the_smaller_of_two_branches_with_as_many_free_gpus() -> None:
+    """GPUs 0 and 1 share a switch and can both become free again; GPU 2 is alone."""
+    own, near, far = (Link(kind=kind) for kind in (LinkKind.SELF, LinkKind.PIX, LinkKind.PHB))
+    topology = build_topology([[own, near, far], [near, own, far], [far, far, own]], [None] * 3)
+    assert placed(Request(cores=100, blocks=0), node(topology, used={1}), topology) == (2,)
 
 
 def test_fragment_counts_a_shared_gpu_as_used() -> None:
