@@ -44,7 +44,8 @@ AGENT = {
 
 def shown_node(*gpus: dict[str, Any], **changes: Any) -> dict[str, Any]:
     about = {"name": "a", "addresses": {}, "is_offered": True}
-    return {**about, "node": "a", "at": 0, "agent": AGENT, "gpus": list(gpus), "containers": [], **changes}
+    found = {"gpus": list(gpus), "mig_gpus": [], "containers": []}
+    return {**about, "node": "a", "at": 0, "agent": AGENT, **found, **changes}
 
 
 def lines_of(*gpus: dict[str, Any], width: int = 120) -> list[str]:
