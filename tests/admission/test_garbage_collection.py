@@ -90,8 +90,8 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
 
 
 class Kubelet:
-    """Answers each Get with what the pod has by `listed`, and keeps the names that were asked for. `refresh_static` has the
-    effect that the test gives it."""
+    """Answers each Get with what the pod has by `listed`, and keeps the names that were asked for. Get and `refresh_static`
+    have the effects that the test gives them."""
 
     is_idle = True
     has_get = True
@@ -100,6 +100,7 @@ class Kubelet:
         self.listed: dict[str, ListedPod] = {}
         self.asked: list[str] = []
         self.on_refresh: Callable[[], None] = lambda: None
+        self.on_get: Callable[[], None] = lambda: None
 
     @asynccontextmanager
     async def quiet_list(self, purpose: str, *, wait_s: float) -> AsyncIterator[list[Listed]]:
@@ -111,6 +112,7 @@ class Kubelet:
 
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listed:
         self.asked.append(name)
+        self.on_get()
         if name not in self.listed:
             raise NotFound(name)
         return Listed(self.listed[name])
@@ -232,6 +234,17 @@ async def test_after_a_start_only_what_may_differ_from_what_the_kubelet_listed_t
     await node.collection.recover()
     node.collection.kubelet_restarted()
     assert len(await node.asked()) == 8
+
+
+async def test_an_allocation_that_changes_while_the_kubelet_is_asked_is_compared_at_the_next_time() -> None:
+    """The kubelet's answer about its pod may be older. It is asked about again then."""
+    node = ReconciledNode()
+    moved = allocation(node.pods[3], "main", ids(1, range(5)), ids(1, range(2)))
+    node.kubelet.on_get = lambda: node.cache.put(moved)
+    await node.collection.reconcile()
+    assert node.cache.of_pod(node.pods[3].uid) == (moved,)
+    node.kubelet.on_get = lambda: None
+    assert "p3" in await node.asked()
 
 
 async def test_a_kubelet_that_has_just_started_is_asked_about_everything() -> None:

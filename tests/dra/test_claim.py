@@ -115,6 +115,8 @@ def test_a_claim_without_a_size_is_one_by_the_setting_alone_and_under_no_isolati
         (raw_claim(result(memory="-16Gi")), "negative"),
         (raw_claim(result(consumedCapacity={"cores": "5"})), "DRAConsumableCapacity"),
         (raw_claim(*[result()] * 33), "length <= 32"),
+        (raw_claim(result(), config=[{}] * 65), "length <= 64"),
+        (raw_claim(result(), users=["p"] * 257), "length <= 256"),
         (raw_claim(result(), result(shareID=uid_of(3))), "request gpu is allocated the device gpu-0 2 times"),
         (raw_claim(result(), config=[share_config(isolatoin="mps")]), "unknown field `isolatoin`; it has isolation"),
         (raw_claim(result(), config=[share_config(coreLimit=True)]), "whole number from 0 to 100"),

@@ -210,6 +210,18 @@ async def test_a_program_that_hangs_is_ended_at_the_limit(machine_with: MachineW
     assert is_clean(machine)
 
 
+@pytest.mark.parametrize(("waited_s", "expected"), [(3.0, ProbeState.SKIPPED), (1.0, ProbeState.FAILED)])
+async def test_a_program_that_got_no_processor_until_the_limit_is_no_failure(
+    machine_with: MachineWith, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited_s: float, expected: ProbeState
+) -> None:
+    """The kernel's count is replaced. Without the library it starts in time."""
+    monkeypatch.setattr("gpushare_agent.agent.isolation.gpushare.probe._waited_s", lambda pid: waited_s)
+    library = build_broken(tmp_path / "ends.so", IN_THE_WAY.replace("@", "pause()"))
+    state, text = await probe_of(machine_with(), library, timeout_s=4.0).prove(GPU)
+    assert state is expected
+    assert ("a program waited 75 % of the time" if expected is ProbeState.SKIPPED else "did not end in time") in text
+
+
 async def test_it_gives_way_to_a_container(machine_with: MachineWith, library: Path) -> None:
     machine = machine_with(stops_in="cuDevicePrimaryCtxRetain")
     probe = probe_of(machine, library, timeout_s=60)

@@ -32,6 +32,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
+from tests.cluster.support_kube import running
 from tests.fakes.clock import FakeClock
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UUID, World
 from tests.isolation.support_tenant import open_usages
@@ -426,6 +427,15 @@ async def test_the_file_of_a_share_is_opened_by_its_first_look_alone_and_closed_
     clock.now += 1
     await service.look()
     assert open_usages(world.files.containers) == paths[:1]
+
+
+async def test_the_files_of_shares_are_closed_when_the_agents_settings_are_read_again(world: World) -> None:
+    """Nobody looks any more, and a pod's end removes its file: what the tenant has written must not stay on the disk."""
+    service = observing(world)
+    async with running(service.run):
+        while not open_usages(world.files.containers):
+            await asyncio.sleep(0)
+    assert open_usages(world.files.containers) == []
 
 
 async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_counts_from_the_look_before(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpushare_agent.agent.isolation.gpushare.probe import (
     MEMORY_BYTES,
     NEEDED_BYTES,
     Run,
+    _waited_s,
     failure_of,
     idle_gpu,
     starved_text,
@@ -356,6 +358,15 @@ def test_a_program_that_got_no_processor_says_nothing_of_the_library() -> None:
     run = Run(steps=[DRIVER_STEP, START, MEMORY, STARVED, HELD[1]], code=0)
     assert starved_text(run) == "the node's processors are too busy: a program waited 50 % of the time for one"
     assert not starved_text(replace(run, steps=[DRIVER_STEP, START, MEMORY, *HELD]))
+    late = replace(run, steps=[DRIVER_STEP, START, MEMORY, HELD[0]], code=None, waited=0.6)
+    assert "waited 60 % of the time" in starved_text(late) and not starved_text(replace(late, waited=0.4))
+
+
+def test_what_a_process_waited_for_a_processor_is_read_from_the_kernel() -> None:
+    pid = os.getpid()
+    before = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+    assert before <= round(1e9 * _waited_s(pid)) <= int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+    assert _waited_s(1 << 30) == 0
 
 
 def test_a_result_says_why_and_what_to_do() -> None:

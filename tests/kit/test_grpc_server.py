@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import socket
 import struct
@@ -21,7 +22,7 @@ from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated, StreamReset
 
 from gpushare_agent.core.kit.grpc_codec import StrictCodec, decode_generated
-from gpushare_agent.core.kit.grpc_server import GrpcServer, send_answer
+from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket, send_answer
 from gpushare_agent.core.kit.protobuf import (
     MalformedMessageError,
     bytes_field,
@@ -30,6 +31,7 @@ from gpushare_agent.core.kit.protobuf import (
     string_list,
 )
 from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.wire import v1, v1beta1
 from tests.kit.support_grpc import RawCodec
 from tests.kit.support_http2 import RawClient, frame, raw_client, request_fields
@@ -383,3 +385,23 @@ async def test_a_connection_accepted_while_the_server_stops_is_closed(turns: int
             while await asyncio.get_running_loop().sock_recv(client, 4096):
                 pass
     assert server.connections == 0
+
+
+class Full(GrpcServer):
+    async def serve(self, sock: socket.socket) -> None:
+        sock.close()
+        raise OSError(errno.ENOSPC, "the limit fs.epoll.max_user_watches")
+
+
+@pytest.mark.parametrize("what", [Full, GrpcServer])
+async def test_a_socket_that_cannot_be_served_is_unavailable_and_not_left(
+    short_dir: Path, what: type[GrpcServer]
+) -> None:
+    """The kernel refuses a socket at the bind, or where the event loop begins to listen."""
+    path = short_dir / "s.sock"
+    if what is GrpcServer:
+        path.mkdir()
+    served = ServedSocket(path, lambda: what([]))
+    with pytest.raises(Unavailable, match=f"{path} cannot be served: "):
+        await served.serve()
+    assert not served.is_serving and not path.is_socket()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import Raw
+from structlog.testing import capture_logs
 
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.core.model.errors import StartupError, Unavailable
@@ -49,14 +50,16 @@ async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> 
 
 
 async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
-    """Admissions meanwhile wait within their bound, and their error names what they waited for."""
+    """Admissions meanwhile wait within their bound, and their error names what they waited for. An error is logged once."""
     found = facts(tmp_path)
     with pytest.raises(Unavailable, match="version is not known yet"):
         await found.wait_known(timeout_s=0.01)
     nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
-    async with running(lambda: found.run(nodes)):
-        await found.wait_known(timeout_s=DEADLINE_S)
+    with capture_logs() as logs:
+        async with running(lambda: found.run(nodes)):
+            await found.wait_known(timeout_s=DEADLINE_S)
     assert nodes.asked == 3 and found.version == "v1.34.1"
+    assert [line["event"] for line in logs].count("kubelet_version_unknown") == 1
 
 
 async def test_a_restarted_kubelets_version_is_read_again(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ async def test_a_file_that_is_not_the_agents_own_format_costs_the_past_alone(
     again = Node(tmp_path, at=node.wall.now)
     with capture_logs() as logs:
         await again.past.load()
-    assert [line["event"] for line in logs] == ["history_corrupt"]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("history_corrupt", "warning")]
     assert (again.document()["at"], again.document()["gpus"], again.changes.newest()) == (None, {}, {})
     assert os.listdir(tmp_path) == [f"{FILE}.corrupt"]
     again.after(0.25)

@@ -16,11 +16,12 @@ decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 The file, resize.json in state_directory, has the shares whose size was changed while they run, over a restart of the agent:
 
     {"version": 1, "shares": [{"pod_uid": "…", "container": "main", "gpu": "GPU-…", "resource": "vmemory",
-                               "allocated": {"cores": 30, "memory": 8}, "target": …, "charged": …, "instance": "…"}]}
+                               "allocated": "30,8", "target": "50,24", "booked": "50,24", "instance": "…"}]}
 
-The fields are those of `ResizedShare`. It is written before a share grows, so that no
-restart gives the same capacity away twice. A file that is not this format is set aside as `<name>.corrupt`, and every share
-then has what the kubelet allocated, in the ledger and by its isolation.
+Sizes are cores and memory units; the fields are those of `ResizedShare`, whose charge is `booked`: agents of all versions
+read it. It is written before a share grows, so that no restart gives the same capacity away twice. A file that is not this
+format is set aside as `<name>.corrupt`, and every share then has what the kubelet allocated, in the ledger and by its
+isolation.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ from gpushare_agent.core.model.allocations import (
 )
 from gpushare_agent.core.model.errors import AgentError, Corrupt
 from gpushare_agent.core.model.names import (
-    CORES_PER_GPU,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     GpuUuid,
@@ -89,8 +89,8 @@ MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
 _Name = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z:._-]{1,128}\Z")]
-_MOST_UNITS = 9_999_999
-"""Of memory, as the annotation can ask for."""
+_Size = Annotated[str, Meta(pattern=r"\A[0-9]{1,2},[0-9]{1,7}\Z")]
+"""Cores of a share, which are less than a GPU has, and units of memory."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -98,9 +98,9 @@ class _Row(Struct, frozen=True, kw_only=True):
     container: _Name
     gpu: _Name
     resource: str
-    allocated: ShareSize
-    target: ShareSize
-    charged: ShareSize
+    allocated: _Size
+    target: _Size
+    booked: _Size
     instance: str
 
 
@@ -132,11 +132,20 @@ def _row_of(share: ResizedShare) -> _Row:
         container=share.key.container,
         gpu=share.gpu,
         resource=share.kind.value,
-        allocated=share.allocated,
-        target=share.target,
-        charged=share.charged,
+        allocated=_text(share.allocated),
+        target=_text(share.target),
+        booked=_text(share.charged),
         instance=share.instance,
     )
+
+
+def _text(size: ShareSize) -> str:
+    return f"{size.cores},{size.memory}"
+
+
+def _size(text: str) -> ShareSize:
+    cores, memory = map(int, text.split(","))
+    return ShareSize(cores=cores, memory=memory)
 
 
 def _shares(document: _Document) -> tuple[ResizedShare, ...]:
@@ -148,20 +157,18 @@ def _shares(document: _Document) -> tuple[ResizedShare, ...]:
 
 
 def _share(row: _Row) -> ResizedShare:
-    for size in (row.allocated, row.target, row.charged):
-        if not (0 <= size.cores < CORES_PER_GPU and 0 <= size.memory <= _MOST_UNITS):
-            raise Corrupt("a share in it is none of one GPU")
+    target, charged = _size(row.target), _size(row.booked)
     if row.resource not in _KINDS or (row.instance and not is_container_id(row.instance)):
         raise Corrupt("a share in it has no memory, or a container ID that is none")
-    if row.charged.at_least(row.target) != row.charged or not row.target.memory:
+    if charged.at_least(target) != charged or not target.memory:
         raise Corrupt("a share in it has more than is charged, or nothing")
     return ResizedShare(
         key=ContainerKey(PodUid(row.pod_uid), row.container),
         gpu=GpuUuid(row.gpu),
         kind=_KINDS[row.resource],
-        allocated=row.allocated,
-        target=row.target,
-        charged=row.charged,
+        allocated=_size(row.allocated),
+        target=target,
+        charged=charged,
         instance=row.instance,
     )
 

@@ -207,16 +207,16 @@ class ServedSocket:
         await self.stop()
         try:
             sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
+            # Before anything else can go wrong: only the file with this identity is ever removed.
+            self._identity = file_identity(self.path)
+            try:
+                await server.serve(sock)
+            # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
+            except BaseException:
+                remove_socket(self.path, self._identity)
+                raise
         except OSError as e:
             raise Unavailable(f"{self.path} cannot be served: {e.strerror or e}") from e
-        # Before anything else can go wrong: only the file with this identity is ever removed.
-        self._identity = file_identity(self.path)
-        try:
-            await server.serve(sock)
-        # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
-        except BaseException:
-            remove_socket(self.path, self._identity)
-            raise
         self._server = server
 
     async def stop(self) -> None:

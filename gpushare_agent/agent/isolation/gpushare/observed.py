@@ -250,11 +250,15 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
-            while True:
-                await self.look()
-                await asyncio.sleep(PERIOD_S if self._has_running.is_set() else IDLE_PERIOD_S)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
+                while True:
+                    await self.look()
+                    await asyncio.sleep(PERIOD_S if self._has_running.is_set() else IDLE_PERIOD_S)
+        finally:
+            # After a reload this may long be referred to, and a tenant's removed file stays on the disk while it is open.
+            await self._call(partial(self.files.release, (), ()), "closing the files of containers")
 
     async def _read(self) -> NoReturn:
         while True:

@@ -65,12 +65,13 @@ _DROPPED = ("CUDA_", "GPUSHARE_", "KUBERNETES_", "LD_PRELOAD", "PYTHON")
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What the program printed, how it ended (None: its time was over, a negative number: by that signal), and what
-    else was said."""
+    """What the program printed, how it ended (None: its time was over, a negative number: by that signal), what else was
+    said, and the part of its time in which it waited for a processor, if it had to be ended."""
 
     steps: Sequence[Mapping[str, Any]]
     code: int | None
     said: str = ""
+    waited: float = 0.0
 
     def of(self, step: str) -> list[Mapping[str, Any]]:
         return [one for one in self.steps if one.get("step") == step]
@@ -153,8 +154,11 @@ def _is_starved(compute: Mapping[str, Any], cap: int) -> bool:
 
 
 def starved_text(run: Run) -> str:
-    """Why less was computed than allowed and the library is not to blame; empty if it was not so. Pure."""
-    for cap, one in zip(CAPS, run.of("compute"), strict=True):
+    """Why less was computed than allowed, or the time was over, and the library is not to blame; empty if it was not so.
+    Pure."""
+    if run.waited > 0.5:
+        return f"the node's processors are too busy: a program waited {100 * run.waited:.0f} % of the time for one"
+    for cap, one in zip(CAPS, run.of("compute"), strict=False):
         if _is_starved(one, cap):
             waited = 100 * one["waited_s"] / one["seconds"]
             return f"the node's processors are too busy: a program waited {waited:.0f} % of the time for one"
@@ -228,10 +232,12 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             # If the driver's own library is missing, that is not libgpushare's fault.
             if not run.of("driver") or run.steps[0].get("error"):
                 return ProbeState.SKIPPED, f"the driver's library for programs is not here: {run.error}"
-            if not (why := failure_of(run, library)):
-                # Not a failure: shares would be refused until another driver or library comes.
-                starved = starved_text(run)
-                return (ProbeState.SKIPPED, starved) if starved else (ProbeState.PASSED, passed_text(run))
+            why, starved = failure_of(run, library), starved_text(run)
+            # Not a failure: shares would be refused until another driver or library comes.
+            if starved and (not why or run.code is None):
+                return ProbeState.SKIPPED, starved
+            if not why:
+                return ProbeState.PASSED, passed_text(run)
             if "failed to map segment" in run.said:
                 return ProbeState.SKIPPED, f"{directory.parent} is mounted noexec"
             if not run.of("memory") and (bare := await self._run(directory, gpu, None)).start_error:
@@ -269,17 +275,18 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
         steps: list[Mapping[str, Any]] = []
         said: list[str] = []
         code: int | None = None
+        waited = 0.0
         try:
             async with asyncio.timeout(self.timeout_s) as self._scope:
                 await self._follow(process, directory, gpu, steps, said)
                 code = await process.wait()
         except TimeoutError:
-            code = None
+            waited = _waited_s(process.pid) / self.timeout_s
         finally:
             self._scope = None
             # A process in a driver call that does not return cannot be killed.
             await end_process(process, END_TIMEOUT_S)
-        return Run(steps=steps, code=code, said=" | ".join(said)[-400:])
+        return Run(steps=steps, code=code, said=" | ".join(said)[-400:], waited=waited)
 
     async def _follow(
         self,
@@ -314,6 +321,14 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             found = await self.driver.sample_busy([gpu.uuid]) if self.driver is not None else {}
             sizes = [size for one in found.values() for process in one.processes if (size := process.memory_bytes)]
             self.context_bytes = sizes[0] if len(sizes) == 1 and sizes[0] <= MOST_CONTEXT_BYTES else 0
+
+
+def _waited_s(pid: int) -> float:
+    """As `waited` of probe_program.py, of another process."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:  # it has ended, or the kernel does not count
+        return 0.0
 
 
 def _limits(gpu: Gpu, cap: int) -> GpuLimits:
