@@ -267,6 +267,7 @@ def _streams_and_fills() -> Iterator[Cell]:
     yield alone("streams 30 of 32 1ms async", 30, "us=1000,streams=32")
     yield alone("streams 30 of 32 100us async", 30, "us=100,streams=32")
     yield alone("streams 30 of 8 100us wait8", 30, "us=100,streams=8,wait=8")
+    yield alone("streams 30 of 8 50ms async", 30, f"{ASYNC_LONG},streams=8")
     yield alone("streams 60 of 32 narrow 1ms wait32", 60, "us=1000,streams=32,wait=32,blocks=66")
     yield two("streams 30 of 32 1ms + 60 1ms sync", "us=1000,streams=32,wait=32", SYNC)
     yield alone("fills 30 half sync", 30, "us=100,set=286,wait=1")

@@ -80,6 +80,13 @@ FORK = f"{MEMORY}::test_a_child_of_fork_is_counted_beside_its_parent"
 KILLED = f"{MEMORY}::test_a_killed_process_s_memory_is_free_at_once"
 GRAPHS = f"{MEMORY}::test_a_graph_that_is_launched_has_its_memory_of_the_share"
 UPLOADED = f"{MEMORY}::test_a_graph_that_is_uploaded_has_its_memory_of_the_share"
+LONG, STREAMS, SEVERAL, RESTED = (
+    f"tests/gpushare/test_turns.py::test_each_container_has_its_share[{cell}]"
+    for cell in (
+        *("alone 70 50ms", "streams 30 of 8 50ms async", "20 10ms + 30 1ms + 50 100us"),
+        "start 30 gemm after 5us",
+    )
+)
 WRONG_COSTS = f"{COMPUTE}::test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees"
 
 FAULTS = [
@@ -217,7 +224,10 @@ FAULTS = [
     no_effect("begin_launch", "*measurement = (struct measurement){.gpu = -1}; return;", "cuLaunchKernel"),
     no_effect("end_launch", "return;", "cuLaunchKernel"),
     Fault("pay_and_wait", "measurement->now = now; return;", OF_COMPUTE[1:]),
-    Fault("is_to_wait", "return false;", OF_COMPUTE[1:]),
+    Fault("is_to_wait", "return false;", [LONG]),
+    Fault("is_to_wait", "false", [STREAMS], r"SEE\(cost->ns\) == 0 &&[^;]*"),
+    Fault("are_enough_ahead", "return false;", [SEVERAL]),
+    Fault("keep_up", "SECOND_NS", [RESTED], r"BURST_NS \* scale"),
     Fault("note_done", "return;", OF_COMPUTE[1:]),
     Fault("take_sample", "return;", [WRONG_COSTS]),
     Fault("set_scale", "return;", [WRONG_COSTS]),

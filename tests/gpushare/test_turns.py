@@ -49,6 +49,7 @@ CHOSEN = (
     "data 30 warm-up 5us then 10ms",
     "kinds 30 5000 of 5us, then ever-new 1ms",
     "kinds 30 graph updated, .1/10 sync",
+    "streams 30 of 8 50ms async",
     "streams 30 of 32 1ms + 60 1ms sync",
     "start 30 gemm after 5us",
     "driver rows each: 30+60 1ms sync both",

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.agent.isolation.gpushare.format import MOST_SLOTS
+from tests.real_isolation.checks import BLOCK_MIB
 from tests.real_isolation.conftest import NodeOf
-from tests.real_isolation.support_isolation import IsolationNode
+from tests.real_isolation.support_isolation import CONTEXT_MIB, Built, IsolationNode, open_node
 
 pytestmark = pytest.mark.isolation
 
@@ -31,15 +33,18 @@ def node(node_of: NodeOf) -> Iterator[IsolationNode]:
 
 
 @pytest.mark.parametrize("kill", ["among", "before"])
-def test_of_900_programs_that_start_at_once_none_ends_with_the_agent_killed(node: IsolationNode, kill: str) -> None:
-    """And the share is whole again behind them. Contexts are of a MiB, but each counts as what the GPU has more around its
-    creation, the others' too: so the share is nearly a whole GPU."""
-    node.apply("burst", cores=30, blocks=90)
-    outcome = node.start_at_once("burst", PROGRAMS, "dlsym", "12080", "alloc:alloc:1:1", kill=kill)
-    ended = Counter(step["result"] for step in outcome.steps if step["action"] == "ended")
-    assert dict(ended) == {0: PROGRAMS}
-    node.wait_until(node.is_ready, "the agent")
-    assert node.run("burst", "alloc:alloc:256:100").step("alloc")["blocks"] == 88
+def test_of_900_programs_that_start_at_once_none_ends_with_the_agent_killed(built: Built, kill: str) -> None:
+    """And the share is whole again behind them. It has room for a context in each slot, so none is refused one, however many
+    of them the machine lets live at a time."""
+    blocks = MOST_SLOTS * (CONTEXT_MIB + 1) // BLOCK_MIB
+    with open_node(built, "gpushare", memory_mib=(blocks + 1) * BLOCK_MIB) as node:
+        node.apply("burst", cores=30, blocks=blocks)
+        outcome = node.start_at_once("burst", PROGRAMS, "dlsym", "12080", "alloc:alloc:1:1", kill=kill)
+        ended = Counter(step["result"] for step in outcome.steps if step["action"] == "ended")
+        assert dict(ended) == {0: PROGRAMS}
+        node.wait_until(node.is_ready, "the agent")
+        left = (blocks * BLOCK_MIB - CONTEXT_MIB) // BLOCK_MIB
+        assert node.run("burst", f"alloc:alloc:{BLOCK_MIB}:{blocks}").step("alloc")["blocks"] == left
 
 
 def is_share(rate: float) -> bool:
