@@ -137,7 +137,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
     body = " ".join(content[:300].decode("utf-8", "replace").split())
     text = f"{what}: the answer is {status} ({body or 'no text'})"
     if status == 404:
-        return NotFound(f"{text}; this is another program")
+        return NotFound(f"{text}; another program answers: is this the agent's address?")
     # The agent answers 503 while too many requests wait.
     if status in (429, 503):
         return Unavailable(f"{text}; try again")

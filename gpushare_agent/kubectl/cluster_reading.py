@@ -39,7 +39,7 @@ from gpushare_agent.kubectl.decisions.instances import ClaimCluster, ClaimJson, 
 
 T = TypeVar("T")
 _NAME_LABEL, EXTENDER_NAME = "app.kubernetes.io/name", "gpushare-agent-extender"
-QUOTA_NOT_KEPT = "no extender keeps it here: none is Ready"
+QUOTA_NOT_ENFORCED = "no extender enforces it here: none is Ready"
 
 
 class ReadCluster(Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ async def read_cluster_view(api: KubeLists, settings: Settings) -> ReadCluster:
     reader_of_pods = _PodsReader(reader.names)
     pods, _ = await api.list_all(LIVE_PODS, reader_of_pods.pod)
     if quota.namespaces and not reader_of_pods.has_extender:
-        quota, problem = Quota(), QUOTA_NOT_KEPT
+        quota, problem = Quota(), QUOTA_NOT_ENFORCED
     state.quota.quota = quota
     for one in pods:
         state.put_pod(one.pod, 0.0)

@@ -67,7 +67,7 @@ from gpushare_agent.extender.objects import read_node
 from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
-    QUOTA_NOT_KEPT,
+    QUOTA_NOT_ENFORCED,
     NodeFacts,
     NodesReader,
     ReadCluster,
@@ -126,7 +126,7 @@ class _Pods(PodsFeed, kw_only=True, eq=False):
     others: dict[PodUid, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
     """What pods ask of their node besides CPU, memory and GPUs."""
     extenders: dict[PodUid, bool] = field(default_factory=dict)
-    """Those that show that an extender keeps the quota."""
+    """Those that show that an extender enforces the quota."""
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
@@ -318,8 +318,8 @@ class ClusterPage:
             first = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
             return json_answer(request, {"count": len(waiting), "pods": first, "claims_problem": problem})
         await self._read_quota(api)
-        is_kept, problem = self._is_quota_kept(), self._quota_problem
-        self._state.quota.quota = self._quota if is_kept else Quota()
+        is_enforced, problem = self._is_quota_enforced(), self._quota_problem
+        self._state.quota.quota = self._quota if is_enforced else Quota()
         uid = PodUid(asked["uid"])
         pod = self._pods.waiting.get(uid) or self._pods.claiming.get(uid)
         used: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -327,7 +327,7 @@ class ClusterPage:
             used[node].update(more)
         # The cluster now, as `explain` lists it.
         view = view_of(self._state, self._facts, self._pods.views, lambda one: used[one.node.name] | _hosted(one))
-        read = ReadCluster(view=view, state=self._state, quota_problem=problem if is_kept else QUOTA_NOT_KEPT)
+        read = ReadCluster(view=view, state=self._state, quota_problem=problem if is_enforced else QUOTA_NOT_ENFORCED)
         try:
             found = await waiting_document(api, read, pod) if pod is not None else None
         except AgentError as e:
@@ -351,7 +351,7 @@ class ClusterPage:
         except AgentError as e:  # the page shows what it has
             self._quota_problem = str(e)
 
-    def _is_quota_kept(self) -> bool:
+    def _is_quota_enforced(self) -> bool:
         # Until the pods are listed, for which rights may be missing, nothing is known of extenders.
         is_unknown = not all(one.has_listed for one in self._informers)
         return is_unknown or bool(self._pods.extenders) or not self._quota.namespaces
@@ -378,7 +378,10 @@ class ClusterPage:
 
         found = await join_in_slices((encode(document(name)) for name in sorted({*used, *limited})), b",")
         head = encode(
-            {"quota_problem": self._quota_problem, "quota_note": "" if self._is_quota_kept() else QUOTA_NOT_KEPT}
+            {
+                "quota_problem": self._quota_problem,
+                "quota_note": "" if self._is_quota_enforced() else QUOTA_NOT_ENFORCED,
+            }
         )
         return await JsonBody(head[:-1] + b',"namespaces":[' + found + b"]}").answer(request)
 

@@ -263,7 +263,7 @@ async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
     """Once the last extender that was Ready is gone, and until there is one again."""
     async with served_cluster() as (url, cluster):
         cluster.put_quota({"team-b": {"quota": {}}})
-        gone: dict[bool, str] = {True: "no extender keeps it here: none is Ready", False: ""}
+        gone: dict[bool, str] = {True: "no extender enforces it here: none is Ready", False: ""}
         for is_ready in (True, False, True):
             cluster.put("pods", extender(is_ready=is_ready))
             while (await ask(f"{url}api/v1/namespaces"))[1]["quota_note"] != gone[not is_ready]:
@@ -291,13 +291,13 @@ async def test_a_deleted_pod_shows_no_extender() -> None:
         cluster.put("pods", extender(is_ready=False))
         refused = waiting("refused")
         refused["status"]["conditions"][0]["message"] = "namespace team-b has used 1 of its quota of 1"
-        for is_kept, change in (
+        for is_enforced, change in (
             (False, lambda: None),
             (True, lambda: cluster.put("pods", refused)),
             (False, lambda: cluster.remove("pods", "team-b/refused")),
         ):
             change()
-            while bool((await ask(f"{url}api/v1/namespaces"))[1]["quota_note"]) is is_kept:
+            while bool((await ask(f"{url}api/v1/namespaces"))[1]["quota_note"]) is is_enforced:
                 await asyncio.sleep(0.01)
 
 

@@ -231,7 +231,7 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown_by", "is_kept"),
+    ("shown_by", "is_enforced"),
     [
         ([], False),
         ([extender(is_ready=False)], False),
@@ -246,14 +246,14 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
     ],
 )
 async def test_a_quota_that_no_extender_keeps_holds_up_no_pod(
-    shown_by: list[dict[str, Any]], is_kept: bool, short_dir: Path, capsys: pytest.CaptureFixture[str]
+    shown_by: list[dict[str, Any]], is_enforced: bool, short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster([node("n", [16])], [pod("w", (60, 8)), *shown_by])
     quota = raw_list([{"data": {"gpu_quota": json.dumps({"ns": {"vcore": 0}})}}])
     assert await explained(cluster, short_dir, **{"/api/v1/namespaces/kube-system/configmaps": quota}) == 0
     text = capsys.readouterr().out
-    assert ("the quota (no extender keeps it here: none is Ready)" not in text) is is_kept
-    assert ("  fits      now on GPU 0 of n" not in text) is is_kept
+    assert ("the quota (no extender enforces it here: none is Ready)" not in text) is is_enforced
+    assert ("  fits      now on GPU 0 of n" not in text) is is_enforced
 
 
 async def test_a_node_refused_for_other_reasons_is_promised_to_nobody() -> None:

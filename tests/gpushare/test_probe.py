@@ -215,7 +215,7 @@ async def test_a_program_that_got_no_processor_until_the_limit_is_no_failure(
     machine_with: MachineWith, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited_s: float, expected: ProbeState
 ) -> None:
     """The kernel's count is replaced. Without the library it starts in time."""
-    monkeypatch.setattr("gpushare_agent.agent.isolation.gpushare.probe._waited_s", lambda pid: waited_s)
+    monkeypatch.setattr("gpushare_agent.agent.isolation.gpushare.probe.waited_s", lambda pid: waited_s)
     library = build_broken(tmp_path / "ends.so", IN_THE_WAY.replace("@", "pause()"))
     state, text = await probe_of(machine_with(), library, timeout_s=4.0).prove(GPU)
     assert state is expected

@@ -18,11 +18,11 @@ from gpushare_agent.agent.isolation.gpushare.probe import (
     MEMORY_BYTES,
     NEEDED_BYTES,
     Run,
-    _waited_s,
     failure_of,
     idle_gpu,
     starved_text,
 )
+from gpushare_agent.agent.isolation.gpushare.probe_program import waited_s
 from gpushare_agent.agent.isolation.gpushare.probing import (
     MOST_UNFINISHED,
     STATE_NAME,
@@ -365,8 +365,8 @@ def test_a_program_that_got_no_processor_says_nothing_of_the_library() -> None:
 def test_what_a_process_waited_for_a_processor_is_read_from_the_kernel() -> None:
     pid = os.getpid()
     before = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
-    assert before <= round(1e9 * _waited_s(pid)) <= int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
-    assert _waited_s(1 << 30) == 0
+    assert before <= round(1e9 * waited_s(pid)) <= int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+    assert waited_s(1 << 30) == 0
 
 
 def test_a_result_says_why_and_what_to_do() -> None:

@@ -34,6 +34,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     encode_usage,
     write_limits,
 )
+from gpushare_agent.agent.isolation.gpushare.probe_program import waited_s
 from gpushare_agent.agent.isolation.kept import ProbeState
 from gpushare_agent.agent.runtime.machine import available_memory_bytes
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -156,13 +157,16 @@ def _is_starved(compute: Mapping[str, Any], cap: int) -> bool:
 def starved_text(run: Run) -> str:
     """Why less was computed than allowed, or the time was over, and the library is not to blame; empty if it was not so.
     Pure."""
-    if run.waited > 0.5:
-        return f"the node's processors are too busy: a program waited {100 * run.waited:.0f} % of the time for one"
-    for cap, one in zip(CAPS, run.of("compute"), strict=False):
-        if _is_starved(one, cap):
-            waited = 100 * one["waited_s"] / one["seconds"]
-            return f"the node's processors are too busy: a program waited {waited:.0f} % of the time for one"
-    return ""
+    parts = [
+        one["waited_s"] / one["seconds"]
+        for cap, one in zip(CAPS, run.of("compute"), strict=False)
+        if _is_starved(one, cap)
+    ]
+    # Of a program that had to be ended: one that hangs waits for no processor.
+    parts += [run.waited] if run.waited > 0.5 else []
+    if not parts:
+        return ""
+    return f"the node's processors are too busy: a program waited {100 * max(parts):.0f} % of the time for one"
 
 
 def busy(compute: Mapping[str, Any]) -> float:
@@ -281,7 +285,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
                 await self._follow(process, directory, gpu, steps, said)
                 code = await process.wait()
         except TimeoutError:
-            waited = _waited_s(process.pid) / self.timeout_s
+            waited = waited_s(process.pid) / self.timeout_s
         finally:
             self._scope = None
             # A process in a driver call that does not return cannot be killed.
@@ -321,14 +325,6 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             found = await self.driver.sample_busy([gpu.uuid]) if self.driver is not None else {}
             sizes = [size for one in found.values() for process in one.processes if (size := process.memory_bytes)]
             self.context_bytes = sizes[0] if len(sizes) == 1 and sizes[0] <= MOST_CONTEXT_BYTES else 0
-
-
-def _waited_s(pid: int) -> float:
-    """As `waited` of probe_program.py, of another process."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except OSError:  # it has ended, or the kernel does not count
-        return 0.0
 
 
 def _limits(gpu: Gpu, cap: int) -> GpuLimits:

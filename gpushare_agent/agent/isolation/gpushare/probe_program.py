@@ -160,7 +160,7 @@ class Launch:
         """Runs once, or for so long; then says how much of that time the GPU computed."""
         launch, wait = find("cuLaunchKernel"), find("cuCtxSynchronize")
         kernel = (self._function, 1, 1, 1, 32, 1, 1, 0, None, self._parameters, None)
-        count, began, waited_s = 0, time.monotonic(), waited()
+        count, began, before_s = 0, time.monotonic(), waited_s()
         while not count or time.monotonic() - began < seconds:
             if code := launch(*kernel) or wait():
                 fail("compute" if seconds else "start", f"a launch fails with CUDA error {code}")
@@ -171,7 +171,7 @@ class Launch:
                 peak_mib=peak_mib(),
                 busy_s=round(count * KERNEL_NS / 1e9, 4),
                 seconds=round(time.monotonic() - began, 4),
-                waited_s=round(waited() - waited_s, 4),
+                waited_s=round(waited_s() - before_s, 4),
             )
 
 
@@ -186,10 +186,11 @@ def peak_mib() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
 
-def waited() -> float:
-    """Seconds for which this thread could run and others had the processors; 0 where the kernel does not count them."""
+def waited_s(process: int | str = "thread-self") -> float:
+    """Seconds for which a process's first thread, or this thread, could run and others had the processors; 0 where it has
+    ended, or the kernel does not count them."""
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except OSError:
         return 0.0
 
