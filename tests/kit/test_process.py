@@ -1,13 +1,18 @@
-"""The open files limit in processes of their own: a limit that was lowered cannot be raised again in this one."""
+"""The open files limit in processes of their own: a limit that was lowered cannot be raised again in this one. How child
+processes end."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from gpushare_agent.core.kit.process import ENOUGH_OPEN_FILES, read_open_files_limit
+from gpushare_agent.core.kit.process import ENOUGH_OPEN_FILES, end_process, read_open_files_limit
 from tests.settings.support_settings import ROOT, clean_environment
 
 _PROGRAM = """
@@ -55,3 +60,18 @@ def test_the_limit_is_read_as_numbers() -> None:
     """Soft is at most hard, and "unlimited" is the largest number there is."""
     soft, hard = read_open_files_limit()
     assert 0 < soft <= hard
+
+
+async def test_of_a_child_that_did_not_read_its_standard_input_nothing_is_logged_later() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    process = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    with suppress(ChildProcessError):  # asyncio's thread was first
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    process.stdin.write(b"nobody reads this")
+    await end_process(process, 5.0)
+    del process
+    await asyncio.sleep(0)
+    gc.collect()
+    assert told == []

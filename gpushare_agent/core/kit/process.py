@@ -96,3 +96,6 @@ async def end_process(process: asyncio.subprocess.Process, timeout_s: float, *, 
                     await process.wait()
     finally:
         process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end
+        # If it did not read its input, some versions of asyncio log later that nobody asked how that ended.
+        closed = process._protocol._stdin_closed  # type: ignore[attr-defined]
+        closed.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
