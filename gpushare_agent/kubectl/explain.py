@@ -21,7 +21,7 @@ from gpushare_agent.core.cli.command_line import KUBECTL, Invocation
 from gpushare_agent.core.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.core.kube.pods import MAX_MESSAGE_CHARS, read_pod_json
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
-from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason
+from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Rejected
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
@@ -276,8 +276,10 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
             async with open_cluster(settings) as api:
                 await explain_waiting(api, settings, raw, form=call.options.output)
             return None
-        except AgentError as error:  # an agent's own account may not list nodes
-            return f"{error}. With your own rights: `kubectl gpushare explain -n {found.meta.namespace} {pod}`."
+        except AgentError as error:
+            if isinstance(error.__cause__, Rejected):  # an agent's own account may not list nodes
+                return f"{error}. With your own rights: `kubectl gpushare explain -n {found.meta.namespace} {pod}`."
+            return f"{error}."
     if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
         return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (

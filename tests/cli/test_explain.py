@@ -22,7 +22,7 @@ from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
-from tests.fakes.api_server import json_server
+from tests.fakes.api_server import json_server, raw_status
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 from tests.settings.support_settings import run_program
 
@@ -262,6 +262,7 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     async with json_server(
         {f"{pods}/{one['metadata']['name']}": one for one in (mistaken, waits, away, others, unknown)}
     ) as server:
+        server.script.answers["/api/v1/nodes"] = (403, raw_status(403, "not you"))
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = f"--kubeconfig={kubeconfig}"
         async with json_server(agent_answers(busy_node())) as agent:
@@ -280,6 +281,9 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
             ):
                 with pytest.raises(NotFound, match=re.escape(said)):
                     await call("explain", settings, f"--server={agent.url}", name, "-n", "default")
+            server.script.answers["/api/v1/nodes"] = (500, raw_status(500, "no leader"))
+            with pytest.raises(NotFound, match=r"answered 500: no leader\.$"):  # other rights would not help
+                await call("explain", settings, f"--server={agent.url}", "waits", "-n", "default")
 
 
 async def test_refusals_of_pods_that_nobody_knows_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:

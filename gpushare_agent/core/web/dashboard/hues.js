@@ -7,11 +7,17 @@ const STEP = 7; // far apart on the wheel, and each hue is reached
 
 /** By UID; `gpus` are the UIDs of the pods on each GPU of a node. */
 export function huesOf(gpus) {
+  const taken = new Map(); // UID -> the colours that each of its GPUs has already
+  for (const uids of gpus) {
+    const onGpu = new Set();
+    for (const uid of new Set(uids)) taken.set(uid, [...(taken.get(uid) ?? []), onGpu]);
+  }
   const hues = new Map();
-  for (const uid of [...new Set(gpus.flat())].sort()) {
-    const taken = new Set(gpus.filter((uids) => uids.includes(uid)).flat().map((one) => hues.get(one)));
+  for (const uid of [...taken.keys()].sort()) {
+    const onGpus = taken.get(uid);
     let hue = hash(uid) % HUES;
-    for (let tried = 1; taken.has(hue) && tried < HUES; tried += 1) hue = (hue + STEP) % HUES;
+    for (let tried = 1; onGpus.some((onGpu) => onGpu.has(hue)) && tried < HUES; tried += 1) hue = (hue + STEP) % HUES;
+    onGpus.forEach((onGpu) => onGpu.add(hue));
     hues.set(uid, hue);
   }
   return hues;
