@@ -127,12 +127,13 @@ def roles(cluster: Cluster, installed: Installation) -> Iterator[dict[str, Objec
 def test_check_names_each_right_that_is_missing(
     cluster: Cluster, installed: Installation, roles: dict[str, Object]
 ) -> None:
-    """One right after the other is taken away: `gpushare-agent check` names it. With all of them it names none."""
+    """One right after the other is taken away: `gpushare-agent check` names it, but for those that only policies ask for,
+    which it tries by a write. With all of them it names none."""
     assert "not allowed" not in _check(installed)
     unseen = []
     for role in roles.values():
         for rule in role["rules"]:
-            for verb, resource in itertools.product(rule["verbs"], rule["resources"]):
+            for verb, resource in sorted({*itertools.product(rule["verbs"], rule["resources"])} - OF_POLICIES):
                 cluster.run("replace", "-f", "-", stdin=json.dumps(_without(role, verb, resource)))
                 # The node itself cannot be read without `get nodes`, and the server's own answer says so.
                 named = rf"not allowed: .*\b{verb} {resource}\b|cannot {verb} resource \W*{resource}\b"
