@@ -71,7 +71,7 @@ def test_what_is_not_so_here_is_reported_with_its_reason(tmp_path: Path) -> None
     lost = {name for name, (is_lost, _) in found.items() if is_lost}
     assert lost == {
         "flags.nvidiaDriverRoot", "flags.gdsEnabled", "resources.gpus",
-        "sharing.timeSlicing.resources.rename", "sharing.timeSlicing.resources.devices",
+        "sharing.timeSlicing.resources.rename", "sharing.timeSlicing.resources.devices"
     }  # fmt: skip
     assert all(text for _, text in found.values())
     assert "NVIDIA_GDS=enabled" in found["flags.gdsEnabled"][1]
@@ -140,7 +140,7 @@ def test_mps_is_used_in_the_place_of_time_slicing() -> None:
     assert "nvidia.rename_replicas" not in layer.values
     assert {key.name for key in layer.migrated if key.is_lost} == {
         "sharing.timeSlicing.renameByDefault", "sharing.timeSlicing.resources.name",
-        "sharing.timeSlicing.resources.replicas",
+        "sharing.timeSlicing.resources.replicas"
     }  # fmt: skip
 
 
