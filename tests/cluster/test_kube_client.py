@@ -167,10 +167,7 @@ def pages(*, gone_at: int = -1) -> Behaviour:
 async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
     """Fat pods are all listed, in order and once, in pages that fit, also when a continue token expires on the way."""
     fat = [_fat(name) for name in "abcd"]
-    async with (
-        fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server,
-        opened(server.url, limits=SMALL) as api,
-    ):
+    async with fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server, opened(server.url, limits=SMALL) as api:
         names, version = await api.list_all(pods_of_node(NODE), lambda raw: str(built(raw)["metadata"]["name"]))
     assert (names, version) == (["a", "b", "c", "d"], "77")
     first, second, *_, last = [request.query for request in server.seen]
@@ -469,8 +466,7 @@ PROXIED = [
 
 
 @pytest.mark.parametrize(
-    ("excluded", "url", "is_proxied"),
-    [*((*one, False) for one in EXCLUDED), *((*one, True) for one in PROXIED)],
+    ("excluded", "url", "is_proxied"), [*((*one, False) for one in EXCLUDED), *((*one, True) for one in PROXIED)]
 )
 def test_no_proxy_is_read_as_kubectl_reads_it(excluded: str, url: str, is_proxied: bool) -> None:
     """Networks, suffixes, ports and IPv6 addresses; this machine never needs a proxy (golang.org/x/net/http/httpproxy)."""
