@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from hypothesis import strategies as st
 from msgspec import Raw
 
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, node_document
@@ -34,6 +36,17 @@ HOSTILE = {
     "a number": b"1e999",
 }
 """What readers of JSON get wrong; with fields of ours, so that it is read and not skipped."""
+
+
+def any_json(*keys: str, leaves: Sequence[Any] = ()) -> st.SearchStrategy[Any]:
+    """What a reader may get: of these keys, where some are given, and with these leaves among others."""
+    names = st.sampled_from(keys) if keys else st.text(max_size=8)
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    return st.recursive(
+        scalars | st.sampled_from(leaves) if leaves else scalars,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6),
+        max_leaves=15,
+    )
 
 
 def undecoded(raw: object) -> Raw:

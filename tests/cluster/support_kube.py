@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gpushare_agent.agent.cluster.pod_store import PodStore
@@ -46,13 +45,16 @@ async def opened(
     limits: ListLimits | None = None,
 ) -> AsyncIterator[KubeApi]:
     """Our client, configured by a kubeconfig file for that URL."""
-    with_kubeconfig = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    try:
-        kubeconfig = write_kubeconfig(with_kubeconfig, url, user)
+    with kubeconfig_file(url, user) as kubeconfig:
         async with open_kube_api(kubeconfig=kubeconfig, timeouts=timeouts, limits=limits) as api:
             yield api
-    finally:
-        shutil.rmtree(with_kubeconfig)
+
+
+@contextmanager
+def kubeconfig_file(url: str, user: dict[str, Any] | None = None) -> Iterator[Path]:
+    """In a directory that is removed afterwards."""
+    with TemporaryDirectory(prefix="gs", dir="/tmp") as directory:
+        yield write_kubeconfig(Path(directory), url, user)
 
 
 def write_kubeconfig(directory: Path, url: str, user: dict[str, Any] | None = None) -> Path:

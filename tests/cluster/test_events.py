@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 from gpushare_agent.core.kube.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
 from gpushare_agent.core.kube.objects import ObjectReference
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, Counted, opened, pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, answers, answers_html_502, fake_api, raw_status
 
@@ -179,14 +178,3 @@ async def test_after_a_burst_events_wait_for_their_turn() -> None:
         for _ in range(20):
             await asyncio.sleep(0)  # turns of the loop in which a further event would be sent
         assert len(server.seen) == BURST
-
-
-async def test_the_embedded_api_server_takes_the_event() -> None:
-    """The Event is one that an API server accepts."""
-    counted = Counted()
-    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        events = PodEvents(NODE, count=counted.note)
-        async with running(lambda: events.run(api)):
-            events.refused(pod("a"), NO_CORES)
-            await counted.wait(1)
-        assert [event["reason"] for event in server.events()] == ["NotEnoughCores"]

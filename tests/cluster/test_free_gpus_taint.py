@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,9 +23,7 @@ from gpushare_agent.core.settings.settings import Settings
 from tests.dra.support_claims import ref_of
 from tests.support_core import allocation, inventory, pod
 from tests.support_json import undecoded
-
-if TYPE_CHECKING:
-    from gpushare_agent.agent.node import Node
+from tests.support_node import node_of
 
 OURS = {"key": KEY, "effect": EFFECT}
 OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}
@@ -74,17 +71,9 @@ def test_it_follows_the_claims_and_leaves_out_gpus_that_nobody_may_use() -> None
     gpus = inventory(3, memory_mib=16384)
     cache = AllocationCache()
     by_claim = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation="none")
-    node = cast(
-        "Node",
-        SimpleNamespace(
-            settings=Settings(excluded_gpus=("2",), dra={"gpus": ("all",)}, facts={"taint_above": 0.25}),
-            pods=SimpleNamespace(is_synced=True),
-            inventory=SimpleNamespace(is_read=True),
-            gpus=lambda: gpus,
-            cache=cache,
-            names=ResourceNames(),
-        ),
-    )
+    chosen = Settings(excluded_gpus=("2",), dra={"gpus": ("all",)}, facts={"taint_above": 0.25})
+    node = node_of(gpus, settings=chosen, cache=cache)
+    node.pods.replace_all([])
     assert desired_free_gpus(node) == FreeGpus(part=1.0, taint_above=0.25)
     used = replace(allocation(pod("p"), "main", [], []), charge=Charge(cores=100, wholes=1), claim=by_claim)
     cache.put(replace(used, gpus=tuple(gpu.uuid for gpu in gpus.gpus[:2])))

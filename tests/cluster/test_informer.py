@@ -65,47 +65,38 @@ def five() -> list[Raw]:
 
 
 async def test_it_lists_in_pages_and_follows_changes() -> None:
-    """Added, changed and deleted pods arrive; one that ends counts as deleted."""
-    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
+    """Added, changed and deleted pods arrive. One that ends, or is of no interest any more, counts as deleted; one that
+    never was of interest is not removed."""
+    there = [*five(), labelled("never", "dull")]
+    async with fake_cluster(pods=there) as cluster, informing(cluster) as (informer, pods, _):
         await eventually(lambda: informer.has_listed)
         assert sorted(pods.nodes) == [f"uid-p{i}" for i in range(5)]
         cluster.put("pods", raw_pod("late", (30, 4)))
         cluster.change("pods", "default/p0", lambda raw: raw["spec"].update(nodeName="n1"))
         cluster.remove("pods", "default/p1")
         cluster.change("pods", "default/p2", lambda raw: raw["status"].update(phase="Succeeded"))
-        await eventually(lambda: pods.removed == ["uid-p1", "uid-p2"])
-        assert pods.nodes == {"uid-p0": "n1", "uid-p3": "", "uid-p4": "", "uid-late": ""}
-        assert informer.count == 4
+        cluster.remove("pods", "default/never")
+        cluster.change("pods", "default/p3", lambda raw: raw["metadata"].update(labels={"dull": ""}))
+        await eventually(lambda: pods.removed == ["uid-p1", "uid-p2", "uid-p3"])
+        assert pods.nodes == {"uid-p0": "n1", "uid-p4": "", "uid-late": ""}
+        assert informer.count == 3
 
 
 async def test_what_went_while_the_server_was_away_is_removed() -> None:
-    """After 410 it lists again and removes what the list has not; nothing is removed before."""
+    """It is lost meanwhile, with the reason of now. After 410 it lists again and removes what the list has not; nothing is
+    removed before."""
     async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, pods, _):
-        await eventually(lambda: informer.has_listed)
-        seen = len(cluster.requests)
-        cluster.is_down = True  # the watch ends
-        await cluster.wait(lambda: len(cluster.requests) > seen)
+        await eventually(lambda: informer.has_listed and informer.lost is None)
+        await cluster.stop_listening()
+        await eventually(lambda: informer.lost is not None and "refused" in informer.lost.why)
         cluster.remove("pods", "default/p1")
         cluster.put("pods", raw_pod("late", (30, 4)))
         cluster.store.compact()
         assert "uid-p1" in pods.nodes
         cluster.is_down = False
-        await eventually(lambda: "uid-late" in pods.nodes and "uid-p1" not in pods.nodes)
-        assert pods.removed == ["uid-p1"]
-
-
-async def test_a_server_that_is_away_is_lost_until_it_is_watched_again() -> None:
-    """With the reason of now, since the first failure."""
-    async with fake_cluster(pods=five()) as cluster, informing(cluster) as (informer, _, _):
-        await eventually(lambda: informer.has_listed)
-        assert informer.lost is None
-        await cluster.stop_listening()
-        await eventually(lambda: informer.lost is not None and "refused" in informer.lost.why)
-        first = informer.lost
-        assert first is not None
-        cluster.is_down = False
         await cluster.start_listening()
         await eventually(lambda: informer.lost is None)
+        assert "uid-late" in pods.nodes and pods.removed == ["uid-p1"]
 
 
 async def test_refresh_returns_after_a_list_that_began_after_it() -> None:
@@ -148,17 +139,3 @@ async def test_an_unreadable_object_keeps_its_last_readable_state() -> None:
         assert "uid-p0" in pods.nodes
         assert b'objects_unreadable_total{kind="pods"}' in metrics.exposition("")[1]
         assert b'objects_unreadable_total{kind="pods"} 0.0' not in metrics.exposition("")[1]
-
-
-async def test_what_is_no_longer_of_interest_is_removed() -> None:
-    """A node that offers nothing any more, say."""
-    async with (
-        fake_cluster(pods=[*five(), labelled("never", "dull")]) as cluster,
-        informing(cluster) as (informer, pods, _),
-    ):
-        await eventually(lambda: informer.has_listed)
-        cluster.change("pods", "default/p0", lambda raw: raw["metadata"].update(labels={"dull": ""}))
-        await eventually(lambda: pods.removed == ["uid-p0"])
-        cluster.remove("pods", "default/never")
-        cluster.remove("pods", "default/p1")
-        await eventually(lambda: pods.removed == ["uid-p0", "uid-p1"])

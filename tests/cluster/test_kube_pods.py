@@ -17,7 +17,7 @@ from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase, version_number
 from tests.cluster.support_kube import raw_pod
-from tests.support_json import undecoded
+from tests.support_json import any_json, undecoded
 
 
 def read(raw: Any, *, resources: Collection[str] | None = None) -> Pod:
@@ -71,12 +71,8 @@ def test_every_part_that_the_agent_needs_is_read() -> None:
     assert found.containers[0].requests == {VCORE_RESOURCE: 1000}
     assert found.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
     assert found.containers[2].env == {"compat32": "true"}
-    assert (found.phase, found.reason, found.message, found.controller_kind) == (
-        PodPhase.RUNNING,
-        "r",
-        "m",
-        "ReplicaSet",
-    )
+    assert (found.phase, found.reason, found.message) == (PodPhase.RUNNING, "r", "m")
+    assert found.controller_kind == "ReplicaSet"
     assert found.annotations == {"tencent.com/gpu-assigned": "false"}
     assert found.is_deleting and found.has_started and found.resource_version == "17" and found.node_name == "node-1"
 
@@ -128,7 +124,6 @@ def test_only_the_named_resources_are_read() -> None:
         ("3e2", 300),
         ("1.5k", 1500),
         ("+7", 7),
-        (100, 100),
         (8.0, 8),
         ("0", 0),
     ],
@@ -155,7 +150,6 @@ def test_whole_quantities_are_numbers(quantity: Any, number: int) -> None:
         None,
         True,
         [],
-        {},
         float("nan"),
         -5,
         2**70,
@@ -183,10 +177,12 @@ def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_star
 
 
 def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
-    """Of a fat pod stay our annotations, cut visibly, and two variables; no labels, and nobody else's words."""
+    """Of a fat pod stay our annotations, cut visibly, and two variables; no labels, and nobody else's words. A tenant's
+    sixty-four names do not push out those that the extender writes, which come after them."""
     ours = {f"tencent.com/a{number:03}": "1," * 100_000 for number in range(100)}
+    written = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
     theirs = {f"example.com/{number}": "x" * 5000 for number in range(100)}
-    raw = raw_pod(metadata={"annotations": ours | theirs | {"clusterName": "c"}, "labels": {"app": "x"}})
+    raw = raw_pod(metadata={"annotations": ours | theirs | written | {"clusterName": "c"}, "labels": {"app": "x"}})
     raw["spec"]["containers"][0]["env"] = [
         *({"name": f"E{number}", "value": "x" * 100} for number in range(5000)),
         {"name": "SUBMITTER", "value": "s" * 5000},
@@ -194,6 +190,7 @@ def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
     found = read(raw)
     assert len(found.annotations) == 64 and found.annotations["clusterName"] == "c"
     assert {name.partition("/")[0] for name in found.annotations} == {"clusterName", "tencent.com"}
+    assert written.items() <= found.annotations.items()
     assert len(found.annotations["tencent.com/a000"]) == 1024 and found.annotations["tencent.com/a000"].endswith("…")
     assert dict(found.containers[0].env) == {"SUBMITTER": "s" * 1023 + "…"}
     assert found.labels == {}
@@ -312,11 +309,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path]
 
 
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
+JUNK = any_json()
 
 
 @given(path=st.sampled_from(_paths(FULL)), junk=JUNK)
@@ -357,15 +350,6 @@ def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> N
     assert read(raw).container_ids == {"main": "ab" * 32}
 
 
-def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> None:
-    """Sixty-four of them sort before it; the policy guards only the extender's names."""
-    own = {f"tencent.com/a{number:03}": "x" for number in range(100)}
-    reported = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
-    found = read(raw_pod(metadata={"annotations": own | reported}))
-    assert reported.items() <= found.annotations.items()
-    assert len(found.annotations) == 64
-
-
 @pytest.mark.parametrize("has_own", [False, True])
 def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) -> None:
     """Each container uses the requests that the status maps to it, also next to a claim of that name in the spec: else no
@@ -389,12 +373,7 @@ def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) 
     name = "extended-resources." if has_own else "extended-resources"
     assert found.claims == {one["name"]: one["resourceClaimName"] for one in own} | {name: "p-extended-resources-x"}
     used = {container.name: container.claims for container in found.containers}
-    expected = {
-        "a": ((name, "container-0-request-0"),),
-        "b": ((name, "container-1-request-0"),),
-        "c": (),
-    }
-    assert used == expected
+    assert used == {"a": ((name, "container-0-request-0"),), "b": ((name, "container-1-request-0"),), "c": ()}
 
 
 # --- mistyped annotations ---

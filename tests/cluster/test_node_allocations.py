@@ -16,7 +16,7 @@ from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.node_report.annotations import AllocatedTo, allocations_annotation, allocations_by_pod
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_blocks, used_cores
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_node import node_of
 
 GPUS = inventory(4).gpus
@@ -73,32 +73,6 @@ def test_a_pod_that_has_started_is_named_with_what_it_has() -> None:
     main = allocation(ONE, "main", ids(0, range(30)), ids(0, range(4)))
     known = pod("one", container("init", 50, 4, ContainerKind.INIT), container("main", 30, 4), has_started=True)
     assert counts_of(main, known=known) == {ONE.uid: {0: (30, 4)}}
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b"]),
-            st.integers(0, 3),
-            st.integers(0, 3),
-            st.integers(1, 40),
-            st.integers(0, 60),
-            st.integers(0, 8),
-        ),
-        max_size=8,
-    )
-)
-def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, int, int, int, int]]) -> None:
-    """What the agent believes to be free, the extender believes too."""
-    cache = AllocationCache()
-    for uid, number, index, cores, first, blocks in rows:
-        memory = [f"GPU-0::{uid}{index}{n}" for n in range(blocks)]
-        cache.put(allocation(pod(f"{uid}{index}"), f"c{number}", ids(index, range(first, first + cores)), memory))
-    found = allocations_by_pod(cache, GPUS, lambda uid: None, NAMES)
-    for one in GPUS:
-        counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found.values()]
-        assert sum(count[0] for count in counts) == used_cores(cache).get(one.uuid, 0)
-        assert sum(count[1] for count in counts) == used_blocks(cache).get(one.uuid, 0)
 
 
 def test_the_text_is_compact_sorted_and_has_a_schema() -> None:

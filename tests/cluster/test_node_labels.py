@@ -55,20 +55,16 @@ def changed(patch: NodePatch, part: str) -> dict[str, str | None]:
         ("Tesla P40", "P40"),
         ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
         ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H200", "H200"),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
-        ("NVIDIA L40S", "L40S"),
         ("NVIDIA Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("GeForce GTX 1080 Ti", "GTX-1080"),
-        ("Quadro RTX 8000", "RTX-8000"),
         ("Quadro P2200", "P2200"),
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("Quadro RTX 6000", "RTX-6000"),
         ("GeForce GTX TITAN X", "GTX-TITAN-X"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-        ("NVIDIA RTX PRO 4500 Blackwell", "RTX-PRO-4500"),
         ("NVIDIA RTX PRO 5000 72GB Blackwell", "RTX-PRO-5000"),
         ("NVIDIA RTX PRO", "RTX-PRO"),
         ("NVIDIA CMP 170HX", "CMP-170HX"),
@@ -121,13 +117,10 @@ def test_mixed_gpus_are_named_by_the_most_numerous_and_promise_the_least() -> No
         gpu(1, "NVIDIA A10", 23028, compute_capability=(8, 6)),
         gpu(2, "Tesla P40", 24576, compute_capability=(6, 1)),
     )
-    labels = gpu_labels(found, OWN)
-    assert labels[GPU_MODEL_LABEL] == "P40"
-    assert labels[f"{OWN}/gpu.product"] == "Tesla-P40"
-    assert labels[f"{OWN}/gpu.memory"] == "23028"
-    assert labels[f"{OWN}/gpu.count"] == "3"
-    assert labels[f"{OWN}/gpu.mixed"] == "true"
-    assert (labels[f"{OWN}/gpu.compute.major"], labels[f"{OWN}/gpu.compute.minor"]) == ("6", "1")
+    of_gpus = {"product": "Tesla-P40", "memory": "23028", "count": "3", "mixed": "true"}
+    of_gpus |= {"compute.major": "6", "compute.minor": "1"}
+    expected = {f"{OWN}/gpu.{name}": value for name, value in of_gpus.items()}
+    assert gpu_labels(found, OWN) == {GPU_MODEL_LABEL: "P40", **expected}
 
 
 def test_of_as_many_gpus_of_two_kinds_the_larger_names_the_node() -> None:
@@ -166,20 +159,10 @@ def test_the_annotation_tells_each_gpu_with_its_links_in_the_lists_order() -> No
     assert [gpu.index for gpu in parse_gpus(text).gpus if gpu.serves_parts] == [5]
     assert (document["schema"], document["memory_block_mib"]) == (1, 512)
     assert [fact["index"] for fact in document["gpus"]] == list(range(8))
-    for row, fact in enumerate(document["gpus"]):
-        assert fact["links"][row] == "X"
-        assert set(fact) - {"cordoned", "would_be_healthy", "parts"} == {
-            "index",
-            "uuid",
-            "name",
-            "memory_mib",
-            "is_healthy",
-            "numa",
-            "links",
-        }
-    matrix = [fact["links"] for fact in document["gpus"]]
-    assert matrix == [list(column) for column in zip(*matrix, strict=True)]
-    assert matrix[0][:5] == V100_ROW_0
+    for fact in document["gpus"]:
+        always = {"index", "uuid", "name", "memory_mib", "is_healthy", "numa", "links"}
+        assert fact.keys() - {"cordoned", "would_be_healthy", "parts"} == always
+    assert document["gpus"][0]["links"][:5] == V100_ROW_0
     assert [fact["index"] for fact in document["gpus"] if fact.get("cordoned")] == [2]
     assert [fact["index"] for fact in document["gpus"] if fact.get("would_be_healthy")] == [2]
 

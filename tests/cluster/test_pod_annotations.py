@@ -35,6 +35,7 @@ class Written(Counted):
     def __init__(self, *pods: Pod, gpu: Mapping[str, int] | None = None, compare_s: float = 60.0) -> None:
         super().__init__()
         self.gpu = dict(gpu or {})
+        self.assigned = ASSIGNED
         self.store = PodStore()
         self.writer = PodAnnotations(
             pods=self.store,
@@ -48,7 +49,7 @@ class Written(Counted):
         self.store.replace_all(pods, resource_version="1")
 
     def _wanted(self, one: Pod) -> dict[str, str]:
-        return {ASSIGNED: "true", INDEX: str(self.gpu[one.name])} if one.name in self.gpu else {}
+        return {self.assigned: "true", INDEX: str(self.gpu[one.name])} if one.name in self.gpu else {}
 
     def assign(self, name: str, gpu: int) -> None:
         self.gpu[name] = gpu
@@ -103,14 +104,12 @@ async def test_only_the_difference_is_sent() -> None:
 async def test_gpushares_time_is_written_where_no_extender_has() -> None:
     """Next to its own annotations alone."""
     assumed, assigned = "ALIYUN_COM_GPU_MEM_ASSUME_TIME", "ALIYUN_COM_GPU_MEM_ASSIGNED"
-    store, outcomes = PodStore(), Written()
-    writer = PodAnnotations(
-        pods=store, desired=lambda _: {assigned: "true"}, metrics=outcomes, backoff=FAST, wall_clock_ns=lambda: 17
-    )
-    store.subscribe(writer.pod_changed)
-    store.replace_all([pod("a"), pod("b", annotations={assumed: "5"})])
-    async with fake_api() as server, opened(server.url) as api, running(lambda: writer.run(api)):
-        await outcomes.wait(2)
+    written = Written(pod("a", annotations={INDEX: "1"}), pod("b", annotations={INDEX: "1", assumed: "5"}))
+    written.assigned = assigned
+    for name in "ab":
+        written.assign(name, 1)
+    async with written.sending() as server:
+        await written.wait(2)
     assert _sent(server) == [("a", {assigned: "true", assumed: "17"}), ("b", {assigned: "true"})]
 
 

@@ -12,8 +12,7 @@ from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.cluster.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.core.model.pods import Pod, PodPhase
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from tests.cluster.support_kube import Counted, opened, pod, raw_pod, running
+from tests.cluster.support_kube import Counted, opened, pod, running
 from tests.fakes.api_server import Behaviour, FakeApiServer, Seen, answers, answers_html_502, fake_api, raw_status
 from tests.support_deadline import Changes
 
@@ -109,14 +108,8 @@ async def test_deletions_are_bounded_per_minute() -> None:
         return await answers(200, {})(server, seen, request)
 
     async with fake_api(others=[deletes]) as server, opened(server.url) as api:
-        cleaner = RejectedPods(
-            pods=store,
-            resources=RESOURCES,
-            per_minute=4,
-            metrics=counted,
-            period_s=0.001,
-            clock=lambda: now[0],
-        )
+        clocked: dict[str, Any] = {"period_s": 0.001, "clock": lambda: now[0]}
+        cleaner = RejectedPods(pods=store, resources=RESOURCES, per_minute=4, metrics=counted, **clocked)
         async with running(lambda: cleaner.run(api)):
             await counted.wait(4)
             await store.wait_cycles(3)
@@ -147,20 +140,3 @@ async def test_errors_cost_one_cycle_or_one_pod() -> None:
             await counted.wait(1)
     names = [request.path.rpartition("-")[2] for request in server.seen]
     assert names[:5] == ["0", "0", "0", "1", "2"]
-
-
-async def test_the_embedded_api_server_loses_only_the_rejected() -> None:
-    """On a server with a running and five rejected pods three of the latter and the running one are left."""
-    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        store, counted = PodStore(), Deletions()
-        owner = {"ownerReferences": [{"kind": "ReplicaSet", "name": "web-7d9f", "uid": "r", "controller": True}]}
-        for number in range(5):
-            raw = server.create_pod(raw_pod(f"web-7d9f-{number}", metadata=owner))
-            store.upsert(_rejected(raw["metadata"]["name"], number + 1, uid=raw["metadata"]["uid"]))
-            server.set_pod_status("default", raw["metadata"]["name"], {"phase": "Failed"})
-        server.create_pod(raw_pod("web-7d9f-running"))
-        cleaner = RejectedPods(pods=store, resources=RESOURCES, metrics=counted, period_s=0.001)
-        async with running(lambda: cleaner.run(api)):
-            await counted.wait(2)
-        left = sorted(raw["metadata"]["name"] for raw in server.pods())
-    assert left == ["web-7d9f-2", "web-7d9f-3", "web-7d9f-4", "web-7d9f-running"]

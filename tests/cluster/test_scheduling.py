@@ -25,11 +25,7 @@ def offer(labels: dict[str, str] | None = None, **spec: Any) -> NodeOffer:
     allocatable = {"cpu": "3500m", "memory": "8Gi", "pods": "2"}
     return node_offer(
         undecoded(
-            {
-                "metadata": {"name": "n", "labels": labels or {}},
-                "spec": spec,
-                "status": {"allocatable": allocatable},
-            }
+            {"metadata": {"name": "n", "labels": labels or {}}, "spec": spec, "status": {"allocatable": allocatable}}
         )
     )
 

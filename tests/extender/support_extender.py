@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -49,7 +46,7 @@ from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
-from tests.cluster.support_kube import FAST, running, write_kubeconfig
+from tests.cluster.support_kube import FAST, kubeconfig_file, running
 from tests.fakes.api_server import FakeApiServer, Raw
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
@@ -233,13 +230,9 @@ class FakeCluster(FakeApiServer):
 
     @asynccontextmanager
     async def opened_api(self, *, request_s: float = DEADLINE_S) -> AsyncIterator[ClusterApi]:
-        directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-        try:
-            kubeconfig = write_kubeconfig(directory, self.url, {"token": "secret"})
+        with kubeconfig_file(self.url) as kubeconfig:
             async with open_cluster_api(kubeconfig=kubeconfig, request_s=request_s) as api:
                 yield api
-        finally:
-            shutil.rmtree(directory)
 
 
 def summed(charges: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
@@ -390,13 +383,7 @@ class Replica:
         self.metrics = metrics
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota)
         pods = PodsFeed(state=self.state)
-        nodes = NodesFeed(
-            state=self.state,
-            read=READ_NODE,
-            metrics=metrics,
-            on_report=pods.drop_missing,
-            clock=clock,
-        )
+        nodes = NodesFeed(state=self.state, read=READ_NODE, metrics=metrics, on_report=pods.drop_missing, clock=clock)
         self.binder = Binder(
             state=self.state,
             writes=PodWrites(api=api, names=NAMES, leads=lambda: self.is_leading),

@@ -18,13 +18,7 @@ from gpushare_agent.core.placement import GpuAccount
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
-from tests.placement.support_placement import (
-    Node,
-    accounts,
-    leaves_blocks_without_cores,
-    nodes,
-    pods_with_units,
-)
+from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
 from tests.support_core import GPU_MEM_NAMES
 
 AS_WHOLE = {"is_healthy": True, "instance": "", "takes_shares": True}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,10 @@ from tests.extender.support_extender import (
     raw_pod,
     running_replica,
 )
-from tests.fakes.api_server import FAULTS, GOOD, Seen
+from tests.fakes.api_server import FAULTS, GOOD, Raw, Seen
 from tests.fakes.clock import FakeClock
 from tests.support_core import GPU_MEM_NAMES
+from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
 
 FORGED_INDEX = {GPUSHARE_INDEX_ANNOTATION: "1"}
@@ -59,14 +61,26 @@ PLACES: dict[str, tuple[dict[str, str], list[str]]] = {
 """What of a bind fails: the pod's annotations, and what succeeds before."""
 
 
+@asynccontextmanager
+async def leading(
+    *pods: Raw, gpus: int = 2, clock: Callable[[], float] = time.monotonic, bind_s: float = DEADLINE_S
+) -> AsyncIterator[tuple[FakeCluster, Replica]]:
+    """A cluster with these pods and the node n1, and a replica that leads."""
+    async with (
+        fake_cluster(raw_node("n1", gpus=gpus), pods=pods) as cluster,
+        running_replica(cluster, clock, bind_s=bind_s) as replica,
+    ):
+        await replica.lead()
+        yield cluster, replica
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_one_fault_is_overcome(fault: str, place: str) -> None:
     """Whatever the API server does once, to the patch or to the bind, the pod is bound where it should be."""
     annotations, before = PLACES[place]
     pod = raw_pod("a", (60, 8), annotations=annotations)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         cluster.faults = [*before, fault]
         assert await replica.bind(pod, "n1") == ""
         assert cluster.node_of("a") == "n1"
@@ -80,8 +94,7 @@ async def test_one_fault_is_overcome(fault: str, place: str) -> None:
 async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
     """After a bounded number of tries the bind fails; as only patches were sent, the GPUs are free for others at once."""
     pods = [raw_pod("a", (60, 8), annotations=FORGED_INDEX), raw_pod("b", (60, 8))]
-    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(*pods, gpus=1) as (cluster, replica):
         cluster.faults = [fault] * 10
         error = await replica.bind(pods[0], "n1")
         assert error.startswith("cannot bind pod default/a to node n1: ")
@@ -123,8 +136,7 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
     """The bind was sent and nothing answers any more: nobody else gets the GPUs, and once it is known that the pod is not
     bound, and cannot be bound any more, they are free."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
-    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(*pods, gpus=1) as (cluster, replica):
         cluster.faults = ["late", *["500"] * 20]
         error = await replica.bind(pods[0], "n1")
         assert "stay reserved until it is known" in error
@@ -146,8 +158,8 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
 async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
     """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod, gpus=1) as (cluster, replica):
+        cluster.mute(True)  # the watch does not say what has become of it
         cluster.faults = ["silent-done", *["500"] * 20]
         assert "stay reserved" in await replica.bind(pod, "n1")
         cluster.faults = []
@@ -160,11 +172,7 @@ async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
 async def test_an_unknown_outcome_is_read_where_its_patch_is_refused(is_bound: bool) -> None:
     """As an admission policy refuses it: a pod without a node is not bound any more once nobody can wait for it."""
     pod, clock = raw_pod("a", (60, 8)), FakeClock()
-    async with (
-        fake_cluster(raw_node("n1", gpus=1), pods=[pod]) as cluster,
-        running_replica(cluster, clock) as replica,
-    ):
-        await replica.lead()
+    async with leading(pod, gpus=1, clock=clock) as (cluster, replica):
         cluster.mute(True)  # the watch does not say what has become of it
         cluster.faults = ["silent-done" if is_bound else "silent", *["500"] * 20]
         assert "stay reserved" in await replica.bind(pod, "n1")
@@ -179,8 +187,7 @@ async def test_an_unknown_outcome_is_read_where_its_patch_is_refused(is_bound: b
 async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
     """Deleted, or replaced by one of the same name, while its bind was unknown."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (30, 4))]
-    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(*pods, gpus=1) as (cluster, replica):
         for name in ("a", "b"):
             cluster.faults = ["silent", *["500"] * 20]
             assert "stay reserved" in await replica.bind(cluster.pod("default", name), "n1")
@@ -199,8 +206,8 @@ async def test_a_pod_that_is_gone_frees_its_gpus() -> None:
 async def test_a_pod_that_another_binds_meanwhile_is_left_to_it() -> None:
     """Another scheduler was quicker: our reservation goes, and the pod counts where it is."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
+        cluster.put("nodes", raw_node("n2"))
         cluster.is_down = True
         cluster.change("pods", "default/a", lambda raw: raw["spec"].update(nodeName="n2"))
         cluster.is_down = False
@@ -210,8 +217,7 @@ async def test_a_pod_that_another_binds_meanwhile_is_left_to_it() -> None:
 
 async def test_a_pod_that_the_informer_has_not_reported_of_is_read() -> None:
     """The scheduler may be quicker than our watch."""
-    async with fake_cluster(raw_node("n1")) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading() as (cluster, replica):
         pod = cluster.put("pods", raw_pod("a", (60, 8)))
         assert await replica.bind(pod, "n1") == ""
         assert await replica.bind(raw_pod("nobody", (60, 8)), "n1") != ""
@@ -220,8 +226,7 @@ async def test_a_pod_that_the_informer_has_not_reported_of_is_read() -> None:
 async def test_a_replica_that_does_not_lead_any_more_writes_nothing() -> None:
     """It lost the lease between the patch and the bind: the bind is not sent, and nothing is written afterwards either."""
     pod = raw_pod("a", (60, 8), annotations=FORGED_INDEX)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         cluster.faults = ["500", "500"]
         async with asyncio.TaskGroup() as group:
             bind = group.create_task(replica.bind(pod, "n1"))
@@ -248,8 +253,7 @@ OWN = {"mine": "x", "tencent.com/vcuda-core-limit": "50"}
 async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> None:
     """An agent follows them where it can. What else the pod's owner wrote stays, and the bind is of the version without."""
     pod = raw_pod("a", (60, 8), annotations={**FORGED, **OWN})
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         assert await replica.bind(pod, "n1") == ""
         annotations = cluster.pod("default", "a")["metadata"]["annotations"]
         assert OWN.items() <= annotations.items()
@@ -263,24 +267,10 @@ async def test_choices_that_are_not_the_plans_are_removed_before_the_bind() -> N
         assert cluster.writes() == ["PATCH", "PATCH", "POST"]
 
 
-async def test_a_pod_without_such_choices_is_bound_in_one_request() -> None:
-    """Nearly every pod: the bind brings the plan along."""
-    pod = raw_pod("a", (60, 8), annotations=OWN)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
-        assert await replica.bind(pod, "n1") == ""
-        assert cluster.writes() == ["POST"]
-        assert (
-            cluster.pod("default", "a")["metadata"]["annotations"].items()
-            > {**OWN, PREDICATE_NODE_ANNOTATION: "n1"}.items()
-        )
-
-
 async def test_choices_that_the_watch_has_not_delivered_are_removed_too() -> None:
     """The version that is known is not the pod's any more: the bind is refused, and the pod patched before the next."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         cluster.mute(True)
         cluster.change("pods", "default/a", lambda raw: raw["metadata"].update(annotations={**FORGED, **OWN}))
         assert await replica.bind(pod, "n1") == ""
@@ -294,8 +284,7 @@ async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
     """The first 64 go, the refusal names the others, and nothing stays set aside; tried again it is bound in the end."""
     forged = {f"{PREDICATE_GPU_INDEX_PREFIX}{100 + number}": "1" for number in range(70)}
     pod = raw_pod("a", (60, 8), annotations=forged)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         error = await replica.bind(pod, "n1")
         assert (
             f"it has 70 annotations that choose GPUs and are not the plan's, the first of them {min(forged)}" in error
@@ -316,8 +305,7 @@ async def test_more_choices_than_are_removed_at_once_refuse_the_bind() -> None:
 async def test_a_pod_whose_choices_somebody_writes_again_is_not_bound() -> None:
     """Each version has a forged one: the tries are bounded, and the text names the annotation."""
     pod = raw_pod("a", (60, 8), annotations=FORGED)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         write = cluster._write
 
         async def write_and_forge(seen: Seen, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -357,8 +345,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
 async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None:
     """The bind ends at once and says so, instead of waiting until its time is over and blaming silence."""
     pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster, bind_s=5.0) as replica:
-        await replica.lead()
+    async with leading(pod, bind_s=5.0) as (cluster, replica):
         for asked, said in (("3600", "60 s or more"), ("7", "7 s")):
             cluster.retry_after, cluster.faults = asked, ["429"]
             error = await replica.bind(pod, "n1")
@@ -370,8 +357,7 @@ async def test_a_server_that_asks_for_more_time_than_there_is_is_named() -> None
 async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
     """A process that is stopped while it prepares the first or the second patch, beyond its deadline, sends none then."""
     pod = raw_pod("a", (60, 8), annotations=FORGED)
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_replica(cluster) as replica:
-        await replica.lead()
+    async with leading(pod) as (cluster, replica):
         prepared = 0
 
         def time_ns() -> int:
@@ -387,28 +373,6 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
             with pytest.raises(Rejected, match="does not lead any more"):
                 await writes.bind(Bind(reservation))
         assert cluster.writes() == ["PATCH"] * (at - 1)
-
-
-async def test_the_next_leader_takes_over_what_the_last_left() -> None:
-    """The leader dies between patch and bind: the next one binds the pod again, elsewhere if it must, with its own
-    annotations; what the first had bound counts, wherever it may be, until the agent reports it."""
-    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8), annotations=FORGED_INDEX), raw_pod("c", (60, 8))]
-    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster, running_replica(cluster) as second:
-        async with running_replica(cluster) as first:
-            await first.lead()
-            assert await first.bind(pods[0], "n1") == ""
-            cluster.faults = [GOOD, GOOD, *["silent"] * 20]
-            await first.bind(pods[1], "n1")
-            first.is_leading = False
-        cluster.faults = []
-        await second.lead()
-        assert [r.stage for r in second.state.reservations()] == [Stage.UNPLACED]
-        assert "cores" in await second.bind(pods[1], "n1"), "nobody has reported which GPU pod a has"
-        assert await second.bind(pods[1], "n2") == ""
-        cluster.report_held("n1")
-        await eventually(lambda: Stage.CONFIRMED in [r.stage for r in second.state.reservations()])
-        assert await second.bind(pods[2], "n1") == ""
-        assert cluster.rejected == []
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import logging
 import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -57,7 +57,6 @@ from tests.support_json import undecoded
 DATA = Path(__file__).parent.parent / "data"
 CA, KEY = DATA / "kube-ca.pem", DATA / "kube-server.key"
 QUICK = 0.05
-PLACES = 8
 MIB = 1 << 20
 BAD_FILTER = b'gpushare_extender_requests_total{outcome="bad",verb="filter"} 1.0'
 FILTER = json.dumps({"Pod": {"metadata": {"name": "a", "namespace": "b", "uid": "c"}}, "NodeNames": ["n"]}).encode()
@@ -122,15 +121,14 @@ async def served(
         yield await web.wait_listening()
 
 
-def post(peer: Peer, body: bytes = FILTER, *, length: int | None = None, header: str = "") -> None:
+def post(peer: Peer, body: bytes, *, length: int | None = None) -> None:
     """A filter request, of whose body `length` bytes are announced."""
-    peer.send(post_bytes(body, length=length, header=header))
+    peer.send(post_bytes(body, length=length))
 
 
-def post_bytes(body: bytes, verb: str = "filter", *, length: int | None = None, header: str = "") -> bytes:
+def post_bytes(body: bytes, path: str = "/scheduler/filter", *, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    head = f"POST /scheduler/{verb} HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {size}\r\n\r\n"
-    return head.encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode() + body
 
 
 @pytest.fixture
@@ -152,31 +150,6 @@ def client() -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(CA))
     context.check_hostname = False
     return context
-
-
-async def test_the_scheduler_is_served_whoever_idles(connect: Connect) -> None:
-    """As many idle connections as there are places, twice, from its own address: it is answered, and so is a probe."""
-    async with served(limits=HttpLimits(connections=PLACES)) as port:
-        for _ in range(2):
-            for _ in range(PLACES):
-                await connect(port)
-            fresh = await connect(port)
-            assert (await fresh.get("/healthz"))[0] == 200
-            post(fresh)
-            assert (await fresh.answer())[0] == 200
-
-
-async def test_half_open_handshakes_do_not_keep_the_scheduler_out(connect: Connect) -> None:
-    """Connections that never send a byte of TLS count like others, and are closed for new ones."""
-    tls = {"tls_cert": CA, "tls_key": KEY}
-    limits = HttpLimits(connections=PLACES, handshake_s=600.0, headers_s=600.0)
-    async with served(limits=limits, **tls) as port:
-        silent = [await connect(port) for _ in range(PLACES)]
-        for _ in range(PLACES):
-            fresh = await connect(port, tls=client())
-            post(fresh)
-            assert (await fresh.answer())[0] == 200
-        assert all([await peer.ended() for peer in silent])
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"])
@@ -291,33 +264,14 @@ def collector_of_the_extender() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.mark.usefixtures("collector_of_the_extender")
-@pytest.mark.parametrize("body", _hostile().values(), ids=_hostile())
-async def test_no_mebibyte_of_json_keeps_the_loop_for_long(body: bytes) -> None:
-    """Whatever is in it: binds and probes go on."""
-    async with served() as port:
-        longest_s, _ = await loop_time_s(port, post_bytes(body))
-        assert longest_s < 0.05
-
-
 async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(connect: Connect) -> None:
     """JSON can escape half a surrogate pair."""
     body = json.dumps({"Pod": {}, "NodeNameToMetaVictims": {"\ud800": "x"}}).encode()
     async with served() as port:
         peer = await connect(port)
-        peer.send(post_bytes(body, "preemption"))
+        peer.send(post_bytes(body, "/scheduler/preemption"))
         status, text = await peer.answer()
         assert status == 400 and b"surrogate" in text
-
-
-class NoTemplates:
-    """An API server that is not asked, because no template is needed."""
-
-    async def get_claim_template(self, _namespace: str, _name: str) -> NoReturn:
-        raise AssertionError
-
-    async def create_claim_template(self, _namespace: str, _made: Mapping[str, object]) -> NoReturn:
-        raise AssertionError
 
 
 def _big_pod() -> bytes:
@@ -327,7 +281,9 @@ def _big_pod() -> bytes:
     env = [{"name": f"n{number}", "value": "x" * 40} for number in range(60)]
     containers = [{"name": f"c{n}", "env": env, "resources": limits[n]} for n in range(240)]
     assert isinstance(convert_pod(read_pod_json(undecoded({"spec": {"containers": containers}})), NAMES), Refused)
-    return json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
+    content = json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
+    assert MAX_POD_BYTES * 0.9 < len(content) < MAX_POD_BYTES
+    return content
 
 
 async def test_reviews_take_no_place_of_the_schedulers_requests(connect: Connect) -> None:
@@ -335,11 +291,10 @@ async def test_reviews_take_no_place_of_the_schedulers_requests(connect: Connect
 
     async def review(length: int, body: bytes = b"{") -> Peer:
         peer = await connect(port)
-        peer.send(post_bytes(body, length=length).replace(b"/scheduler/filter", b"/mutate-pods", 1))
+        peer.send(post_bytes(body, "/mutate-pods", length=length))
         return peer
 
-    webhook = ClaimsWebhook(api=NoTemplates(), names=NAMES)
-    async with served(webhook=webhook) as port:
+    async with served(webhook=ClaimsWebhook(api=NOTHING, names=NAMES)) as port:
         assert (await (await review(MAX_REVIEW_BYTES + 1)).answer())[0] == 413
         for _ in range(LONG_REVIEWS_AT_ONCE):
             await review(SHORT_BYTES + 1)
@@ -350,53 +305,51 @@ async def test_reviews_take_no_place_of_the_schedulers_requests(connect: Connect
         assert (await own.answer())[0] == 200
 
 
-def test_the_big_pod_is_read() -> None:
-    assert MAX_POD_BYTES * 0.9 < len(_big_pod()) < MAX_POD_BYTES
-
-
-@pytest.mark.usefixtures("collector_of_the_extender")
-@pytest.mark.parametrize("raw_object", [_big_pod(), *_hostile().values()], ids=["big pod", *_hostile()])
-async def test_no_review_of_a_mebibyte_keeps_the_loop_for_long(raw_object: bytes) -> None:
-    """Of the webhook, which every client may call."""
-    head = {"uid": "u", "namespace": "n", "operation": "CREATE", "resource": {"resource": "pods"}}
-    request = json.dumps(head)[:-1].encode() + b',"object":' + raw_object + b"}"
-    body = b'{"apiVersion":"admission.k8s.io/v1","request":' + request + b"}"
-    webhook = ClaimsWebhook(api=NoTemplates(), names=NAMES)
-    async with served(webhook=webhook) as port:
-        content = post_bytes(body).replace(b"/scheduler/filter", b"/mutate-pods", 1)
-        longest_s, _ = await loop_time_s(port, content)
-        assert longest_s < 0.05
-
-
 def _long() -> dict[str, bytes]:
     """As long as a request may be: what takes longest, what was found to, and what a scheduler sends."""
     nodes = [{"metadata": {"name": f"node-{n}", "labels": {f"l{m}": "v" * 50 for m in range(200)}}} for n in range(550)]
     pod = {"metadata": {"name": "a", "namespace": "b", "uid": "c"}, "spec": {"containers": []}}
-    return {
+    found = {
         "keys": b"{" + b",".join(b'"%014x":0' % number for number in range(7 * MIB // 20)) + b"}",
         "victims": b'{"NodeNameToVictims":{' + b",".join(b'"%019x":null' % n for n in range(7 * MIB // 27)) + b"}}",
         "whole nodes": json.dumps({"Pod": pod, "Nodes": {"items": nodes}}).encode(),
     }
+    assert all(6 * MIB < len(body) < 8 * MIB for body in found.values())
+    return found
+
+
+def _review(raw_object: bytes) -> bytes:
+    head = {"uid": "u", "namespace": "n", "operation": "CREATE", "resource": {"resource": "pods"}}
+    request = json.dumps(head)[:-1].encode() + b',"object":' + raw_object + b"}"
+    return b'{"apiVersion":"admission.k8s.io/v1","request":' + request + b"}"
+
+
+COSTLY = {
+    **{f"filter, {name}": ("/scheduler/filter", body) for name, body in _hostile().items()},
+    **{f"review, {name}": ("/mutate-pods", _review(body)) for name, body in _hostile().items()},
+    "review, big pod": ("/mutate-pods", _review(_big_pod())),
+    **{
+        f"long {verb}, {name}": (f"/scheduler/{verb}", body)
+        for verb in ("filter", "bind", "preemption")
+        for name, body in _long().items()
+    },
+}
 
 
 @pytest.mark.usefixtures("collector_of_the_extender")
-@pytest.mark.parametrize("verb", ["filter", "bind", "preemption"])
-@pytest.mark.parametrize("body", _long().values(), ids=_long())
-async def test_no_request_however_long_keeps_the_loop_for_long(body: bytes, verb: str) -> None:
-    """What no schema names is skipped."""
-    assert 6 * MIB < len(body) < 8 * MIB
-    async with served() as port:
-        longest_s, _ = await loop_time_s(port, post_bytes(body, verb))
+@pytest.mark.parametrize(("path", "body"), COSTLY.values(), ids=COSTLY)
+async def test_no_request_keeps_the_loop_for_long(path: str, body: bytes) -> None:
+    """Whatever is in it and however long it is, also at the webhook, which every client may call: binds and probes go on.
+    What no schema names is skipped."""
+    async with served(webhook=ClaimsWebhook(api=NOTHING, names=NAMES)) as port:
+        longest_s, _ = await loop_time_s(port, post_bytes(body, path))
         assert longest_s < 0.05
 
 
-async def test_a_packed_or_too_long_body_is_refused_before_it_is_read(connect: Connect) -> None:
-    """By its headers: 415, as what it unpacks to is not known, and 413."""
+async def test_a_body_longer_than_any_request_is_refused_before_it_is_read(connect: Connect) -> None:
+    """By its header; a packed one too (tests/kit/test_http_server.py)."""
     async with served() as port:
-        packed, long = await connect(port), await connect(port)
-        post(packed, b"x", header="Content-Encoding: gzip\r\n", length=100)
-        assert (await packed.answer())[0] == 415
-        post(long, b"{", length=MAX_BODY_BYTES + 1)
+        post(long := await connect(port), b"{", length=MAX_BODY_BYTES + 1)
         assert (await long.answer())[0] == 413
 
 
@@ -454,29 +407,15 @@ async def test_gpushares_inspect_counts_in_its_units(connect: Connect) -> None:
         assert (status, [node["name"] for node in json.loads(text)["nodes"]]) == (200, ["n0000", "n0001"])
         [node] = json.loads((await peer.get("/gpushare-scheduler/inspect/n0000"))[1])["nodes"]
         pods = [{"name": "two", "namespace": "default", "usedGPU": 1}]
-        assert node == {
-            "name": "n0000",
-            "totalGPU": 8,
-            "usedGPU": 3,
-            "devs": [
-                {"id": 0, "totalGPU": 4, "usedGPU": 1, "pods": pods},
-                {"id": 1, "totalGPU": 4, "usedGPU": 2, "pods": pods},
-            ],
-        }
+        devices = [{"id": index, "totalGPU": 4, "usedGPU": used, "pods": pods} for index, used in ((0, 1), (1, 2))]
+        assert node == {"name": "n0000", "totalGPU": 8, "usedGPU": 3, "devs": devices}
         status, text = await peer.get("/gpushare-scheduler/inspect/zz")
         assert (status, json.loads(text)) == (404, {"nodes": [], "error": "no node zz is known"})
 
 
 def _reservation(name: str, plan: PodPlan) -> Reservation:
-    return Reservation(
-        pod_uid=PodUid(f"uid-{name}"),
-        namespace="default",
-        pod=name,
-        node="n0000",
-        plan=plan,
-        stage=Stage.CONFIRMED,
-        at=0.0,
-    )
+    uid, stage = PodUid(f"uid-{name}"), Stage.CONFIRMED
+    return Reservation(pod_uid=uid, namespace="default", pod=name, node="n0000", plan=plan, stage=stage, at=0.0)
 
 
 async def test_a_renewed_certificate_is_read_once_it_fits_its_key(

@@ -34,11 +34,16 @@ async def elections(
     """Replicas r0, r1… on one clock; a test takes their rounds."""
     clock = FakeClock(1000.0)
     async with fake_cluster() as cluster, cluster.opened_api() as api:
-        yield (
-            cluster,
-            clock,
-            [LeaderElection(api=api, identity=f"r{i}", terms=terms, clock=clock) for i in range(count)],
-        )
+        made = (LeaderElection(api=api, identity=f"r{i}", terms=terms, clock=clock) for i in range(count))
+        yield cluster, clock, list(made)
+
+
+@asynccontextmanager
+async def led(count: int) -> AsyncIterator[tuple[FakeCluster, FakeClock, list[LeaderElection]]]:
+    """As `elections`, once the first leads."""
+    async with elections(count) as (cluster, clock, replicas):
+        await first_to_lead(replicas[0], clock)
+        yield cluster, clock, replicas
 
 
 async def first_to_lead(election: LeaderElection, clock: FakeClock) -> None:
@@ -56,8 +61,7 @@ def lease(cluster: FakeCluster) -> dict[str, Any]:
 
 async def test_the_first_takes_the_lease_and_the_second_waits() -> None:
     """The record is a coordination.k8s.io/v1 Lease with the fields that client-go writes."""
-    async with elections(2) as (cluster, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (cluster, _, (first, second)):
         await second.try_acquire_or_renew()
         assert (first.leads(), second.leads()) == (True, False)
         assert second.holder == "r0"
@@ -89,8 +93,7 @@ async def test_the_lease_goes_with_the_account_of_its_manifests(short_dir: Path)
 
 async def test_a_leader_stops_before_another_may_begin() -> None:
     """Without renewals it leads for the renew deadline, and the other takes over only after the lease's whole duration."""
-    async with elections(2) as (cluster, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (cluster, clock, (first, second)):
         await second.try_acquire_or_renew()
         clock.now += 10.5
         await second.try_acquire_or_renew()
@@ -104,8 +107,7 @@ async def test_a_leader_stops_before_another_may_begin() -> None:
 
 async def test_renewals_keep_the_lease() -> None:
     """A record that changes is a leader that lives, however long it goes on."""
-    async with elections(2) as (_, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (_, clock, (first, second)):
         for _ in range(20):
             clock.now += 4.0
             await first.try_acquire_or_renew()
@@ -115,8 +117,7 @@ async def test_renewals_keep_the_lease() -> None:
 
 async def test_time_counts_from_before_the_request() -> None:
     """A renewal whose answer took long does not lengthen the time to lead."""
-    async with elections(1) as (cluster, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (cluster, clock, (first,)):
         began = clock.now
 
         async def slow(*args: Any) -> dict[str, Any]:
@@ -169,8 +170,7 @@ async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() ->
 
 async def test_a_lease_is_released_though_a_renewal_was_cut_off() -> None:
     """The API server has written it, and the leader, which ends, has not read the answer."""
-    async with elections(2) as (cluster, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (cluster, _, (first, second)):
         cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(renewTime="later"))
         await first.release()
         await second.try_acquire_or_renew()
@@ -257,8 +257,7 @@ async def test_one_replica_alone_always_leads() -> None:
 async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:
     """Whoever sees it missing leads no more and waits a lease's duration, though the leader may not have seen it: it is past
     its deadline by then."""
-    async with elections(2) as (cluster, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (cluster, clock, (first, second)):
         await second.try_acquire_or_renew()
         cluster.remove("leases", "ns/lease")
         ends_at = clock.now + TERMS.duration_s
@@ -275,8 +274,7 @@ async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:
 
 async def test_a_leader_whose_lease_is_missing_stops_at_once() -> None:
     """When it renews; it does not make it again before a lease's duration is over."""
-    async with elections(1) as (cluster, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (cluster, clock, (first,)):
         cluster.remove("leases", "ns/lease")
         with pytest.raises(NotFound):
             await first.try_acquire_or_renew()
@@ -291,8 +289,7 @@ async def test_a_leader_whose_lease_is_missing_stops_at_once() -> None:
 
 async def test_a_leader_that_reads_another_ones_name_stops_at_once() -> None:
     """Its renewal fails by the version; what it reads then is another's, so it does not wait for its deadline."""
-    async with elections(1) as (cluster, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (cluster, _, (first,)):
         cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(holderIdentity="thief"))
         with pytest.raises(Conflict):
             await first.try_acquire_or_renew()
@@ -301,8 +298,7 @@ async def test_a_leader_that_reads_another_ones_name_stops_at_once() -> None:
 
 async def test_a_lease_that_somebody_labelled_stays_its_holders() -> None:
     """The version is another, the holder is not: it is renewed in the same round, and the label stays."""
-    async with elections(1) as (cluster, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (cluster, clock, (first,)):
         cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
         clock.now += 9.0
         await first.try_acquire_or_renew()
@@ -313,8 +309,7 @@ async def test_a_lease_that_somebody_labelled_stays_its_holders() -> None:
 
 async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
     """Another may have taken the lease: nobody decides on a guess."""
-    async with elections(1) as (cluster, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (cluster, _, (first,)):
         cluster.change("leases", "ns/lease", lambda raw: raw["metadata"].update(labels={"a": "b"}))
 
         async def away(namespace: str, name: str) -> dict[str, Any]:
@@ -328,8 +323,7 @@ async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
 
 async def test_a_holder_that_was_emptied_by_hand_is_waited_for() -> None:
     """A release sets the lease's duration to a second as well; else its leader may go on until its deadline."""
-    async with elections(2) as (cluster, clock, (first, second)):
-        await first_to_lead(first, clock)
+    async with led(2) as (cluster, clock, (first, second)):
         cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(holderIdentity=""))
         await second.try_acquire_or_renew()
         assert (first.leads(), second.leads()) == (True, False)
@@ -340,8 +334,7 @@ async def test_a_holder_that_was_emptied_by_hand_is_waited_for() -> None:
 
 async def test_a_replica_that_was_stopped_leads_no_more_and_begins_a_new_term() -> None:
     """Its clock went on meanwhile; it reads the clock first, and then wakes those who wait."""
-    async with elections(1) as (_, clock, (first,)):
-        await first_to_lead(first, clock)
+    async with led(1) as (_, clock, (first,)):
         first.report_transition()
         clock.now += 60.0
         assert not first.leads()

@@ -117,10 +117,7 @@ async def test_a_follower_touches_no_pod_but_its_own() -> None:
 async def test_a_label_that_somebody_changed_is_put_right() -> None:
     """It is checked as long as the replica leads."""
     pods = [replica("a", APP), replica("b", APP)]
-    async with (
-        fake_cluster(pods=pods) as cluster,
-        labelling(cluster, Term(is_leading=True), check_period_s=0.02),
-    ):
+    async with fake_cluster(pods=pods) as cluster, labelling(cluster, Term(is_leading=True), check_period_s=0.02):
         await eventually(lambda: leaders(cluster) == ["a"])
         cluster.change("pods", f"{NAMESPACE}/b", lambda raw: raw["metadata"]["labels"].update(LED))
         cluster.change("pods", f"{NAMESPACE}/a", lambda raw: raw["metadata"]["labels"].pop(ROLE_LABEL))

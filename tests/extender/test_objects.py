@@ -17,12 +17,7 @@ from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health, Link, LinkKind
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.core.model.resources import Request, ResourceNames
-from gpushare_agent.core.node_report.annotations import (
-    ALLOCATIONS_ANNOTATION,
-    GPUS_ANNOTATION,
-    allocations_annotation,
-    allocations_by_pod,
-)
+from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.core.placement import Placed, place
 from gpushare_agent.core.placement.topology import build_topology, parse_topology
 from gpushare_agent.extender.decisions.ledger import NodeLedger
@@ -30,8 +25,8 @@ from gpushare_agent.extender.objects import MAX_GPUS, NodeReading
 from gpushare_agent.extender.values import ClusterNode
 from tests.extender.support_extender import MODEL_LABEL, POOL_LABEL, READ_NODE
 from tests.gpus.support_gpus import TOPOLOGY_NAMES, topology_text
-from tests.support_core import GPU_MEM_NAMES, NAMES, allocation, ids, mig_instance, pod
-from tests.support_json import undecoded
+from tests.support_core import GPU_MEM_NAMES, NAMES, mig_instance
+from tests.support_json import any_json, undecoded
 
 COUNTS = {VCORE_RESOURCE: "400", VMEMORY_RESOURCE: "384"}
 LINKS = [["X", "PIX"], ["PIX", "X"]]
@@ -111,26 +106,6 @@ def test_the_gpus_and_links_that_the_agent_writes_are_read_back(name: str) -> No
     assert (node.name, node.model, node.pool, node.is_exact, node.allocated) == ("n1", "M40", "public", True, None)
 
 
-def test_what_the_agent_says_is_held_is_read_back() -> None:
-    """A share with memory, and two whole GPUs."""
-    found = inventory(TOPOLOGY_NAMES[0])
-    share, whole = pod("share", uid="u-share"), pod("whole", uid="u-whole")
-    held = allocations_by_pod(
-        [
-            allocation(share, "main", ids(0, range(30)), ids(0, range(16))),
-            allocation(whole, "main", ids(1, range(100)) + ids(2, range(100)), []),
-        ],
-        found.gpus,
-        lambda uid: None,
-        NAMES,
-    )
-    gpus = gpus_annotation(found, cordoned={}, memory_block_mib=256)
-    assert node_of(raw_node(gpus, allocations_annotation(held.values()))).allocated == {
-        "u-share": {0: Charge(cores=30, blocks=16)},
-        "u-whole": {1: Charge(cores=100, wholes=1), 2: Charge(cores=100, wholes=1)},
-    }
-
-
 @pytest.mark.parametrize("takes_shares", [True, False])
 def test_mig_instances_are_no_whole_gpus(takes_shares: bool) -> None:
     """They take no share at all where the node's isolation keeps none there."""
@@ -201,11 +176,8 @@ def test_why_a_gpu_is_unhealthy_is_read_back() -> None:
     )
     gpus = node_of(raw_node(text)).gpus
     assert [gpu.unhealthy_reason for gpu in gpus[:3]] == ["Xid 79 " + "x" * 249, "", ""]
-    assert (
-        node_of(raw_node(gpus_text(raw_gpu(0, reason=["x"], is_healthy=False), raw_gpu(1)))).gpus[0].unhealthy_reason
-        == ""
-    )
-    assert node_of(raw_node(gpus_text(raw_gpu(0, reason="of before"), raw_gpu(1)))).gpus[0].unhealthy_reason == ""
+    for odd in (raw_gpu(0, reason=["x"], is_healthy=False), raw_gpu(0, reason="of before")):
+        assert node_of(raw_node(gpus_text(odd, raw_gpu(1)))).gpus[0].unhealthy_reason == ""
 
 
 @pytest.mark.parametrize(
@@ -260,31 +232,24 @@ def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
     [
         ("", "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
-        ("[]", "Expected `object`"),
         (" " * 300_000, "more than 262144"),
         ('{"allocations": {}}', "missing required field `schema`"),
-        ('{"schema": true, "allocations": {}}', "at `$.schema`"),
         (held_text({}, schema=2), "at `$.schema`"),
-        (held_text([]), "Expected `object`, got `array` - at `$.allocations`"),
         (held_text({f"u{n}": {} for n in range(513)}), "Expected `object` of length <= 512 - at `$.allocations`"),
         (held_text({"": {}}), "Expected `str` of length >= 1 - at `key` in `$.allocations`"),
         (held_text({"u" * 129: {}}), "Expected `str` of length <= 128 - at `key` in `$.allocations`"),
-        (held_text({"u": [30]}), "Expected `object`, got `array` - at `$.allocations[...]`"),
         (held_text({"u": {"2": [30]}}), "pod u has something of GPU '2', which the node does not have"),
         (held_text({"u": {"01": [30]}}), "GPU '01'"),
-        (held_text({"u": {"-1": [30]}}), "GPU '-1'"),
         (held_text({"u": {"٠": [30]}}), "which the node does not have"),
         (held_text({"u": {"0": 30}}), "Expected `array`, got `int` - at `$.allocations[...][...]`"),
         (held_text({"u": {"0": [1, 2, 3, 1, 0]}}), "Expected `array` of length <= 4"),
         (held_text({"u": {"0": [-1]}}), "Expected `int` >= 0"),
-        (held_text({"u": {"0": [True]}}), "Expected `int`, got `bool`"),
-        (held_text({"u": {"0": [1.5]}}), "Expected `int`, got `float`"),
         (held_text({"u": {"0": [1, 1 << 31]}}), "Expected `int` <= 1073741824"),
         (held_text({"u": {"0": [101]}}), "is more than a GPU"),
         (held_text({"u": {"0": [100, 0, 0, 2]}}), "is more than a GPU"),
         (held_text({"good": {"0": [30]}, "u": {"0": [101]}}), "what pod u has of GPU 0"),
     ],
-    ids=range(25),
+    ids=range(18),
 )
 def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> None:
     """Half of it would set the other half free. The GPUs count all the same."""
@@ -306,20 +271,13 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         ("{", "it is no JSON"),
         ("9" * 5_000, "it is no JSON"),
         (gpus_text(schema=2), "at `$.schema`"),
-        (gpus_text(gpus={}), "Expected `array`, got `object` - at `$.gpus`"),
         (gpus_text(), "it lists no GPUs"),
         (gpus_text(7), "Expected `object`, got `int` - at `$.gpus[0]`"),
         (gpus_text(raw_gpu(0), raw_gpu(1, index=0)), "two GPUs have the same index"),
         (gpus_text(raw_gpu(0), raw_gpu(1, uuid="GPU-0")), "two GPUs have the same UUID"),
         (gpus_text(raw_gpu(MAX_GPUS)), f"it has a GPU {MAX_GPUS}"),
-        (gpus_text(raw_gpu(10_000)), "it has a GPU 10000"),
         (gpus_text(raw_gpu(10_001)), "Expected `int` <= 10000 - at `$.gpus[0].index`"),
-        (
-            gpus_text(raw_gpu(0), raw_gpu(1, memory_mib=-1)),
-            "Expected `int` >= 0 - at `$.gpus[1].memory_mib`",
-        ),
-        (gpus_text(raw_gpu(0, is_healthy="yes")), "Expected `bool`, got `str` - at `$.gpus[0].is_healthy`"),
-        (gpus_text(raw_gpu(0, uuid=7)), "Expected `str`, got `int` - at `$.gpus[0].uuid`"),
+        (gpus_text(raw_gpu(0), raw_gpu(1, memory_mib=-1)), "Expected `int` >= 0 - at `$.gpus[1].memory_mib`"),
         (gpus_text(memory_block_mib=0), "Expected `int` >= 1 - at `$.memory_block_mib`"),
         (gpus_text(raw_gpu(0, links=["X"]), memory_block_mib=512), "of 512 MiB, here they are of 256"),
         (gpus_text(raw_gpu(0, links=["X", "PIX"])), "not one text for each GPU"),
@@ -330,7 +288,7 @@ def test_one_bad_part_makes_what_is_held_unknown(text: object, said: str) -> Non
         (gpus_text(raw_gpu(0, links=["X", "SYS"]), raw_gpu(1)), "GPUs 0 and 1 to each other differ"),
         (gpus_text(*[raw_gpu(0)] * 257), "Expected `array` of length <= 256 - at `$.gpus`"),
     ],
-    ids=range(23),
+    ids=range(19),
 )
 def test_gpus_that_cannot_be_used_leave_the_capacity_divided_evenly(text: object, said: str) -> None:
     """And nothing that the agent says it holds: its indexes may be others."""
@@ -392,19 +350,22 @@ def test_an_object_without_a_name_is_left_out_and_reported(raw: dict[str, Any]) 
     assert read(raw) == NodeReading(node=None, problem="a node without a name is left out")
 
 
-_KEYS = [
-    "schema", "gpus", "allocations", "index", "uuid", "name", "memory_mib", "is_healthy", "cordoned", "numa", "links",
-    "memory_block_mib", "0", "1", "u",
-]  # fmt: skip
-_JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["X", "PIX", "NV2"])
-    | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=8),
-    max_leaves=20,
+_JSON = any_json(
+    *(
+        "schema",
+        "gpus",
+        "allocations",
+        "index",
+        "uuid",
+        "name",
+        "memory_mib",
+        "is_healthy",
+        "cordoned",
+        "numa",
+        "links",
+    ),
+    *("memory_block_mib", "0", "1", "u"),
+    leaves=["X", "PIX", "NV2"],
 )
 _GPU = st.fixed_dictionaries(
     {

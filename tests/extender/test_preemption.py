@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -176,13 +177,6 @@ def test_what_cannot_be_evicted_is_no_victim() -> None:
     assert victims_of(state, asking("p", *SIX_TENTHS)) is None
 
 
-def test_pods_that_a_budget_protects_are_spared() -> None:
-    """While others suffice, whatever their priority below the pod's."""
-    state = cluster_of(2, [Held("a", (0,), 60), Held("b", (1,), 60, 5)])
-    assert victims_of(state, asking("p", *WHOLE), protected=["a"]) == ["b"]
-    assert victims_of(state, asking("p", *WHOLE), protected=["a", "b"]) == ["a"]
-
-
 def test_pods_that_end_already_cost_nothing() -> None:
     """Nobody else ends; those of lower priority are named, so that the pod is nominated."""
     held = [Held("a", (0,), 60, 5, 1), Held("b", (1,), 60, 0, 2)]
@@ -271,8 +265,24 @@ def share(gpu: int) -> Raw:
 SHARES = [share(gpu) for gpu in range(2)]
 
 
-def reported(cluster: FakeCluster) -> None:
-    cluster.holds("n1", *((f"uid-s{gpu}", gpu, 60, 1) for gpu in range(2)))
+@asynccontextmanager
+async def with_shares(
+    *pods: Raw, nodes: Sequence[str] = ("n1",), quota: Any = None, **settings: Any
+) -> AsyncIterator[tuple[FakeCluster, Asker, FakeClock]]:
+    """An extender whose node n1 has two GPUs, each with 40 cores next to a share that may be evicted."""
+    clock = FakeClock()
+    async with fake_cluster(*map(raw_node, nodes), pods=[*SHARES, *pods]) as cluster:
+        cluster.holds("n1", *((f"uid-s{gpu}", gpu, 60, 1) for gpu in range(2)))
+        if quota is not None:
+            cluster.put_quota(quota)
+        async with running_extender(cluster, clock=clock, **settings) as asker:
+            yield cluster, asker, clock
+
+
+async def after_grace(asker: Asker, clock: FakeClock) -> None:
+    """The scheduler has had its time to ask."""
+    clock.now += GRACE_S
+    await asker.parts.preemption.preempt_due()
 
 
 async def refused(asker: Asker, cluster: FakeCluster, name: str = "urgent") -> None:
@@ -311,27 +321,22 @@ async def test_the_answer_names_other_victims_and_the_budgets_that_they_violate(
 ) -> None:
     """A newer scheduler names a node without victims; one that it does not name, but filter was asked about, counts too.
     Nothing ends by the answer."""
-    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
-        reported(cluster)
+    async with with_shares(raw_ranked("urgent", 60, 9)) as (cluster, asker, _):
         for name in protected:
             path = f"/api/v1/namespaces/default/pods/{name}/eviction"
             cluster.script.answers[path] = answers(429, raw_status(429, "it would violate the pod's disruption budget"))
-        async with running_extender(cluster, clock=FakeClock()) as asker:
-            await refused(asker, cluster)
-            assert await proposed(asker, cluster, **asked) == {"n1": chosen}
-            assert set(cluster.objects["pods"]) == {"default/s0", "default/s1", "default/urgent"}
+        await refused(asker, cluster)
+        assert await proposed(asker, cluster, **asked) == {"n1": chosen}
+        assert set(cluster.objects["pods"]) == {"default/s0", "default/s1", "default/urgent"}
 
 
 async def test_the_next_pod_gets_victims_of_its_own() -> None:
     """Before the watch shows that the first one's end: its room is spoken for. A repeated question has the same answer."""
-    pods = [*SHARES, raw_ranked("urgent", 60, 9), raw_ranked("second", 60, 9)]
-    async with fake_cluster(raw_node("n1"), pods=pods) as cluster:
-        reported(cluster)
-        async with running_extender(cluster, clock=FakeClock()) as asker:
-            for _ in range(2):
-                assert await proposed(asker, cluster, n1=["s0", "s1"]) == {"n1": (["s1"], 0)}
-            found = await proposed(asker, cluster, by="second", n1=["s0", "s1"])
-            assert found == {"n1": (["s0", "s1"], 0)}, "one that ends already is named again"
+    async with with_shares(raw_ranked("urgent", 60, 9), raw_ranked("second", 60, 9)) as (cluster, asker, _):
+        for _ in range(2):
+            assert await proposed(asker, cluster, n1=["s0", "s1"]) == {"n1": (["s1"], 0)}
+        found = await proposed(asker, cluster, by="second", n1=["s0", "s1"])
+        assert found == {"n1": (["s0", "s1"], 0)}, "one that ends already is named again"
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -339,68 +344,53 @@ async def test_no_room_is_kept_for_a_pod_that_was_deleted_meanwhile(
     asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the scheduler's question, and by an eviction of our own: no event of the pod comes any more."""
-    clock, urgent = FakeClock(), raw_ranked("urgent", 60, 9)
-    pods = [*SHARES, urgent, raw_ranked("second", 60, 9)]
-    async with fake_cluster(raw_node("n1"), pods=pods) as cluster:
-        reported(cluster)
-        async with running_extender(cluster, clock=clock) as asker:
-            preemption = asker.parts.preemption
+    urgent, evict = raw_ranked("urgent", 60, 9), PodWrites.evict
+    async with with_shares(urgent, raw_ranked("second", 60, 9)) as (cluster, asker, clock):
 
-            async def deleted() -> None:
-                cluster.remove("pods", "default/urgent")
-                await eventually(lambda: preemption.unscheduled(PodUid("uid-urgent")) is None)
+        async def deleted() -> None:
+            cluster.remove("pods", "default/urgent")
+            await eventually(lambda: asker.parts.preemption.unscheduled(PodUid("uid-urgent")) is None)
 
-            if asks:
+        async def evicted(writes: PodWrites, one: Pod, *, is_tried: bool = False) -> None:
+            await evict(writes, one, is_tried=is_tried)
+            if not is_tried:
                 await deleted()
-                meta = {"n1": {"Pods": [{"UID": "uid-s1"}], "NumPDBViolations": 0}}
-                await asker.post("/scheduler/preemption", {"Pod": urgent, "NodeNameToMetaVictims": meta})
-            else:
-                evict = PodWrites.evict
 
-                async def evicted(writes: PodWrites, one: Pod, *, is_tried: bool = False) -> None:
-                    await evict(writes, one, is_tried=is_tried)
-                    if not is_tried:
-                        await deleted()
-
-                monkeypatch.setattr(PodWrites, "evict", evicted)
-                await refused(asker, cluster)
-                clock.now += GRACE_S
-                await preemption.preempt_due()
-            cluster.holds("n1", ("uid-s0", 0, 60, 1))
-            if "default/s1" in cluster.objects["pods"]:
-                cluster.remove("pods", "default/s1")
-            await eventually(lambda: len(asker.parts.state.reservations()) == 1)
-            assert (await asker.filter(cluster.pod("default", "second"), ["n1"]))["NodeNames"] == ["n1"]
+        if asks:
+            await deleted()
+            meta = {"n1": {"Pods": [{"UID": "uid-s1"}], "NumPDBViolations": 0}}
+            await asker.post("/scheduler/preemption", {"Pod": urgent, "NodeNameToMetaVictims": meta})
+        else:
+            monkeypatch.setattr(PodWrites, "evict", evicted)
+            await refused(asker, cluster)
+            await after_grace(asker, clock)
+        cluster.holds("n1", ("uid-s0", 0, 60, 1))
+        if "default/s1" in cluster.objects["pods"]:
+            cluster.remove("pods", "default/s1")
+        await eventually(lambda: len(asker.parts.state.reservations()) == 1)
+        assert (await asker.filter(cluster.pod("default", "second"), ["n1"]))["NodeNames"] == ["n1"]
 
 
 async def test_the_leader_evicts_where_the_scheduler_does_not_ask() -> None:
     """The sum of what is free suffices, so kube-scheduler up to 1.36 asks nobody. The pod is nominated, and gets the
     room; the next one's turn ends nobody else."""
-    clock = FakeClock()
     # The scheduler's own filters leave n2 out.
-    nodes = [raw_node("n1"), raw_node("n2")]
-    async with fake_cluster(*nodes, pods=[*SHARES, raw_ranked("urgent", 60, 9)]) as cluster:
-        reported(cluster)
-        async with running_extender(cluster, clock=clock) as asker:
+    async with with_shares(raw_ranked("urgent", 60, 9), nodes=["n1", "n2"]) as (cluster, asker, clock):
+        await refused(asker, cluster)
+        await asker.parts.preemption.preempt_due()
+        assert not written(cluster, "/eviction")
+        await after_grace(asker, clock)
+        assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
+        assert written(cluster, "/eviction") == ["/api/v1/namespaces/default/pods/s1/eviction"] * 2, "tried, and done"
+        await eventually(lambda: any(one["reason"] == "Preempted" for one in cluster.objects["events"].values()))
+        if "default/s1" in cluster.objects["pods"]:
             await refused(asker, cluster)
-            await asker.parts.preemption.preempt_due()
-            assert not written(cluster, "/eviction")
-            clock.now += GRACE_S
-            await asker.parts.preemption.preempt_due()
-            assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
-            assert written(cluster, "/eviction") == ["/api/v1/namespaces/default/pods/s1/eviction"] * 2, (
-                "tried, and done"
-            )
-            await eventually(lambda: any(one["reason"] == "Preempted" for one in cluster.objects["events"].values()))
-            if "default/s1" in cluster.objects["pods"]:
-                await refused(asker, cluster)
-                clock.now += GRACE_S
-                await asker.parts.preemption.preempt_due()
-                assert len(written(cluster, "/eviction")) == 2
-                cluster.remove("pods", "default/s1")
-            cluster.holds("n1", ("uid-s0", 0, 60, 1))
-            await eventually(lambda: len(asker.parts.state.reservations()) == 1)
-            assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
+            await after_grace(asker, clock)
+            assert len(written(cluster, "/eviction")) == 2
+            cluster.remove("pods", "default/s1")
+        cluster.holds("n1", ("uid-s0", 0, 60, 1))
+        await eventually(lambda: len(asker.parts.state.reservations()) == 1)
+        assert (await asker.filter(cluster.pod("default", "urgent"), ["n1"]))["NodeNames"] == ["n1"]
 
 
 async def test_the_room_of_one_is_kept_while_a_budget_forbids_the_next_ones_end() -> None:
@@ -410,80 +400,54 @@ async def test_the_room_of_one_is_kept_while_a_budget_forbids_the_next_ones_end(
     async def one_of_two(*request: Any) -> Any:
         return await next(tried_and_done)(*request)
 
-    clock = FakeClock()
-    async with fake_cluster(raw_node("n1"), pods=[*SHARES, raw_ranked("urgent", 200, 9)]) as cluster:
-        reported(cluster)
+    async with with_shares(raw_ranked("urgent", 200, 9)) as (cluster, asker, clock):
         cluster.script.answers["/api/v1/namespaces/default/pods/s1/eviction"] = one_of_two
-        async with running_extender(cluster, clock=clock) as asker:
-            await refused(asker, cluster)
-            clock.now += GRACE_S
-            await asker.parts.preemption.preempt_due()
-            assert len(written(cluster, "/s0/eviction")) == 2, "tried, and done"
-            assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
-            assert "default/s1" in cluster.objects["pods"]
+        await refused(asker, cluster)
+        await after_grace(asker, clock)
+        assert len(written(cluster, "/s0/eviction")) == 2, "tried, and done"
+        assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
+        assert "default/s1" in cluster.objects["pods"]
 
 
 async def test_nobody_else_ends_where_others_end_already_for_the_pod() -> None:
     """However many nodes come before its own."""
-    clock = FakeClock()
-    urgent = raw_ranked("urgent", 60, 9)
+    urgent, other = raw_ranked("urgent", 60, 9), raw_ranked("e1", 60, 0, node="n2")
     urgent["status"]["nominatedNodeName"] = "n2"
     ending = raw_ranked("e0", 60, 0, node="n2")
     ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:09Z"
-    pods = [*SHARES, ending, raw_ranked("e1", 60, 0, node="n2"), urgent]
-    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=pods) as cluster:
-        reported(cluster)
+    async with with_shares(ending, other, urgent, nodes=["n1", "n2"]) as (cluster, asker, clock):
         cluster.holds("n2", ("uid-e0", 0, 60, 1), ("uid-e1", 1, 60, 1))
-        async with running_extender(cluster, clock=clock) as asker:
-            names = ["n1", *(f"unknown{n}" for n in range(MOST_NODES)), "n2"]
-            assert not (await asker.filter(urgent, names))["NodeNames"]
-            clock.now += GRACE_S
-            await asker.parts.preemption.preempt_due()
-            assert not written(cluster, "/eviction")
+        await eventually(lambda: {one.stage for one in asker.parts.state.reservations()} == {"confirmed"})
+        names = ["n1", *(f"unknown{n}" for n in range(MOST_NODES)), "n2"]
+        assert not (await asker.filter(urgent, names))["NodeNames"]
+        await after_grace(asker, clock)
+        assert not written(cluster, "/eviction")
 
 
 @pytest.mark.parametrize(
-    "why",
-    [
-        "it was asked",
-        "a budget",
-        "no right",
-        "preemptionPolicy",
-        "priority",
-        "room",
-        "gone",
-        "quota",
-        "reserve",
-    ],
+    "why", ["it was asked", "a budget", "no right", "preemptionPolicy", "priority", "room", "gone", "quota", "reserve"]
 )
 async def test_the_leader_evicts_nobody(why: str) -> None:
     """Where the scheduler asks, it evicts by itself; a budget is kept; a pod waits that may not preempt, or has no higher
     priority."""
-    clock = FakeClock()
-    urgent = raw_ranked(
-        "urgent", 60, 0 if why == "priority" else 9, policy="Never" if why == "preemptionPolicy" else ""
-    )
-    async with fake_cluster(raw_node("n1"), pods=[*SHARES, urgent]) as cluster:
-        reported(cluster)
-        if why == "quota":
-            cluster.put_quota({"default": {"vcore": 10}})
+    never, priority = "Never" if why == "preemptionPolicy" else "", 0 if why == "priority" else 9
+    urgent = raw_ranked("urgent", 60, priority, policy=never)
+    quota, reserve = {"default": {"vcore": 10}} if why == "quota" else None, "filter" if why == "reserve" else "bind"
+    async with with_shares(urgent, quota=quota, reserve=reserve) as (cluster, asker, clock):
         code = {"a budget": 429, "no right": 403}.get(why, 0)
         for one in SHARES if code else ():
             path = f"/api/v1/namespaces/default/pods/{one['metadata']['name']}/eviction"
             cluster.script.answers[path] = answers(code, raw_status(code))
-        settings: dict[str, Any] = {"reserve": "filter"} if why == "reserve" else {}
-        async with running_extender(cluster, clock=clock, **settings) as asker:
-            await asker.filter(cluster.pod("default", "urgent"), ["n1"])
-            if why == "it was asked":
-                await proposed(asker, cluster, n1=["s0"])
-            if why == "room":
-                cluster.put("nodes", raw_node("n1", gpus=3))
-                await eventually(lambda: len(asker.parts.state.gpus("n1")) == 3)
-            if why == "gone":
-                cluster.remove("pods", "default/urgent")
-                await eventually(lambda: not asker.parts.pods.unscheduled_pods())
-            clock.now += GRACE_S
-            await asker.parts.preemption.preempt_due()
-            assert "nominatedNodeName" not in urgent["status"]
-            assert not written(cluster, "/status")
-            assert "default/s0" in cluster.objects["pods"] and "default/s1" in cluster.objects["pods"]
+        await asker.filter(cluster.pod("default", "urgent"), ["n1"])
+        if why == "it was asked":
+            await proposed(asker, cluster, n1=["s0"])
+        if why == "room":
+            cluster.put("nodes", raw_node("n1", gpus=3))
+            await eventually(lambda: len(asker.parts.state.gpus("n1")) == 3)
+        if why == "gone":
+            cluster.remove("pods", "default/urgent")
+            await eventually(lambda: not asker.parts.pods.unscheduled_pods())
+        await after_grace(asker, clock)
+        assert "nominatedNodeName" not in urgent["status"]
+        assert not written(cluster, "/status")
+        assert "default/s0" in cluster.objects["pods"] and "default/s1" in cluster.objects["pods"]

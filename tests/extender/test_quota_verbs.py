@@ -201,20 +201,6 @@ def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaState) -> None:
     assert keeper(whole, model="M40", pool="public") is None
 
 
-async def test_a_malformed_config_map_becomes_an_event_of_the_api_server() -> None:
-    """End to end, with the last good quota in force meanwhile."""
-    pod = raw_pod("a", (60, 4), namespace="team")
-    async with fake_cluster(raw_node("n1", model="M40", pool="other"), pods=[pod]) as cluster:
-        cluster.put("configmaps", config_map(GOOD))
-        async with running_extender(cluster) as asker:
-            cluster.put("configmaps", config_map(BAD))
-            await eventually(lambda: bool(cluster.objects["events"]))
-            (event,) = cluster.objects["events"].values()
-            assert (event["type"], event["reason"]) == ("Warning", MALFORMED)
-            answer = await asker.filter(pod, ["n1"])
-            assert "pool" in answer["FailedAndUnresolvableNodes"]["n1"]
-
-
 def retried_at(cluster: FakeCluster, name: str) -> str:
     return str(cluster.pod("team", name)["metadata"].get("annotations", {}).get(RETRY_ANNOTATION, ""))
 

@@ -227,30 +227,6 @@ async def test_bind_annotates_and_binds() -> None:
         assert [method for method, path in cluster.requests if "/pods/a" in path] == ["POST"]
 
 
-async def test_the_gpus_that_a_pods_annotations_accept_are_the_only_ones_that_it_gets() -> None:
-    """The agent follows them too: on another GPU the pod would fail at its admission."""
-    pod = raw_pod("a", (30, 4), annotations={"nvidia.com/use-gpuuuid": "GPU-n2-1"})
-    async with fake_cluster(raw_node("n1"), raw_node("n2"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        assert (await asker.filter(pod, ["n1", "n2"]))["NodeNames"] == ["n2"]
-        assert "leave out all healthy GPUs" in await asker.bind(pod, "n1")
-        assert await asker.bind(pod, "n2") == ""
-        assert predicted(cluster.pod("default", "a"))["tencent.com/predicate-gpu-idx-0"] == "1"
-        assert [method for method, path in cluster.requests if "/pods/a" in path] == ["POST"]
-
-
-async def test_a_full_gpu_is_refused_with_a_reason_at_bind_too() -> None:
-    """Two pods that filter let through at once: the second bind says why it cannot be."""
-    pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
-    async with fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster, running_extender(cluster) as asker:
-        for pod in pods:
-            assert (await asker.filter(pod, ["n1"]))["NodeNames"] == ["n1"]
-        assert await asker.bind(pods[0], "n1") == ""
-        error = await asker.bind(pods[1], "n1")
-        assert error.startswith("cannot bind pod default/b to node n1: container c0: no GPU for 60 cores")
-        assert cluster.node_of("b") == ""
-        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
-
-
 async def test_two_binds_of_one_pod_bind_it_once() -> None:
     """Of binds of the same pod at the same time, to one node or two, one wins."""
     pod = raw_pod("a", (30, 4))
@@ -267,10 +243,8 @@ async def test_a_bind_that_is_repeated_succeeds_and_writes_nothing() -> None:
     """The scheduler may ask again after its own timeout: the pod is where it asked for."""
     pod = raw_pod("a", (30, 4))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        assert await asker.bind(pod, "n1") == ""
-        version = cluster.version
-        assert await asker.bind(pod, "n1") == ""
-        assert cluster.version == version
+        assert [await asker.bind(pod, "n1") for _ in range(2)] == ["", ""]
+        assert cluster.writes() == ["POST"]
 
 
 async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
@@ -303,21 +277,6 @@ async def test_a_malformed_request_is_reported_what_is_wrong(path: str, body: An
         assert got == status
         assert words in (answer["Error"] if isinstance(answer, dict) else answer)
         assert (await asker.get("/healthz"))[0] == 200
-
-
-async def test_quota_counts_reservations_and_follows_its_config_map() -> None:
-    """A second pod is over the quota as soon as the first is reserved, and fits when the quota is raised."""
-    pods = [raw_pod("a", (60, 4)), raw_pod("b", (60, 4))]
-    async with fake_cluster(raw_node("n1", model="M40", pool="public"), pods=pods) as cluster:
-        cluster.put_quota({"default": {"pool": ["public"], "quota": {"M40": 1}}})
-        async with running_extender(cluster) as asker:
-            assert await asker.bind(pods[0], "n1") == ""
-            refused = (await asker.filter(pods[1], ["n1"]))["FailedAndUnresolvableNodes"]["n1"]
-            assert "0.6" in refused and "M40" in refused and "default" in refused
-            assert "quota" in await asker.bind(pods[1], "n1")
-            cluster.put_quota({"default": {"pool": ["public"], "quota": {"M40": 2}}})
-            await eventually(lambda: "200" in str(asker.parts.state.quota.quota))
-            assert await asker.bind(pods[1], "n1") == ""
 
 
 async def test_gpu_admission_scenario_with_its_filter() -> None:
@@ -386,28 +345,18 @@ async def test_a_scheduler_that_binds_by_the_extender_is_not_warned_of() -> None
     assert "scheduler_binds_by_itself" not in {one["event"] for one in logs}
 
 
-async def test_a_pod_that_is_filtered_twice_gets_an_answer_twice() -> None:
-    """With reserve=filter: the scheduler did not bind it the first time; the first reservation is gone."""
-    pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
-    async with (
-        fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
-        running_extender(cluster, reserve="filter") as asker,
-    ):
-        for _ in range(2):
-            assert (await asker.filter(cluster.pod("default", "a"), ["n1"]))["NodeNames"] == ["n1"]
-        assert len(asker.parts.state.reservations()) == 1
-        assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
-
-
-async def test_what_filter_set_aside_expires_when_the_pod_is_never_bound() -> None:
-    """With reserve=filter: after its time the GPUs are free, and the annotations gone."""
+async def test_what_filter_sets_aside_is_of_the_last_answer_and_expires_when_the_pod_is_never_bound() -> None:
+    """With reserve=filter: a pod that is asked about twice was not bound the first time. After its time the GPUs are free,
+    and the annotations gone."""
     pods = [raw_pod("a", (60, 8)), raw_pod("b", (60, 8))]
     clock = FakeClock()
     async with (
         fake_cluster(raw_node("n1", gpus=1), pods=pods) as cluster,
         running_extender(cluster, reserve="filter", clock=clock) as asker,
     ):
-        assert (await asker.filter(pods[0], ["n1"]))["NodeNames"] == ["n1"]
+        for _ in range(2):
+            assert (await asker.filter(cluster.pod("default", "a"), ["n1"]))["NodeNames"] == ["n1"]
+        assert len(asker.parts.state.reservations()) == 1
         assert (await asker.filter(pods[1], ["n1"]))["NodeNames"] == []
         clock.now += BindTiming().assume_s
         await eventually(lambda: asker.parts.state.reservations() == [])

@@ -13,9 +13,7 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
-from gpushare_agent.agent.commands.check_api import OTHER_PODS_REMEDY
 from gpushare_agent.core.cli.show_settings import render
-from gpushare_agent.core.model.names import VCORE_RESOURCE
 from gpushare_agent.core.settings.settings import load_settings
 from tests.manifests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
 from tests.manifests.support_manifests import MANIFESTS, documents
@@ -457,8 +455,6 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
     ("values", "named"),
     [
         ({"isolaton": "none"}, "isolaton"),
-        ({"image": {"tga": "1"}}, "tga"),
-        ({"extender": {"scheduler": {"replica": 1}}}, "replica"),
         ({"isolation": "hamicore"}, "isolation"),
         ({"pods": {"extendr": {}}}, "extendr"),
         ({"pods": {"extender": {"priorityClasName": "a"}}}, "priorityClasName"),
@@ -668,17 +664,6 @@ def test_notes_and_guide_give_the_namespace_its_pod_security_label() -> None:
     assert f"kubectl label namespace {{{{ .Release.Namespace }}}} {label}={level}\n" in notes
     guide = (MANIFESTS.parent / "docs/how-to/install.md").read_text(encoding="utf-8")
     assert f"kubectl label namespace {NAMESPACE} {label}={level} " in guide
-
-
-def test_notes_and_guide_ask_for_what_the_check_warns_of() -> None:
-    """The same taint, of a resource, and the same setting."""
-    notes = (CHART / "templates/NOTES.txt").read_text(encoding="utf-8")
-    guide = (MANIFESTS.parent / "docs/how-to/install.md").read_text(encoding="utf-8")
-    for text in (notes, guide):
-        assert f"kubectl taint node NODE {VCORE_RESOURCE}:NoSchedule" in text
-        assert "--set settings.facts.taint_above=0.5" in text
-    assert f"{VCORE_RESOURCE}:NoSchedule" in OTHER_PODS_REMEDY and "facts.taint_above: 0.5" in OTHER_PODS_REMEDY
-    assert "## Keep GPUs usable" in guide and '"Keep GPUs usable"' in notes
 
 
 def test_the_readme_has_the_table_of_values() -> None:

@@ -48,12 +48,24 @@ def _containers(pod: Spec) -> Iterator[tuple[str, Spec]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_container_asks_for_cpu_and_memory(name: str, tmp_path: Path) -> None:
-    """Policies refuse others, and a node without them is filled too far."""
+def test_every_container_asks_for_cpu_and_memory_and_extender_and_scheduler_are_restricted(
+    name: str, tmp_path: Path
+) -> None:
+    """Policies refuse others, and a node without requests is filled too far. By Kubernetes' Pod Security Standard
+    `restricted`, whatever else is chosen."""
     for owner, pod in _pods(chart_objects(CASES[name][0], tmp_path)):
-        assert owner in KEYS
         for _, container in _containers(pod):
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), (owner, container["name"])
+        if KEYS[owner] not in ("extender", "scheduler"):
+            continue
+        assert not {"hostPID", "hostNetwork", "hostIPC"} & pod.keys()
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {key for one in pod["volumes"] for key in one if key != "name"} <= ADMITTED_VOLUMES
+        for _, container in _containers(pod):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert all("hostPort" not in port for port in container["ports"])
 
 
 @pytest.mark.parametrize("values", ALL_PODS, ids=["mps-and-extender", "driver-from-host", "vcuda"])
@@ -75,22 +87,6 @@ def test_the_resources_of_every_container_can_be_set(values: Spec, tmp_path: Pat
             assert container["resources"]["limits"] == was["resources"].get("limits", {}) | limits
             assert container["resources"]["requests"] == was["resources"]["requests"]
             assert {**container, "resources": 0} == {**was, "resources": 0}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_extender_and_scheduler_are_restricted(name: str, tmp_path: Path) -> None:
-    """By Kubernetes' Pod Security Standard of this name, whatever else is chosen."""
-    for owner, pod in _pods(chart_objects(CASES[name][0], tmp_path)):
-        if KEYS[owner] not in ("extender", "scheduler"):
-            continue
-        assert not {"hostPID", "hostNetwork", "hostIPC"} & pod.keys()
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {key for one in pod["volumes"] for key in one if key != "name"} <= ADMITTED_VOLUMES
-        for _, container in _containers(pod):
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert all("hostPort" not in port for port in container["ports"])
 
 
 @pytest.mark.parametrize("given", ["", "gpus"])

@@ -38,6 +38,7 @@ KUSTOMIZATIONS = sorted(
     for path in MANIFESTS.rglob("kustomization.yaml")
     if "components" not in path.parts
 )
+CONTAINERFILE = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
 
 
 def rules() -> list[dict[str, Any]]:
@@ -65,16 +66,14 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     """Each directory of the settings lies below a host path, writable where the agent writes, and no other is mounted."""
     (container,) = pod_spec()["containers"]
     settings, mounts = deployed(), host_mounts(container, pod_spec())
-    assert settings.state_directory is not None
-    writable = {
-        settings.kubelet.device_plugin_path,
-        settings.libgpushare.directory,
-        settings.virtual_manager.path,
-        settings.state_directory,
-    }
+    assert settings.isolation == "gpushare" and settings.state_directory is not None
+    of_containers = {settings.libgpushare.directory, settings.virtual_manager.path}
+    writable = {*of_containers, settings.kubelet.device_plugin_path, settings.state_directory}
     only_read = {settings.kubelet.pod_resources_socket, settings.runtime.cgroup_root}
     assert all(not mount_of(path, mounts).get("readOnly") for path in writable)
     assert all(mount_of(path, mounts)["readOnly"] for path in only_read)
+    for mount in (mount_of(path, mounts) for path in of_containers):
+        assert mount["host"] == mount["mountPath"], "the answer to an Allocate names the host's paths"
     used = {mount_of(path, mounts)["mountPath"] for path in writable | only_read}
     assert used == {str(path) for path in mounts}, "mounted for nothing"
     assert Path("/var/lib/kubelet") not in mounts
@@ -115,36 +114,23 @@ def test_no_base_container_can_reach_the_runtimes_socket() -> None:
             assert not reached, f"{mount['host']} holds {reached}"
 
 
-def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> None:
-    """The answer to an Allocate names the host's paths, but the agent makes what lies there."""
-    settings = deployed()
-    assert settings.isolation == "gpushare"
-    (container,) = pod_spec()["containers"]
-    mounts = host_mounts(container, pod_spec())
-    for path in (settings.libgpushare.directory, settings.virtual_manager.path):
-        mount = mount_of(path, mounts)
-        assert mount["host"] == mount["mountPath"]
-
-
 def test_every_image_has_the_projects_own_library() -> None:
     """Built as the tests build it."""
-    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert "python -m native.build_gpushare" in text
+    assert "python -m native.build_gpushare" in CONTAINERFILE
     library = deployed().libgpushare.library
-    assert f"COPY --from=gpushare /gpushare/ /parts{library.parent}/\n" in text
-    assert f"--output /gpushare/{library.name}" in text
+    assert f"COPY --from=gpushare /gpushare/ /parts{library.parent}/\n" in CONTAINERFILE
+    assert f"--output /gpushare/{library.name}" in CONTAINERFILE
 
 
 def test_the_image_has_all_bytecode() -> None:
     """Nothing is written there later, and the official Python image has none of Python's own library."""
-    last = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8").rpartition("\nFROM ")[2]
+    last = CONTAINERFILE.rpartition("\nFROM ")[2]
     assert "python -m compileall" in last and "PYTHONDONTWRITEBYTECODE=1" in last
 
 
 def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
     """Or from the wheel that the stage has just made, with no index to look into."""
-    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    installs = re.findall(r"pip install .*", text)
+    installs = re.findall(r"pip install .*", CONTAINERFILE)
     assert len(installs) == 4
     assert all("--require-hashes" in command or "--no-index --no-deps" in command for command in installs)
 
@@ -167,7 +153,7 @@ def test_what_is_no_python_package_is_in_the_list_of_the_images_parts(tmp_path: 
 def test_the_image_has_its_licences() -> None:
     """Both files of the repository, with the words that musl's licence asks for: gpu-client is linked with it."""
     root = MANIFESTS.parent
-    assert "COPY LICENSE NOTICE /parts/usr/local/share/licenses/gpushare-agent/" in (root / "Containerfile").read_text()
+    assert "COPY LICENSE NOTICE /parts/usr/local/share/licenses/gpushare-agent/" in CONTAINERFILE
     assert {"!LICENSE", "!NOTICE"} <= set((root / ".containerignore").read_text().split())
     assert "Rich Felker" in (root / "NOTICE").read_text()
 
@@ -183,16 +169,14 @@ def test_the_images_compiler_is_the_tests_compiler() -> None:
 def test_the_image_has_the_control_library_where_the_settings_look() -> None:
     """The Containerfile takes it from the same place of the image that it is given, and puts it there."""
     path = deployed().driver_volume.control_library
-    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert f"COPY --from=vcuda {path}* /parts{path.parent}/" in text
-    assert "COPY --from=build /parts/ /\n" in text
+    assert f"COPY --from=vcuda {path}* /parts{path.parent}/" in CONTAINERFILE
+    assert "COPY --from=build /parts/ /\n" in CONTAINERFILE
 
 
 def test_the_image_has_gpu_client_where_the_settings_look() -> None:
     """Built from this project's source; both volumes of volume.conf that containers with shares get name it."""
-    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
-    assert "COPY native/gpu-client.c" in text
-    assert f"COPY --from=gpu-client /gpu-client /parts{deployed().driver_volume.gpu_client}" in text
+    assert "COPY native/gpu-client.c" in CONTAINERFILE
+    assert f"COPY --from=gpu-client /gpu-client /parts{deployed().driver_volume.gpu_client}" in CONTAINERFILE
     volumes = {volume.name: volume for volume in read_volume_config(MANIFESTS / "base" / "volume.conf")}
     assert "gpu-client" in volumes[VolumeName.SHARED].binaries
     assert "gpu-client" not in volumes[VolumeName.ORIGIN].binaries

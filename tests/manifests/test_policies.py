@@ -1,7 +1,7 @@
 """The extender's ValidatingAdmissionPolicies: who may write which annotations, and which pods may pass by the scheduler.
 
 Their CEL expressions are evaluated by Google's implementation where it is installed (cel-expr-python, which is not what an
-API server runs, but the same language); everywhere their form is checked.
+API server runs, but the same language).
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ RIGHT = "authorizer.group('gpushare-agent').resource('shares').namespace(request
 RIGHTS = re.compile(r"authorizer\..*?\.allowed\(\)")
 KNOWN = {"object", "oldObject", "request", "variables", "authorizer"}
 """What an admission policy's expressions may name, and these here do."""
-LOCALS = {"container", "name"}
-"""Of the macros exists and filter."""
 INDEX = f"{PREDICATE_GPU_INDEX_PREFIX}0"
 GUARDED = [
     GPU_ASSIGNED_ANNOTATION,
@@ -99,26 +97,8 @@ def test_a_policy_is_in_force_and_fails_closed(path: str) -> None:
     assert {item["apiVersion"] for item in (policy, binding)} == {"admissionregistration.k8s.io/v1"}
     assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
     assert policy["spec"]["failurePolicy"] == "Fail"
-
-
-@pytest.mark.parametrize("path", FILES)
-def test_a_policys_expressions_are_well_formed(path: str) -> None:
-    """One line each, balanced, with names that exist and variables that were defined before."""
-    spec = spec_of(path)
-    variables = spec.get("variables", ())  # an empty list would be a difference at each apply
-    assert variables != []
-    defined = [variable["name"] for variable in variables]
-    for text in expressions(path):
-        code = re.sub(r"'[^']*'", "''", text)
-        assert "\n" not in text
-        assert all(code.count(opening) == code.count(closing) for opening, closing in ("()", "[]", "{}"))
-        assert "'" not in code.replace("''", "")
-        assert {name for name in re.findall(r"(?<![.?\w])(\w+)\.", code) if name not in LOCALS} <= KNOWN
-        assert set(re.findall(r"variables\.(\w+)", code)) <= set(defined)
-    for position, variable in enumerate(variables):
-        assert set(re.findall(r"variables\.(\w+)", variable["expression"])) <= set(defined[:position])
-    assert not any("variables." in condition["expression"] for condition in spec["matchConditions"]), "not there yet"
-    assert all("\n" not in validation["message"] for validation in spec["validations"])
+    assert policy["spec"].get("variables", ["x"]) != [], "an empty list would be a difference at each apply"
+    assert not any("\n" in text for text in expressions(path))
 
 
 def test_every_way_to_a_pods_annotations_is_watched() -> None:
@@ -126,17 +106,6 @@ def test_every_way_to_a_pods_annotations_is_watched() -> None:
     (rule,) = spec_of(ANNOTATIONS)["matchConstraints"]["resourceRules"]
     assert rule["operations"] == ["CREATE", "UPDATE"]
     assert set(rule["resources"]) == {"pods", "pods/status", "pods/binding", "bindings"}
-
-
-@pytest.mark.parametrize("variable", ["written", "removed"])
-def test_every_annotation_that_agents_follow_is_guarded(variable: str) -> None:
-    """GPUShare's too: by its name, or by the beginning of it."""
-    (expression,) = [v["expression"] for v in spec_of(ANNOTATIONS)["variables"] if v["name"] == variable]
-    begins = tuple(re.findall(r"name\.startsWith\('([^']*)'\)", expression))
-    named = set(re.findall(r"name == '([^']*)'", expression))
-    assert [name for name in GUARDED if name not in named and not name.startswith(begins)] == []
-    excepted = set(re.findall(r"name != '([^']*)'", expression))
-    assert [name for name in FREE if name not in excepted and (name in named or name.startswith(begins))] == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ from gpushare_agent.core.placement.topology import build_topology
 from tests.gpus.support_gpus import read_topology
 from tests.support_core import GPU_MEM_NAMES, NAMES, container, inventory, mig_instance, pod
 
+Machine = tuple[Topology, list[GpuAccount]]
+"""What the GPUs of a node have free, and their links."""
+
 
 def accounts(
     found: GpuInventory, cache: AllocationCache | None = None, names: ResourceNames = NAMES

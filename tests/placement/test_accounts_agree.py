@@ -39,14 +39,7 @@ from gpushare_agent.sandbox.pod_manifest import pod_requests
 from gpushare_agent.sandbox.scheduler.scheduler import lacking, take
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape
-from tests.placement.support_placement import (
-    Node,
-    accounts,
-    leaves_blocks_without_cores,
-    nodes,
-    pods,
-    pods_with_units,
-)
+from tests.placement.support_placement import Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
 from tests.simulation.support_simulation import GPU_MIB, cluster_of, scheduler_of
 from tests.support_core import GPU_MEM_NAMES as GPU_MEM
 from tests.support_core import NAMES, container, inventory, pod
@@ -123,19 +116,6 @@ def test_what_is_used_and_free_is_the_same_for_agent_and_extender(
         assert used(list(extender.gpus("node"))) == used(own)
         if any(gpu.is_healthy for gpu in found.gpus):
             assert free(extender.gpus("node")) == free(own)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(found=nodes(), owners=pods_of(pods), seed=SEEDS)
-def test_inspect_of_all_nodes_counts_as_the_agent_does(found: GpuInventory, owners: tuple[Pod, ...], seed: int) -> None:
-    """From the agent's report alone."""
-    agent = Node(found, Policy(names=NAMES), seed)
-    admitted = {owner.uid: owner for owner in owners if not isinstance(agent.admit(owner), Refused)}
-    summaries = read_report(raw_node(agent, admitted, NAMES)["metadata"]["annotations"], {}, NAMES)
-    assert summaries is not None
-    sums = report_document("node", summaries, list(admitted.values()))
-    shown = [(gpu["cores"]["allocated"], gpu["memory"]["allocated_bytes"] // MIB) for gpu in sums["gpus"]]
-    assert shown == used(accounts(found, agent.cache))
 
 
 SHAPES = st.sampled_from([Shape(10, 8), Shape(50, 16), Shape(70, 40), Shape(100, 0), Shape(200, 0), Shape(30, 64)])

@@ -21,7 +21,7 @@ from gpushare_agent.core.placement import GpuAccount, Placed, place
 from gpushare_agent.core.placement.gpu_account import Cause, capacity_of, memory_text
 from gpushare_agent.core.placement.place import SharePolicy, why_not_chosen
 from tests.gpus.support_gpus import BLOCKS, gpu, indexes_of, set_cost, uuid_of
-from tests.placement.support_placement import topologies
+from tests.placement.support_placement import Machine, topologies
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 
@@ -54,14 +54,14 @@ def accounts(draw: st.DrawFn, index: int) -> GpuAccount:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
+def machines(draw: st.DrawFn) -> Machine:
     """All GPUs serve at most so many sharing containers, or any number."""
     topology, most = draw(topologies), draw(st.sampled_from([None, None, 2]))
     return topology, [replace(draw(accounts(index)), max_shares=most) for index in range(len(topology.links))]
 
 
 @st.composite
-def roomy_machines(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
+def roomy_machines(draw: st.DrawFn) -> Machine:
     """Most requests fit several of the GPUs."""
     topology = draw(topologies)
     cores, blocks = st.sampled_from([100, 100, 100, 60, 50]), st.sampled_from([96, 96, 96, 90, 80])
@@ -86,7 +86,7 @@ def unlimited(request: Request, gpus: Sequence[GpuAccount]) -> list[GpuAccount]:
 @settings(derandomize=True, max_examples=150)
 @given(machines(), REQUESTS, POLICIES)
 def test_nothing_is_lacking_exactly_where_placement_succeeds(
-    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
+    machine: Machine, request: Request, share_policy: SharePolicy
 ) -> None:
     """Of a node; and of one GPU exactly where it would be placed on that one alone."""
     topology, gpus = machine[0], unlimited(request, machine[1])
@@ -106,9 +106,7 @@ def test_nothing_is_lacking_exactly_where_placement_succeeds(
 
 @settings(derandomize=True, max_examples=100)
 @given(machines(), REQUESTS)
-def test_what_a_gpu_is_said_to_lack_is_what_it_lacks(
-    machine: tuple[Topology, list[GpuAccount]], request: Request
-) -> None:
+def test_what_a_gpu_is_said_to_lack_is_what_it_lacks(machine: Machine, request: Request) -> None:
     """So much more would fit, and a core or a block less would not; what is lasting no end of a pod cures."""
     for one in unlimited(request, machine[1]):
         lack = one.lack(request)
@@ -133,7 +131,7 @@ def test_what_a_gpu_is_said_to_lack_is_what_it_lacks(
 @settings(derandomize=True, max_examples=100)
 @given(machines(), st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(1, 4)]))
 def test_a_unit_under_nvidias_names_lacks_nothing_exactly_where_a_unit_is_free(
-    machine: tuple[Topology, list[GpuAccount]], part: Fraction
+    machine: Machine, part: Fraction
 ) -> None:
     """As the units are counted that the kubelet is offered; what is free is stated in percent."""
     for one in machine[1]:
@@ -148,7 +146,7 @@ def test_a_unit_under_nvidias_names_lacks_nothing_exactly_where_a_unit_is_free(
 @settings(derandomize=True, max_examples=250)
 @given(roomy_machines() | machines(), REQUESTS, MUST, POLICIES)
 def test_every_comparison_with_the_chosen_gpus_is_true_of_them(
-    machine: tuple[Topology, list[GpuAccount]], asked: Request, must: tuple[GpuUuid, ...], share_policy: SharePolicy
+    machine: Machine, asked: Request, must: tuple[GpuUuid, ...], share_policy: SharePolicy
 ) -> None:
     """And the policy would not have had it the other way round: what has more free is emptier, what is dearer costs more."""
     request = asked._replace(must_gpus=must)

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import Topology
 from gpushare_agent.core.model.resources import Request
 from gpushare_agent.core.placement import GpuAccount, Placed, place
 from gpushare_agent.core.placement.place import SharePolicy, broken_first
 from tests.gpus.support_gpus import gpu, indexes_of, set_cost, uuid_of
-from tests.placement.support_placement import topologies
+from tests.placement.support_placement import Machine, topologies
 
 POLICIES = st.sampled_from(["binpack", "spread"])
 
@@ -32,7 +31,7 @@ def states(draw: st.DrawFn, index: int) -> GpuAccount:
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
+def nodes(draw: st.DrawFn) -> Machine:
     """A machine with some occupancy; now and then a GPU is missing from the list."""
     topology = draw(topologies)
     gpus = [draw(states(index)) for index in range(len(topology.links))]
@@ -71,7 +70,7 @@ def feasible_sets(request: Request, gpus: list[GpuAccount]) -> list[tuple[GpuAcc
 
 @given(nodes(), requests(), POLICIES)
 def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
-    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
+    machine: Machine, request: Request, share_policy: SharePolicy
 ) -> None:
     """Never an unhealthy GPU, never more than is free, never a refusal while anything would fit."""
     topology, gpus = machine
@@ -85,7 +84,7 @@ def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
 
 @given(nodes(), requests(), POLICIES, st.randoms(use_true_random=False))
 def test_the_order_of_the_gpus_changes_nothing(
-    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy, choice: object
+    machine: Machine, request: Request, share_policy: SharePolicy, choice: object
 ) -> None:
     """The same GPUs in any order, asked twice, give the same answer to the letter."""
     topology, gpus = machine
@@ -97,9 +96,7 @@ def test_the_order_of_the_gpus_changes_nothing(
 
 
 @given(nodes(), requests())
-def test_several_whole_gpus_have_the_least_total_cost(
-    machine: tuple[Topology, list[GpuAccount]], request: Request
-) -> None:
+def test_several_whole_gpus_have_the_least_total_cost(machine: Machine, request: Request) -> None:
     """No feasible set is cheaper, and of the cheapest it is the one whose branches are broken up most."""
     topology, gpus = machine
     order = [gpu.index for gpu in broken_first(topology.root, gpus, [gpu for gpu in gpus if gpu.is_free])]
@@ -112,9 +109,7 @@ def test_several_whole_gpus_have_the_least_total_cost(
 
 
 @given(nodes(), requests(), POLICIES)
-def test_a_share_follows_its_policy(
-    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
-) -> None:
+def test_a_share_follows_its_policy(machine: Machine, request: Request, share_policy: SharePolicy) -> None:
     """Binpack takes the fullest GPU that fits and spread the emptiest: by cores, then by memory, then the lowest index."""
     topology, gpus = machine
     answer = place(request, gpus, topology, share_policy=share_policy)
@@ -126,9 +121,7 @@ def test_a_share_follows_its_policy(
 
 
 @given(nodes(), requests())
-def test_a_hint_is_followed_exactly_when_it_is_feasible(
-    machine: tuple[Topology, list[GpuAccount]], request: Request
-) -> None:
+def test_a_hint_is_followed_exactly_when_it_is_feasible(machine: Machine, request: Request) -> None:
     """Feasible hints decide (must-include of a share decides before); others leave the answer as without any."""
     topology, gpus = machine
     if request.cores < 100 and request.must_gpus:
@@ -144,9 +137,7 @@ def test_a_hint_is_followed_exactly_when_it_is_feasible(
 
 
 @given(nodes(), requests())
-def test_fragmented_is_said_only_where_the_sum_would_do(
-    machine: tuple[Topology, list[GpuAccount]], request: Request
-) -> None:
+def test_fragmented_is_said_only_where_the_sum_would_do(machine: Machine, request: Request) -> None:
     """A user who reads Fragmented knows that repacking would help."""
     topology, gpus = machine
     answer = place(request, gpus, topology, share_policy="binpack")

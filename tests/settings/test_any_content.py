@@ -181,11 +181,9 @@ def test_what_no_setting_can_be_is_a_settings_error(directory: Path, name: str, 
 
 def test_a_claim_record_with_an_infinite_number_is_passed_over(directory: Path) -> None:
     """JSON of Python's has it; as a number of cores it was an OverflowError."""
-    uid, result = (
-        "11111111-2222-3333-4444-555555555555",
-        {"key": "a", "request": "a", "device": "gpu-0", "share_id": ""},
-    )
-    results = [{**result, "gpu": "GPU-1", "cores": float("inf"), "memory_mib": 1, "is_whole": False, "cdi_devices": []}]
+    uid = "11111111-2222-3333-4444-555555555555"
+    result = {"key": "a", "request": "a", "device": "gpu-0", "share_id": "", "gpu": "GPU-1", "cores": float("inf")}
+    results = [{**result, "memory_mib": 1, "is_whole": False, "cdi_devices": []}]
     record = {
         "namespace": "n",
         "name": "c",

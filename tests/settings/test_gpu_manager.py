@@ -4,7 +4,6 @@ those that do nothing."""
 from __future__ import annotations
 
 import asyncio
-import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -146,19 +145,6 @@ def test_gpu_admissions_address_is_the_extenders(value: str, addr: str, port: in
     assert (extender.addr, extender.port) == (addr, port)
 
 
-def test_the_changelog_says_which_flags_do_nothing() -> None:
-    """Those, and no others of gpu-manager: klog's --v sets the level."""
-    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"newer\. (.*) have no effect", text)
-    named = set(re.findall(r"--([a-z-]+)", listed))
-    values = {name: "/elsewhere" if "-" in name else "false" for name in named}
-    assert {"log-dir", "logtostderr"} <= named and "v" not in named
-    for name, value in values.items():
-        loaded = load_settings([f"--{name}={value}"], {})
-        assert loaded.settings == load_settings([], {}).settings and loaded.outcome(loaded.migrated[0])[0], name
-    assert load_settings(["--v=5"], {}).settings.log.level == "debug"
-
-
 def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) -> None:
     """`--config` of its command line is its own file, not one of ours."""
     path = tmp_path / "gpu-admission.config"
@@ -170,7 +156,7 @@ def test_gpu_admissions_configuration_is_named_by_the_same_flag(tmp_path: Path) 
 
 GPU_MANAGERS_MOUNTS = (
     "var/lib/kubelet/device-plugins", "etc/gpu-manager/vdriver", "etc/gpu-manager/vm", "etc/gpu-manager/checkpoint",
-    "usr/local/host",
+    "usr/local/host"
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gpushare_agent.core.settings.node_configuration import LABELS, NamedConfiguration, choose_name
@@ -38,22 +40,23 @@ def test_a_name_that_is_not_there_is_refused(name: str) -> None:
         choose_name({THEIRS: name}, ["a", "b", "..data"], "")
 
 
-def test_a_configuration_beats_the_file_and_not_a_variable(tmp_path: object) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "settings.yaml"
+    path.write_text("{share_mode: false, sample_period_s: 7, web: {port: 1}, node_labels: {zone: a, rack: 7}}")
+    return str(path)
+
+
+def test_a_configuration_beats_the_file_and_not_a_variable(file: str) -> None:
     """Its values name it as their source."""
-    file = f"{tmp_path}/settings.yaml"
-    with open(file, "w", encoding="utf-8") as settings:
-        settings.write("{share_mode: false, sample_period_s: 7, web: {port: 1}}")
     named = NamedConfiguration(name="a", content=b"{share_mode: true, sample_period_s: 9}")
     loaded = load_settings(["--config", file], {"GPUSHARE_SAMPLE_PERIOD_S": "8"}, named)
     assert (loaded.settings.share_mode, loaded.settings.sample_period_s, loaded.settings.web.port) == (True, 8, 1)
     assert loaded.sources["share_mode"] == "configuration a"
 
 
-def test_pairs_of_a_configuration_replace_those_of_the_file(tmp_path: object) -> None:
+def test_pairs_of_a_configuration_replace_those_of_the_file(file: str) -> None:
     """Mappings of two files, which are one value: they are not merged."""
-    file = f"{tmp_path}/settings.yaml"
-    with open(file, "w", encoding="utf-8") as settings:
-        settings.write("node_labels: {zone: a, rack: 7}")
     named = NamedConfiguration(name="a", content=b"node_labels: {zone: b}")
     assert load_settings(["--config", file], {}, named).settings.node_labels == {"zone": "b"}
 
@@ -61,10 +64,7 @@ def test_pairs_of_a_configuration_replace_those_of_the_file(tmp_path: object) ->
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (
-            b"node_configuration: {default: b}",
-            "configuration a: node_configuration.default cannot be set for a single node",
-        ),
+        (b"node_configuration: {default: b}", "configuration a: node_configuration.default cannot be set for a single"),
         (b"node_name: other", "configuration a: node_name cannot be set for a single node"),
         (b"config: /x", "configuration a: config cannot be set in a file"),
         (b"[1]", "configuration a: cannot be read: it is a list"),

