@@ -14,6 +14,7 @@ from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import key_of
 from tests.support_core import allocation, container, inventory, pod, used_blocks, used_cores
+from tests.support_deadline import poll_until
 from tests.support_node import FreeIsolations, node_of
 
 
@@ -35,6 +36,30 @@ async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offe
     async with running(tables.run):
         cache.release(whole.key)
         await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
+
+
+class _Asked(FreeIsolations):
+    """Counts how often the lists are made, each of which asks it."""
+
+    lists = 0
+
+    def has_no_shares(self) -> bool:
+        self.lists += 1
+        return False
+
+
+async def test_lists_that_were_made_since_a_request_are_not_made_again_for_it() -> None:
+    """At the start an isolation is found, then the ledger rebuilt: the lists have thousands of devices."""
+    isolations = _Asked()
+    tables = DeviceTables(node=node_of(inventory(1)), isolation=isolations, ids=DeviceIds())
+    tables.request_refresh()
+    tables.refresh()
+    async with running(tables.run):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert isolations.lists == 1
+        tables.request_refresh()
+        await poll_until(lambda: isolations.lists == 2, "the list that was requested")
 
 
 async def _listed(tables: DeviceTables, texts: list[str]) -> None:

@@ -619,7 +619,8 @@ def test_the_explicit_kubeconfig_comes_first(tmp_path: Path) -> None:
 def test_the_agent_registers_before_it_imports_what_it_needs_later() -> None:
     program = (
         "import sys; import gpushare_agent.agent.program; "
-        "print([m for m in ('kubernetes_asyncio', 'aiohttp', 'asyncinotify') if m in sys.modules])"
+        "drivers = 'pynvml', 'gpushare_agent.agent.gpus.simulated.driver'; "
+        "print([m for m in ('kubernetes_asyncio', 'aiohttp', 'asyncinotify', *drivers) if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

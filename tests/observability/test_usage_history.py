@@ -16,6 +16,7 @@ from gpushare_agent.core.model.names import GpuUuid, PodUid
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
 from tests.fakes.clock import FakeClock
 from tests.support_core import allocation, container, ids, pod
+from tests.support_steps import counted
 
 POINTS = 10
 STEP_S = 5.0
@@ -70,6 +71,18 @@ def test_a_point_is_the_mean_of_its_rounds() -> None:
     clock.now = 1000.0 + STEP_S
     kept.add(usage(0.1))
     assert gpu_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
+
+
+def test_a_new_curve_costs_the_same_however_long_the_window_is() -> None:
+    """A node that starts has hundreds of them in its first round."""
+    costs = []
+    for points in (POINTS, 100 * POINTS):
+        kept = UsageHistory(points * STEP_S, points, clock=FakeClock(1000.0 * points))
+        with counted() as steps:
+            kept.add(usage(0.2))
+        assert gpu_ratios(kept) == [None] * (points - 1) + [0.2]
+        costs.append(steps.count)
+    assert costs[0] == costs[1]
 
 
 def test_a_step_without_a_round_is_a_gap() -> None:

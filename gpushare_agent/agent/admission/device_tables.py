@@ -184,6 +184,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
 
     def refresh(self) -> None:
         """Bring every table up to date now."""
+        self._is_behind.clear()
         names, cache, known = self.node.names, self.node.cache, self.node.gpus()
         if names.gpu:  # the kubelet may have texts of NVIDIA's plugin
             served = {gpu.uuid: names.nvidia.served(gpu) for gpu in known.gpus}
@@ -238,6 +239,5 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         while True:
             left = [left_s for table in self.tables.values() if (left_s := table.withdrawn_left_s()) is not None]
             await wait_for(self._is_behind, min(left, default=None))
-            self._is_behind.clear()
             self.refresh()
             await asyncio.sleep(PAUSE_S)

@@ -10,7 +10,6 @@ import structlog
 
 from gpushare_agent.agent.gpus.control_server import ControlServer
 from gpushare_agent.agent.gpus.saved_health import HealthStateFile, HealthStateWriter
-from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.agent.gpus.watch import GpuDriver, GpuWatch, log_found
 from gpushare_agent.agent.kubelet.device_table import check_lists
 from gpushare_agent.agent.node import Node
@@ -129,7 +128,7 @@ def open_driver(settings: Settings) -> NodeDriver:
     # Claims can ask for each instance, whatever the device plugin does with them.
     with_instances = settings.nvidia.mig_strategy != "none" or settings.has_claims
     if settings.driver == "nvml":
-        # pynvml's modules only where NVML is used.
+        # The modules of this driver only, as below.
         from gpushare_agent.agent.gpus.nvml.driver import NvmlDriver
 
         return NvmlDriver(
@@ -137,6 +136,8 @@ def open_driver(settings: Settings) -> NodeDriver:
             on_demand=settings.mig.on_demand,
             unified_memory_mib=settings.resources.unified_memory_mib,
         )
+    from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
+
     simulated = settings.simulated
     text = None
     if simulated.topology is not None:

@@ -100,7 +100,7 @@ class UsageHistory(Struct, eq=False):
         for key, (ratio, size) in points.items():
             pair = pairs.get(key)
             if pair is None and len(pairs) < most:
-                pair = pairs[key] = Pair(self.points)
+                pair = pairs[key] = Pair(self.points, self._slot - 1)  # its slots before are empty
             if pair is not None:  # else it has no curve until another one is dropped
                 pair.add(self._slot, ratio, size, since=since)
 

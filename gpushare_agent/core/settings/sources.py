@@ -22,14 +22,14 @@ from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
-from pydantic_settings import InitSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource
 
 from gpushare_agent.core.kit.near_names import did_you_mean
 from gpushare_agent.core.settings.former_flags import ADMISSION_FIELDS, FORMER_FLAGS, FormerFlag, log_level
 from gpushare_agent.core.settings.node_configuration import NamedConfiguration
 from gpushare_agent.core.settings.nvidia_options import options_by_flag
 from gpushare_agent.core.settings.reference import Key, all_keys
-from gpushare_agent.core.settings.tree import ENVIRONMENT_PREFIX, Settings
+from gpushare_agent.core.settings.tree import ENVIRONMENT_PREFIX
 
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
@@ -73,7 +73,7 @@ class Layer(InitSettingsSource):
     mapped; `migrated` what became of another program's keys."""
 
     def __init__(self, *problems: str, migrated: Iterable[MigratedKey] = ()) -> None:
-        super().__init__(Settings, {})
+        super().__init__(BaseSettings, {})  # without fields, which it would all walk for nothing
         self.values: dict[str, RawSetting] = {}
         self.problems, self.migrated = list(problems), list(migrated)
         self.nvidia: dict[str, RawSetting] = {}

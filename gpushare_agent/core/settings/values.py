@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import Struct
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
@@ -31,8 +31,7 @@ _MAX_DURATION_CHARS = 40
 """The sum overflows with hundreds of digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(Struct, frozen=True):
     """Checks that a text is one of the words that there are when it is read. An enumeration has those of the import."""
 
     words: Callable[[], tuple[str, ...]]

@@ -226,8 +226,8 @@ class VirtualManager:
         if gone:
             # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
             await self._forget(gone)
-        # Asked again: an allocation may have come while servers stopped.
-        await self._poll_containers(self._desired(keys))
+            desired = self._desired(keys)  # an allocation may have come while servers stopped
+        await self._poll_containers(desired)
 
     async def remove_stale(self) -> None:
         """Removes the directories of pods that neither the pod store nor an allocation names any more.
