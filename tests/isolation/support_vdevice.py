@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,22 @@ T = TypeVar("T")
 
 class RunsBlocking(Protocol):
     async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
+
+
+def plant(kind: str, place: Path, target: Path) -> None:
+    """What a tenant may have put into the place of a file or a directory; a link leads to `target`, or nowhere."""
+    if kind in ("link", "dangling"):
+        place.symlink_to(target if kind == "link" else target.with_name("nowhere"))
+    elif kind == "file":
+        place.write_text("in the way")
+    elif kind == "directory":
+        (place / "deep").mkdir(parents=True)
+        (place / "deep" / "link").symlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    else:
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(place))
 
 
 def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:

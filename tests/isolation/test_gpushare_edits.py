@@ -8,11 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import GpuShare, IsolationRequest
-from gpushare_agent.agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
-from gpushare_agent.agent.isolation.gpushare.format import (
-    MOST_GPUS,
-    GpuLimits,
-)
+from gpushare_agent.agent.isolation.gpushare.edits import ISOLATION, edit_gpushare, live_limits
+from gpushare_agent.agent.isolation.gpushare.format import MOST_GPUS, GpuLimits
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.core.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits
 from gpushare_agent.core.model.errors import Refused
@@ -26,23 +23,6 @@ from tests.support_core import NAMES, allocation, container, ids, mig_instance, 
 
 def with_env(**env: str) -> IsolationRequest:
     return request(container=replace(container("cuda"), env=env))
-
-
-def test_whole_gpus_get_nothing() -> None:
-    assert edit_gpushare(request(100, gpus=GPUS[:2], is_whole=True)) == ContainerEdits()
-
-
-def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_writable() -> None:
-    edits = edit_gpushare(request())
-    assert isinstance(edits, ContainerEdits) and edits.env == ()
-    own = f"/vm/{UID}/cuda"
-    assert [(mount.host_path, mount.container_path, mount.read_only) for mount in edits.mounts] == [
-        ("/own/libgpushare.so", LIBRARY_PATH, True),
-        ("/own/ld.so.preload", "/etc/ld.so.preload", True),
-        ("/own/ld.so.preload", "/etc/ld-nix.so.preload", True),
-        (own, "/etc/vcuda", True),
-        (f"{own}/usage", "/etc/vcuda/usage", False),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +58,20 @@ def test_the_driver_s_library_may_not_be_preloaded_before_the_isolation_s(value:
     assert isinstance(refused, Refused) and "sets LD_PRELOAD (" in refused.detail and len(refused.detail) < 600
 
 
+PRELOADED = ("", "libjemalloc.so.2", "/opt/libcuda-tools.so", "/usr/local/libcuda.so.d/libtrace.so")
+MOUNTED = ("/data", "/etc/ssl", "/usr/local/gpushare2", "/usr/local/vgpu")
+
+
 @pytest.mark.parametrize(
-    "value", ["", "libjemalloc.so.2", "/opt/libcuda-tools.so", "/usr/local/libcuda.so.d/libtrace.so"]
+    "wanted",
+    [
+        *(with_env(LD_PRELOAD=value) for value in PRELOADED),
+        *(request(container=replace(container("cuda"), mounts=(path,))) for path in MOUNTED),
+        with_env(NVIDIA_VISIBLE_DEVICES="void"),
+    ],
 )
-def test_another_library_may_be_preloaded(value: str) -> None:
-    assert isinstance(edit_gpushare(with_env(LD_PRELOAD=value)), ContainerEdits)
+def test_other_libraries_volumes_elsewhere_and_gpus_by_cdi_lift_no_limit(wanted: IsolationRequest) -> None:
+    assert isinstance(edit_gpushare(wanted), ContainerEdits)
 
 
 PRELOADS = ["/etc/ld.so.preload", "/etc/ld-nix.so.preload"]
@@ -98,12 +87,6 @@ def test_a_volume_over_the_files_of_the_limit_is_refused(path: str) -> None:
     assert edit_gpushare(request(100, is_whole=True, container=own)) == ContainerEdits()
 
 
-@pytest.mark.parametrize("path", ["/data", "/etc/ssl", "/usr/local/gpushare2", "/usr/local/vgpu"])
-def test_a_volume_elsewhere_is_not(path: str) -> None:
-    own = replace(container("cuda"), mounts=(path,))
-    assert isinstance(edit_gpushare(request(container=own)), ContainerEdits)
-
-
 def test_a_share_of_a_mig_instance_is_limited_unless_the_driver_names_it_in_the_old_way() -> None:
     """Before driver 470: by GPU, GPU instance and compute instance, which gpushare.config has no room for."""
     instance = mig_instance(1, 0, 0)
@@ -111,10 +94,6 @@ def test_a_share_of_a_mig_instance_is_limited_unless_the_driver_names_it_in_the_
     old = replace(instance, uuid=GpuUuid(f"MIG-GPU-{UID}/7/0"))
     refused = ISOLATION.edits(request(30, 1024, gpus=[old]))
     assert isinstance(refused, Refused) and "Update the driver" in refused.detail
-
-
-def test_gpus_that_come_by_cdi_may_be_hidden_from_nvidias_runtime() -> None:
-    assert isinstance(edit_gpushare(with_env(NVIDIA_VISIBLE_DEVICES="void")), ContainerEdits)
 
 
 @pytest.mark.parametrize(("ceiling", "expected"), [("60", 6000), ("30", None), ("0", None), ("10", None)])

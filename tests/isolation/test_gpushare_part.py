@@ -20,9 +20,10 @@ from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, MIB, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import Settings, load_settings
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_requests import UID
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
-UID, ELSEWHERE, WHOLE = (PodUid(f"{one}1111111-2222-3333-4444-555555555555") for one in (1, 2, 3))
+ELSEWHERE, WHOLE = (PodUid(f"{one}1111111-2222-3333-4444-555555555555") for one in (2, 3))
 KEY = ContainerKey(UID, "main")
 
 

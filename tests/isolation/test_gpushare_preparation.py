@@ -22,14 +22,12 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
+from tests.isolation.support_gpushare import KEY, OTHER, UID
 from tests.isolation.support_library import fake_library
 from tests.isolation.support_tenant import SlowFiles
 from tests.support_core import allocation, container, ids, pod
 
-UID = PodUid("11111111-2222-3333-4444-555555555555")
-WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
-KEY = ContainerKey(UID, "cuda")
-OTHER = ContainerKey(PodUid("44444444-2222-3333-4444-555555555555"), "cuda")
+WHOLE = PodUid("44444444-2222-3333-4444-555555555555")
 
 
 class Files(GpushareFiles):
@@ -59,6 +57,11 @@ class Files(GpushareFiles):
 
     def usage(self, key: ContainerKey = KEY) -> Path:
         return self.container_directory(key) / USAGE_NAME
+
+    def grow(self, key: ContainerKey = KEY) -> None:
+        """As the tenant does."""
+        with self.usage(key).open("ab") as file:
+            file.write(bytes(1 << 20))
 
 
 class World:
@@ -142,8 +145,7 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch:
 async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None:
     world.allocations[OTHER] = replace(world.allocations[KEY], key=OTHER)
     assert await world.preparation.prepare([OTHER]) is None
-    with world.files.usage(OTHER).open("ab") as file:
-        file.write(bytes(1 << 20))
+    world.files.grow(OTHER)
     world.files.go_on.clear()
 
     async def body() -> None:
@@ -169,9 +171,8 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
         world.allocations[key] = replace(world.allocations[KEY], key=key)
     vdevice = VDeviceFiles(world.files.containers)
     assert await world.preparation.prepare([OTHER]) is None
+    world.files.grow(OTHER)
     usage = world.files.usage(OTHER)
-    with usage.open("ab") as file:
-        file.write(bytes(1 << 20))
     former = usage.stat().st_ino
     slow = SlowFiles(monkeypatch)
 
@@ -189,10 +190,8 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
             await poll_until(lambda: slow.waited == [f"unlink {USAGE_NAME}"], "the removal of the file")
             slow.release()
 
-    try:
+    with slow:
         await world.running(body)
-    finally:
-        slow.release()
     assert vdevice.list_aside() == () and not slow.waited[1:]
 
 
@@ -213,10 +212,8 @@ async def test_a_file_that_takes_long_to_shorten_delays_no_other(world: World, m
         slow.release()
         await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
 
-    try:
+    with slow:
         await world.running(body)
-    finally:
-        slow.release()
 
 
 def remove_all(vdevice: VDeviceFiles) -> None:
@@ -229,8 +226,7 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) ->
     assert await world.preparation.prepare([KEY]) is None
     with capture_logs() as lines:
         for _ in range(3):
-            with world.files.usage().open("ab") as file:
-                file.write(bytes(1 << 20))
+            world.files.grow()
             await world.preparation.cut_oversized()
             assert world.files.usage().stat().st_size == USAGE_BYTES
     assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
@@ -239,8 +235,7 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) ->
 async def test_a_file_that_cannot_be_shortened_is_warned_of_once(world: World) -> None:
     """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
     assert await world.preparation.prepare([KEY]) is None
-    with world.files.usage().open("ab") as file:
-        file.write(bytes(1 << 20))
+    world.files.grow()
     world.files.cut_error = Unavailable("usage cannot be used: Text file busy")
     with capture_logs() as lines:
         for _ in range(3):
@@ -262,25 +257,5 @@ async def test_files_made_ahead_serve_one_start(world: World) -> None:
         assert (world.files.prepared, world.files.usage().stat().st_ino) == (1, first)
         assert await world.preparation.prepare([KEY]) is None
         assert world.files.prepared == 2 and world.files.usage().stat().st_ino != first
-
-    await world.running(body)
-
-
-async def test_a_start_that_overtakes_the_files_made_ahead_leaves_none_behind(world: World) -> None:
-    """It waits for its own files, and those that were being made serve no later start."""
-    world.files.go_on.clear()
-    preparation = world.preparation
-
-    async def body() -> None:
-        preparation.ahead.add(KEY)
-        await poll_until(lambda: "prepare" in world.files.begun, "the files being made")
-        async with asyncio.TaskGroup() as group:
-            start = group.create_task(preparation.prepare([KEY]), name="start")
-            await asyncio.sleep(0)  # it has begun to wait
-            world.files.go_on.set()
-        assert start.result() is None
-        assert (world.files.prepared, preparation.ahead.prepared) == (2, frozenset())
-        assert await preparation.prepare([KEY]) is None
-        assert world.files.prepared == 3
 
     await world.running(body)

@@ -56,9 +56,9 @@ from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind
 from gpushare_agent.core.settings.settings import Settings, load_settings
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_requests import UID
 from tests.support_core import allocation, container, ids, pod
 
-UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "main")
 GPU = GpuUuid("GPU-0")
 LIMIT = 2048 * MIB
@@ -117,12 +117,7 @@ JUDGED: dict[str, tuple[Seen, Mapping[int, int], Sequence[Slot] | None, dict[str
         *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [(7, 0), (7, 0)], {}),
     ),
     "all slots are taken": (Seen(pids={90}, computing={90}), {90: 999}, [(1, 0)] * MOST_SLOTS, {}),
-    "above, whatever its slots say": (
-        Seen(pids={90}, computing={90}, excess_bytes=1),
-        {90: 7},
-        [(7, 0)],
-        {ABOVE: []},
-    ),
+    "above, whatever its slots say": (Seen(pids={90}, computing={90}, excess_bytes=1), {90: 7}, [(7, 0)], {ABOVE: []}),
     "above by drawing": (Seen(pids={90}, excess_bytes=1), {90: 7}, [], {ABOVE: []}),
     "above by a lot": (
         *(Seen(pids={90}, computing={90}, excess_bytes=ENDED_BYTES + 1), {90: 7}, [(7, 0)], {ABOVE: [90]}),
@@ -291,6 +286,11 @@ class Host(Struct, eq=False):
         watch.usage_sampled(round_of(*processes))
         await watch.look()
 
+    async def look_twice(self, watch: UnlimitedContainers, *processes: ProcessSample) -> None:
+        """Once more when it is settled who has a slot."""
+        await self.look(watch, *processes)
+        await self.look(watch, *processes, after_s=60)
+
 
 @pytest.fixture
 def host(files: GpushareFiles, short_dir: Path) -> Host:
@@ -331,8 +331,7 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
     await host.look(watch, process(pid))
     assert watch.problem(KEY) == ""
     os.close(slot)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert (len(host.events), watch.problem(KEY)) == (1, NO_LIBRARY)
     await host.look(watch)
     assert (watch.problem(KEY), watch._since) == ("", {})
@@ -363,8 +362,7 @@ async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
         status.write(f"NSpid:\t{pid}\t12\t1\n")
     for own, found in ((12, NO_LIBRARY), (1, "")):
         slot = take_slot(host.files, open_files, 0, own)
-        await host.look(watch, process(pid))
-        await host.look(watch, process(pid), after_s=60)
+        await host.look_twice(watch, process(pid))
         assert watch.problem(KEY) == found
         os.close(slot)
 
@@ -377,8 +375,7 @@ async def test_a_process_that_ends_has_no_slot_any_more_and_is_not_guilty(
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     host.show(pid)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert (host.events, watch.problem(KEY)) == ([], "")
 
 
@@ -404,8 +401,7 @@ async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
         (as_before + 1, shrinking, ABOVE),
     ):
         host.resized = {} if resized is None else {KEY: resized}
-        await host.look(watch, process(pid, mib))
-        await host.look(watch, process(pid, mib), after_s=60)
+        await host.look_twice(watch, process(pid, mib))
         assert watch.problem(KEY) == found
     assert host.events == [("ShareNotLimited", f"container main is not limited: {ABOVE}")]
 
@@ -464,8 +460,7 @@ async def test_a_process_that_may_not_be_ended_is_an_event_too(
     monkeypatch.setattr(cgroups, "_HOSTS_PID_NAMESPACE", 1)
     pid, watch = program(), host.watch("end")
     host.show(pid)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert [text for _, text in host.events][1:] == [
         f"container main is not limited, and process {pid} cannot be ended: the agent is not in the host's PID namespace"
     ]

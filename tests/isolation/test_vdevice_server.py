@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -175,17 +174,6 @@ async def test_a_refusal_is_logged_once_per_peer_and_counted_each_time(short_dir
     ]
 
 
-async def test_a_process_that_changes_its_cgroup_is_read_anew(short_dir: Path) -> None:
-    """The identity is not remembered from the first call."""
-    node = FakeNode()
-    node.we_are(POD, ID)
-    async with serving(short_dir, node) as path:
-        await register(path, name="cuda")
-        node.we_are(OTHER_POD, OTHER_ID)
-        await refusal_of(path, name="cuda")
-    assert node.codes == ["OK", "PERMISSION_DENIED"]
-
-
 @pytest.mark.parametrize(
     ("fails", "status", "says"),
     [
@@ -299,18 +287,6 @@ async def test_a_server_that_stops_leaves_its_successors_socket(short_dir: Path)
     await register(files.path(KEY) / "vcuda.sock", name="cuda")
     assert is_serving(files, new)
     await new.stop()
-
-
-async def test_a_client_that_stays_connected_does_not_hold_up_stop(short_dir: Path) -> None:
-    """The connection is closed by the server."""
-    node = FakeNode()
-    async with serving(short_dir, node) as path:
-        reader, writer = await asyncio.open_unix_connection(str(path))
-    while await reader.read(4096):
-        pass
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
 
 
 async def test_the_kernel_says_who_is_at_the_other_end(short_dir: Path) -> None:
