@@ -220,6 +220,11 @@ async def test_it_gives_way_to_a_container(machine_with: MachineWith, library: P
 # ---- the agent, and check ----
 
 
+def use_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in machine.env().items():
+        monkeypatch.setenv(name, value)
+
+
 def agent_flags(machine: Machine, library: Path) -> list[str]:
     own = machine.directory / "own"
     own.mkdir(exist_ok=True)
@@ -237,8 +242,7 @@ async def test_the_agent_proves_the_library_once(
 ) -> None:
     """The next agent takes the result over."""
     machine = machine_with()
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    use_driver(machine, monkeypatch)
     async with open_test_node() as node:
         async with open_child(node, *agent_flags(machine, library)):
             await poll_until(lambda: node.log_lines("isolation_probe_passed"), "a result", deadline_s=60)
@@ -255,8 +259,7 @@ async def test_shares_are_refused_under_a_library_that_does_not_limit(
     """The kubelet sees no memory, and the node has an Event with the driver's version."""
     machine = machine_with()
     library = build_broken(tmp_path / "passes.so")
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    use_driver(machine, monkeypatch)
     async with open_test_node() as node, open_child(node, *agent_flags(machine, library)):
         await node.wait_until(lambda: _probe_events(node), "an Event of the node")
         await node.wait_until(lambda: not node.kubelet.devices.capacity()[MEMORY][1], "no memory")
@@ -284,8 +287,7 @@ async def test_check_prints_a_line(
     """And nothing stays of its run."""
     machine = machine_with()
     used = build_broken(tmp_path / "passes.so") if is_broken else library
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    use_driver(machine, monkeypatch)
     found = await run_program("check", "--output=json", *agent_flags(machine, used))
     [line] = [one for one in json.loads(found.out)["findings"] if one["what"] == "gpushare probe"]
     assert line["level"] == level and text in line["detail"]

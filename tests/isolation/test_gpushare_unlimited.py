@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.isolation.gpushare import unlimited
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import (
@@ -44,20 +44,20 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     seen_in,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.agent.isolation.part import IsolationPart
 from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.core.model.allocations import ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind, ProcessSample, UsageRound
-from gpushare_agent.core.settings.settings import Settings, load_settings
+from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import poll_until
+from tests.isolation.support_host import add_share, host_of
 from tests.isolation.support_library import fake_library
 from tests.isolation.support_requests import UID
-from tests.support_core import allocation, container, ids, pod
+from tests.support_node import node_of
 
 KEY = ContainerKey(UID, "main")
 GPU = GpuUuid("GPU-0")
@@ -138,28 +138,18 @@ class Failing(IsolationPart):
         return NO_LIBRARY if key == KEY else ""
 
 
-class Chosen(Struct):
-    """A host of which every share is under one isolation."""
-
-    name: str
-
-    def chosen(self, _: Allocation) -> str:
-        return self.name
-
-
 @pytest.mark.parametrize(
     ("isolation", "memory_by", "compute_by"),
     [("gpushare", "nobody", "nobody"), ("gpushare+driver", "driver", "nobody")],
 )
 def test_nobody_claims_to_limit_such_a_container(isolation: str, memory_by: str, compute_by: str) -> None:
     """But the driver, where that limits its memory too; its neighbours are limited as before."""
+    node = node_of(settings=load_settings([f"--isolation={isolation}"], {}).settings)
+    own, other = add_share(node, UID), add_share(node, PodUid("2" + UID[1:]))
     parts = {"gpushare": Failing(), "driver": IsolationPart()}
     isolations = Isolations(
-        host=Chosen(isolation),  # type: ignore[arg-type]
-        kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
-    )  # fmt: skip
-    own, other = (allocation(pod("share", container(cores=30, blocks=8), uid=UID), name, ids(0, range(30)), ids(0, range(8)))
-                  for name in ("main", "other"))  # fmt: skip
+        host=host_of(node), kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None
+    )
     kept, neighbours = isolations.kept(own), isolations.kept(other)
     assert kept is not None and (kept.memory_by, kept.compute_by) == (memory_by, compute_by)
     assert neighbours is not None and neighbours.compute_by == "gpushare"
@@ -219,54 +209,26 @@ def test_what_a_tenant_has_made_of_the_file_is_no_slot(files: GpushareFiles) -> 
 # ---- from look to look ----
 
 
-class Host(Struct, eq=False):
-    """Events as they are written, real processes, and a /proc that says whose they are. It is its own node with one
-    allocation, which a resize may change."""
+class Host:
+    """Real processes, a /proc that says whose they are, and the Events that are written. A resize may change the share."""
 
-    files: GpushareFiles
-    proc: Path
-    settings: Settings = load_settings([], {}).settings
-    events: list[tuple[str, str]] = field(default_factory=list)
-    requests: int = 0
-    now: float = 0.0
-    shares: Mapping[ContainerKey, Sequence[GpuLimits]] = field(default_factory=lambda: SHARES)
-    resized: dict[ContainerKey, ResizedShare] = field(default_factory=dict)
-    pods: tuple[Pod, ...] = (pod("share", container(cores=30, blocks=8), uid=UID),)
-
-    @property
-    def node(self) -> Host:
-        return self
-
-    cache = claim_pods = node
-
-    @property
-    def cgroups(self) -> Cgroups:
-        return Cgroups(self.proc, self.proc)
-
-    def share_of(self, key: ContainerKey) -> ContainerKey:
-        return key
-
-    def parts(self, key: ContainerKey) -> Sequence[Allocation]:
-        return [allocation(self.pods[0], key.container, ids(0, range(30)), ids(0, range(8)))]
-
-    def using(self, uid: PodUid) -> tuple[Pod, ...]:
-        return self.pods
-
-    def warn(self, _pod: Pod, reason: str, text: str) -> None:
-        self.events.append((reason, text))
-
-    warn_of = IsolationHost.warn_of
-
-    def request(self) -> None:
-        self.requests += 1
+    def __init__(self, files: GpushareFiles, proc: Path) -> None:
+        self.files, self.proc, self.cgroups = files, proc, Cgroups(proc, proc)
+        self.events: list[tuple[str, str]] = []
+        self.requests: list[None] = []
+        self.now = 0.0
+        self.shares: Mapping[ContainerKey, Sequence[GpuLimits]] = SHARES
+        self.cache = AllocationCache()
 
     def watch(self, unlimited: str = "warn") -> UnlimitedContainers:
-        self.settings = load_settings([f"--libgpushare.unlimited={unlimited}"], {}).settings
+        settings = load_settings([f"--libgpushare.unlimited={unlimited}"], {}).settings
+        node = node_of(settings=settings, cache=self.cache)
+        add_share(node, UID)
         return UnlimitedContainers(
             files=self.files,
-            host=self,  # type: ignore[arg-type]
+            host=host_of(node, warn=lambda _, *said: self.events.append(said), cgroups=self.cgroups),
             shares=lambda: self.shares,
-            request_usage=self.request,
+            request_usage=lambda: self.requests.append(None),
             thread=DaemonThread("slots", advice=""),
             clock=lambda: self.now,
         )
@@ -321,10 +283,10 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
     pid, watch = program(), host.watch()
     host.show(pid)
     await host.look(watch, process(pid))
-    assert (host.events, watch.problem(KEY), host.requests) == ([], "", 1)
+    assert (host.events, watch.problem(KEY), len(host.requests)) == ([], "", 1)
     await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
     assert host.events == [("ShareNotLimited", f"container main is not limited: {NO_LIBRARY}")]
-    assert (watch.problem(KEY), host.requests) == (NO_LIBRARY, 1)
+    assert (watch.problem(KEY), len(host.requests)) == (NO_LIBRARY, 1)
     await host.look(watch, process(pid), after_s=60)
     assert watch.problem(KEY) is watch.problem(KEY) == NO_LIBRARY
     slot = take_slot(host.files, open_files, 3, pid)
@@ -400,7 +362,9 @@ async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
         (may_have + 1, enforced, ABOVE),
         (as_before + 1, shrinking, ABOVE),
     ):
-        host.resized = {} if resized is None else {KEY: resized}
+        host.cache.forget_resized(KEY)
+        if resized is not None:
+            host.cache.charge(resized)
         await host.look_twice(watch, process(pid, mib))
         assert watch.problem(KEY) == found
     assert host.events == [("ShareNotLimited", f"container main is not limited: {ABOVE}")]
