@@ -389,21 +389,6 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
 
 
 @NEEDS_HOST
-async def test_a_process_above_the_limit_is_ended_only_where_it_is_far_above(
-    host: Host, program: Callable[[], int], open_files: ExitStack
-) -> None:
-    """A library that counts late is no reason to end a program."""
-    pid, watch = program(), host.watch("end")
-    host.show(pid)
-    take_slot(host.files, open_files, 0, pid)
-    for mib in (3000, 4000):
-        await host.look(watch, process(pid, mib))
-        assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        await host.look(watch, process(pid, mib), after_s=60)
-    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-@NEEDS_HOST
 def test_a_pid_alone_ends_nothing(host: Host, program: Callable[[], int]) -> None:
     """The process must be one of the pods', and the one that was seen: not another that has its PID since."""
     pid, own = program(), host.cgroups
