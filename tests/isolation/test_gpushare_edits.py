@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from gpushare_agent.core.model.allocations import Allocation, ClaimRef, ClaimSha
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, unit_id
+from gpushare_agent.core.model.pods import ContainerSpec
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.isolation.support_gpushare import LIMITS
 from tests.isolation.support_requests import GPUS, UID, request
@@ -23,6 +25,13 @@ from tests.support_core import NAMES, allocation, container, ids, mig_instance, 
 
 def with_env(**env: str) -> IsolationRequest:
     return request(container=replace(container("cuda"), env=env))
+
+
+def read_container(**raw: Any) -> ContainerSpec:
+    """One with a share, as the API server has it."""
+    own = raw | {"name": "cuda", "resources": {"limits": {"tencent.com/vcuda-core": "30"}}}
+    document = {"metadata": {"uid": UID, "name": "web", "namespace": "default"}, "spec": {"containers": [own]}}
+    return parse_pod(read_pod_json(json.dumps(document).encode())).containers[0]
 
 
 @pytest.mark.parametrize(
@@ -51,10 +60,7 @@ def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, tex
 )
 def test_the_driver_s_library_may_not_be_preloaded_before_the_isolation_s(value: str) -> None:
     """Which would be first, for programs that are linked to it. One is named behind what is read of a variable."""
-    raw = {"name": "cuda", "env": [{"name": "LD_PRELOAD", "value": value}]}
-    meta = {"uid": UID, "name": "web", "namespace": "default"}
-    read = parse_pod(read_pod_json(json.dumps({"metadata": meta, "spec": {"containers": [raw]}}).encode()))
-    refused = edit_gpushare(request(container=read.containers[0]))
+    refused = edit_gpushare(request(container=read_container(env=[{"name": "LD_PRELOAD", "value": value}])))
     assert isinstance(refused, Refused) and "sets LD_PRELOAD (" in refused.detail and len(refused.detail) < 600
 
 
@@ -78,12 +84,15 @@ PRELOADS = ["/etc/ld.so.preload", "/etc/ld-nix.so.preload"]
 PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", *PRELOADS, "/usr/local/gpushare", "/usr/local", "/etc", "/"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_volume_over_the_files_of_the_limit_is_refused(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [*((path, path) for path in PATHS), ("/etc/../etc/vcuda/", "/etc/vcuda"), ("//usr/local", "/usr/local")],
+)
+def test_a_volume_over_the_files_of_the_limit_is_refused(path: str, shown: str) -> None:
     """Above them too: whoever may write in the volume could lead their directory elsewhere."""
-    own = replace(container("cuda"), mounts=("/data", path))
+    own = read_container(volumeMounts=[{"name": "v", "mountPath": each} for each in ("/data", path)])
     refused = edit_gpushare(request(container=own))
-    assert isinstance(refused, Refused) and f"mounts a volume at {path}, by which" in refused.detail
+    assert isinstance(refused, Refused) and f"mounts a volume at {shown}, by which" in refused.detail
     assert edit_gpushare(request(100, is_whole=True, container=own)) == ContainerEdits()
 
 
