@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from grpclib import GRPCError, Status
@@ -33,10 +33,6 @@ ID = "ab" * 32
 OTHER_ID = "cd" * 32
 MIB = 1024 * 1024
 T = TypeVar("T")
-
-
-class RunsBlocking(Protocol):
-    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
 
 
 def plant(kind: str, place: Path, target: Path) -> None:
@@ -88,8 +84,6 @@ class FakeNode:
     """Where sockets are bound."""
     writes: bool = False
     """A refresh writes the files, as the virtual manager would."""
-    run_blocking: RunsBlocking | None = None
-    """None: in the loop's own thread."""
 
     async def identify(self, pid: int) -> PeerIdentity | None:
         self.asked.append(pid)
@@ -113,7 +107,7 @@ class FakeNode:
         self.refreshed.append((key, container_id))
 
     async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
-        return await self.run_blocking(blocking, what) if self.run_blocking is not None else blocking()
+        return blocking()
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
         return False
@@ -130,13 +124,9 @@ class FakeNode:
 
 
 def server_of(
-    files: VDeviceFiles,
-    node: FakeNode,
-    key: ContainerKey = KEY,
-    limits: VDeviceLimits | None = None,
-    run_blocking: RunsBlocking | None = None,
+    files: VDeviceFiles, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
 ) -> VDeviceServer:
-    node.files, node.run_blocking = files, run_blocking
+    node.files = files
     return VDeviceServer(key, node, limits=limits)
 
 

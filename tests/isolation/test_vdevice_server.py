@@ -298,18 +298,19 @@ async def test_the_kernel_says_who_is_at_the_other_end() -> None:
 @pytest.mark.parametrize("is_bound_first", [True, False])
 async def test_a_start_that_is_given_up_leaves_no_socket(short_dir: Path, is_bound_first: bool) -> None:
     """The binding runs in a thread and may end before or after the one who waits has gone; both times it is undone."""
-    files, node = VDeviceFiles(short_dir), FakeNode()
-    files.prepare(KEY)
     late: list[Callable[[], object]] = []
 
-    async def cut_off(blocking: Callable[[], Any], what: str) -> Any:
-        if is_bound_first:
-            blocking()
-        else:
-            late.append(blocking)
-        raise Unavailable(f"{what}: no answer")
+    class HangingDisk(FakeNode):
+        async def in_thread(self, blocking: Callable[[], Any], what: str) -> Any:
+            if is_bound_first:
+                blocking()
+            else:
+                late.append(blocking)
+            raise Unavailable(f"{what}: no answer")
 
-    server = server_of(files, node, run_blocking=cut_off)
+    files = VDeviceFiles(short_dir)
+    files.prepare(KEY)
+    server = server_of(files, HangingDisk())
     with pytest.raises(Unavailable):
         await server.start()
     for blocking in late:
