@@ -54,6 +54,7 @@ from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind, ProcessSample, UsageRound
 from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
 from tests.isolation.support_host import add_share, host_of
 from tests.isolation.support_library import fake_library
 from tests.isolation.support_requests import UID
@@ -260,14 +261,15 @@ def host(files: GpushareFiles, short_dir: Path) -> Host:
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[[], int]]:
-    """Starts one that waits; its PID."""
+def program(host: Host) -> Iterator[Callable[[], int]]:
+    """Starts one that waits, and shows it; its PID."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> int:
         command = [sys.executable, "-c", "print(flush=True); input()"]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert started[-1].stdout is not None and started[-1].stdout.readline() == b"\n"
+        host.show(started[-1].pid)
         return started[-1].pid
 
     yield start
@@ -281,7 +283,6 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
 ) -> None:
     """One that has just started is not guilty; more rounds are asked for until that is known, and no longer."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     await host.look(watch, process(pid))
     assert (host.events, watch.problem(KEY), len(host.requests)) == ([], "", 1)
     await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
@@ -302,16 +303,13 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
 async def test_without_a_round_nothing_is_judged(host: Host, program: Callable[[], int]) -> None:
     """The driver may not answer for a while: what was found stays, and one round does not become two."""
     pid, watch = program(), host.watch()
-    host.show(pid)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(watch.run())
+    async with running(watch.run):
         watch.usage_sampled(round_of(process(pid)))
         await poll_until(lambda: bool(watch._since), "the first look")
         host.now += 60
         watch.usage_sampled(None)
         await asyncio.sleep(0)
         assert not watch._reconciler._is_requested.is_set() and watch.problem(KEY) == ""
-        task.cancel()
 
 
 async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
@@ -319,7 +317,6 @@ async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
 ) -> None:
     """Which is the innermost of the process's: the library knows no other."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     with (host.proc / str(pid) / "status").open("a") as status:
         status.write(f"NSpid:\t{pid}\t12\t1\n")
     for own, found in ((12, NO_LIBRARY), (1, "")):
@@ -346,7 +343,6 @@ async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
 ) -> None:
     """Not what each process and its code may have more, nor what a share is charged while it becomes smaller: no more."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     take_slot(host.files, open_files, 0, pid)
     may_have = (LIMIT + CODE_BYTES + PROCESS_BYTES) // MIB
     smaller = ShareSize(cores=30, memory=8)
@@ -376,8 +372,6 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
 ) -> None:
     """After both looks, and not the one next to it that has a slot."""
     bare, limited, watch = program(), program(), host.watch("end")
-    for pid in (bare, limited):
-        host.show(pid)
     take_slot(host.files, open_files, 0, limited)
     await host.look(watch, process(bare), process(limited))
     assert not os.waitid(os.P_PID, bare, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -392,7 +386,6 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
 def test_a_pid_alone_ends_nothing(host: Host, program: Callable[[], int]) -> None:
     """The process must be one of the pods', and the one that was seen: not another that has its PID since."""
     pid, own = program(), host.cgroups
-    host.show(pid)
     started = own.started([pid])[pid]
     assert not own.end(pid, started - 1, {UID})
     assert not own.end(pid, started, {PodUid("99999999-2222-3333-4444-555555555555")})
@@ -408,7 +401,6 @@ async def test_a_process_that_may_not_be_ended_is_an_event_too(
     """Here because the PIDs would be those of another namespace."""
     monkeypatch.setattr(cgroups, "_HOSTS_PID_NAMESPACE", 1)
     pid, watch = program(), host.watch("end")
-    host.show(pid)
     await host.look_twice(watch, process(pid))
     assert [text for _, text in host.events][1:] == [
         f"container main is not limited, and process {pid} cannot be ended: the agent is not in the host's PID namespace"
@@ -420,9 +412,7 @@ async def test_what_is_kept_does_not_grow(host: Host, program: Callable[[], int]
     """A tenant starts process after process: what was found of those before is forgotten, and the Event is one."""
     watch = host.watch()
     for _ in range(5):
-        pid = program()
-        host.show(pid)
-        await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
+        await host.look(watch, process(program()), after_s=unlimited.SETTLED_S)
     assert len(watch._since) == len(host.events) == len(watch._warned) == 1
     host.shares = {}
     await host.look(watch)
