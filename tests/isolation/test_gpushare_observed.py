@@ -47,9 +47,9 @@ READING = GpuBusy(
 OWNERS = {7: KEY, 8: OTHER, 9: None}
 
 
-def usage(pids: tuple[int, ...] = (7,), age_s: float = 0.0) -> UsageRound:
+def usage(age_s: float = 0.0) -> UsageRound:
     uses = [
-        ContainerUse(key=KEY, uuid=UUID, pids=pids, memory_bytes=600 * MIB if pids else 0),
+        ContainerUse(key=KEY, uuid=UUID, pids=(7,), memory_bytes=600 * MIB),
         ContainerUse(key=OTHER, uuid=UUID, pids=(8,), memory_bytes=900 * MIB),
         ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1),
     ]
@@ -262,12 +262,6 @@ async def test_of_a_mig_instance_the_memory_is_told_and_no_busy_time(world: Worl
     assert published(world) == Observed(at_ns=READING.at_ns, used_bytes=700 * MIB) and len(requests) == before
     published_at_ms, companions, _ = struct.unpack_from("I2H", world.config(), 512 + 120)
     assert published_at_ms > 0 and companions == 0
-
-
-async def test_a_container_without_a_known_process_is_told_no_memory(world: World) -> None:
-    service = observing(world)
-    await launched_and_read(world, service, usage(pids=()))
-    assert (published(world).at_ns, published(world).used_bytes) == (0, 0)
 
 
 async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: World) -> None:
