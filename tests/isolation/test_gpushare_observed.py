@@ -274,15 +274,18 @@ async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: Wor
 
 
 async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None:
-    """A container that starts again: what is written does not go into the file that its last instance had mapped."""
+    """A container that starts again: what is written does not go into the file that its last instance had mapped, and what
+    was seen of that one not into the new file."""
     service = observing(world)
     await launched_and_read(world, service, usage())
+    assert published(world).used_bytes == 700 * MIB
     world.files.prepare(KEY)
-    assert published(world) == Observed()
-    await service.look()
     world.launch(1)
     await service.read()
-    await service.look()
+    assert published(world) == Observed()
+    for launches in (1, 2):
+        world.launch(launches)
+        await service.look()
     await service.read()
     assert published(world).used_bytes == 700 * MIB
 
@@ -457,19 +460,6 @@ async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World)
     await service.read()
     await service.read()
     assert published(world).used_bytes == 600 * MIB
-
-
-async def test_files_that_are_made_anew_during_a_reading_are_not_told_of_the_last_instance(world: World) -> None:
-    service, clock = two_shares(world)
-    service.usage_sampled(usage())
-    await observed_for(service, clock, 1, lambda n: pay(world, KEY, 5 + n, n))
-    service.usage_sampled(usage())
-    await service.read()
-    assert published(world).used_bytes == 700 * MIB
-    world.files.prepare(KEY)
-    pay(world, KEY, 1, 1)
-    await service.read()
-    assert published(world) == Observed()
 
 
 async def test_what_has_ended_leaves_nothing_behind(world: World) -> None:

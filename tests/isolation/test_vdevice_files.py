@@ -244,14 +244,6 @@ def test_a_file_that_is_right_is_left_alone(files: VDeviceFiles) -> None:
     assert decode_pids(path.read_bytes()) == (3,)
 
 
-def test_a_reader_that_has_the_old_file_open_keeps_it_whole(files: VDeviceFiles) -> None:
-    """Replacing is a rename: an open file never changes under its reader."""
-    files.prepare(KEY, pids=[1, 2, 3])
-    with (files.path(KEY) / "pids.config").open("rb") as old:
-        files.write(KEY, pids=range(1, 500))
-        assert decode_pids(old.read()) == (1, 2, 3)
-
-
 def test_readers_see_whole_files_while_writers_race(files: VDeviceFiles) -> None:
     """Four threads write different PIDs of one container: whoever reads meanwhile reads one of the four."""
     files.prepare(KEY)
