@@ -34,8 +34,8 @@ DRIVER = Path("/etc/gpu-manager/vdriver/origin")
 FULL = build_spec(GPUS, KIND, SpecNodes(driver_directory=DRIVER))
 
 
-def file(path: str, *devices: str, kind: str = KIND) -> SpecFile:
-    return SpecFile(path=path, directory=path.rpartition("/")[0], kind=kind, devices=devices)
+def file(path: str, *devices: str) -> SpecFile:
+    return SpecFile(path=path, directory=path.rpartition("/")[0], kind=KIND, devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,6 @@ def test_the_example_of_nvidia_ctk_satisfies_the_schema() -> None:
 def test_the_version_is_the_lowest_that_has_what_the_spec_uses(kind: str, name: str, version: str) -> None:
     """Older runtimes refuse a newer version, and every runtime refuses a version that is too low for what is used."""
     assert spec_version(kind, ["GPU-9", name]) == version
-
-
-def test_others_go_first_and_ours_names_the_rest() -> None:
-    """A GPU that another spec names under the kind is not in ours; another kind does not count."""
-    others = naming([file("/etc/cdi/n.yaml", "0", "GPU-0"), file("/etc/cdi/x.json", "GPU-1", kind="x.io/gpu")], KIND,
-                    [gpu.uuid for gpu in GPUS])  # fmt: skip
-    assert others.named == {"GPU-0": "/etc/cdi/n.yaml"} and not others.ambiguous
-    assert [gpu.uuid for gpu in gpus_to_name(GPUS, others, SpecNodes())] == ["GPU-1"]
 
 
 def test_the_later_directory_counts_and_one_directory_may_not_say_it_twice() -> None:
