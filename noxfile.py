@@ -122,10 +122,9 @@ def isolation(session: nox.Session) -> None:
     session.install(".[dev,isolation]")
     # Where zig keeps what it compiled of the C library: half a minute at the first build.
     cache = str(Path(session.create_tmp()) / "zig")
-    fake_driver = ("tests/isolation/test_fake_driver.py", "tests/gpus/test_nvml_memory_limits.py")
-    folders = ("tests/real_isolation", "tests/gpushare")
+    tests = ("tests/real_isolation", "tests/gpushare", "tests/gpus/test_nvml_memory_limits.py")
     session.run(
-        *("python", "-m", "pytest", "-m", "isolation", *folders, *fake_driver, *session.posargs),
+        *("python", "-m", "pytest", "-m", "isolation", *tests, *session.posargs),
         env={"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
     )
 

@@ -1,7 +1,7 @@
 """What containers get of a GPU whose contexts take turns, as an H200 was measured to do (fake_driver/slices.c): a table of
 cells, each in virtual time.
 
-    python -m tests.gpushare.cells [--only PATTERN] [--jobs 2] [--json FILE] [--library CHECKOUT] [--list]
+    python -m tests.gpushare.cells [--only PATTERN] [--jobs 2] [--list]
     python -m tests.gpushare.cells --into bench/measured/regulator.json --as after
 
 A cell is some containers, each with programs (tests/native/tenant.c) and a share of the GPU. Of each container two numbers
@@ -10,8 +10,8 @@ its turns (gross). Both are of the first second of its last program, and of the 
 net - 3 <= share <= gross + 3: nobody computes more than the share, and nobody has less of the GPU. A program that needs less
 than its share is right where it computes 98.5 % of what it computes without libgpushare.
 
-`--library` takes libgpushare, and the agent's part, from another checkout of this repository. `--into` writes the numbers of
-the cells that ran over those of the same name in the file of which the documentation's table is made.
+`--into` writes the numbers of the cells that ran over those of the same name in the file of which the documentation's table
+is made.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
-from tests.gpushare.support_gpushare import ROOT, GpushareBuilt, Machine, build_for_gpushare
-from tests.native.build import NATIVE, CannotBuildError, cuda_include
+from tests.gpushare.support_gpushare import GpushareBuilt, Machine, build_for_gpushare
+from tests.native.build import NATIVE, CannotBuildError
 from tests.native.gpu_program import Ended, finish
 
 H200: Mapping[str, object] = {
@@ -378,9 +378,7 @@ def cell_named(name: str) -> Cell:
     return found
 
 
-def run(
-    machine: Machine, cell: Cell, *, bare: Sequence[int] = (), checkout: Path = ROOT, lies: str = ""
-) -> list[Found]:
+def run(machine: Machine, cell: Cell, *, bare: Sequence[int] = (), lies: str = "") -> list[Found]:
     """Of each container. Those in `bare` run without libgpushare; where it `lies`, the last one's `usage` is written over
     as liar.py says."""
     built = machine.built
@@ -390,21 +388,17 @@ def run(
     for i, each in enumerate(cell.tenants):
         limits: dict[str, int] = {} if each.ceiling is None else {"ceiling": round(100 * each.ceiling)}
         shares.append(machine.container(f"share-{i}", each.gpu, cores=round(100 * each.cores), **limits))
-        if checkout != ROOT:
-            _encode_by(checkout, shares[-1].directory, round(100 * each.cores), limits.get("ceiling"))
     with ExitStack() as stack:
         if cell.observed:
-            agent = checkout / "tests" / "native" / "observing_agent.py"
-            env = virtual | {"PYTHONPATH": str(checkout), "OBSERVING_FOR_S": str(cell.observed_s)}
-            machine.start_tool(stack, agent, *(one.directory for one in shares), env=env)
+            env = virtual | {"OBSERVING_FOR_S": str(cell.observed_s)}
+            machine.start_tool(stack, NATIVE / "observing_agent.py", *(one.directory for one in shares), env=env)
         if lies:
             usage = shares[-1].directory / USAGE_NAME
             machine.start_tool(stack, NATIVE / "liar.py", usage, lies, *LIES[lies == "hides"], env=virtual)
         for share, each in zip(shares, cell.tenants, strict=True):
             if each.resized:
                 config, (at_s, cores) = share.directory / CONFIG_NAME, each.resized
-                env = virtual | {"PYTHONPATH": str(checkout)}
-                machine.start_tool(stack, NATIVE / "set_cores.py", config, at_s, round(100 * cores), env=env)
+                machine.start_tool(stack, NATIVE / "set_cores.py", config, at_s, round(100 * cores), env=virtual)
         started: list[list[subprocess.Popen[str]]] = []
         for i, (share, each) in enumerate(zip(shares, cell.tenants, strict=True)):
             started.append([])
@@ -441,38 +435,6 @@ def found_of(meters: Sequence[Mapping[str, Any]], programs: Sequence[Ended], sec
     return Found(first, later)
 
 
-def _encode_by(checkout: Path, directory: Path, cores: int, ceiling: int | None) -> None:
-    """The container's two files as another checkout's agent writes them."""
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, encode_config, encode_usage\n"
-        "uuid, cores, ceiling = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None\n"
-        "gpu = GpuLimits(uuid=uuid, cores=cores, ceiling=ceiling)\n"
-        "Path(sys.argv[4]).write_bytes(encode_config(sys.argv[6], 'main', [gpu]))\n"
-        "Path(sys.argv[5]).write_bytes(encode_usage())\n"
-    )
-    uuid, pod = f"GPU-00000000-0000-4000-8000-{0:012x}", "11111111-2222-3333-4444-555555555555"
-    files = [str(directory / name) for name in (CONFIG_NAME, USAGE_NAME)]
-    command = [sys.executable, "-c", script, uuid, str(cores), str(ceiling or 0), *files, pod]
-    subprocess.run(command, check=True, cwd=checkout, env={"PYTHONPATH": str(checkout)})
-
-
-def build(directory: Path, checkout: Path = ROOT) -> GpushareBuilt:
-    """The fake driver and the programs of this checkout, and another one's libgpushare. Raises CannotBuildError."""
-    built = build_for_gpushare(directory)
-    if checkout != ROOT:
-        script = (
-            "import sys; from pathlib import Path\n"
-            "from native.build_gpushare import build_gpushare\n"
-            "build_gpushare(Path(sys.argv[1]), Path(sys.argv[2]), directory='.')\n"
-        )
-        command = [sys.executable, "-c", script, str(cuda_include()), str(built.library)]
-        made = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise CannotBuildError(made.stderr)
-    return built
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """`bare` is what each program that needs less than its share computes without libgpushare; None of others."""
@@ -499,13 +461,13 @@ class Result:
         return wrong
 
 
-def judge(machine: Machine, cell: Cell, *, checkout: Path = ROOT, other: Machine | None = None) -> Result:
+def judge(machine: Machine, cell: Cell, other: Machine) -> Result:
     """Runs a cell; and once more on the machine `other` without libgpushare in who needs less than its share."""
-    found = run(machine, cell, checkout=checkout)
+    found = run(machine, cell)
     bare: list[float | None] = [None] * len(found)
     bound = [i for i, each in enumerate(cell.tenants) if each.bound]
-    if bound and other:
-        without = run(other, cell, bare=bound, checkout=checkout)
+    if bound:
+        without = run(other, cell, bare=bound)
         for i in bound:
             bare[i] = without[i].later[0]
     return Result(cell, found, bare)
@@ -525,18 +487,6 @@ def shown(numbers: Sequence[tuple[float, float]]) -> str:
 
 def _say(*words: object, file: TextIO = sys.stdout) -> None:
     print(*words, sep="\n", flush=True, file=file)
-
-
-def _as_json(result: Result) -> dict[str, Any]:
-    return {
-        "name": result.cell.name,
-        "shares": [each.cores for each in result.cell.tenants],
-        "first": [found.first for found in result.found],
-        "later": [found.later for found in result.found],
-        "bare": result.bare,
-        "outside": result.outside(),
-        "outside_at_first": result.outside_at_first(),
-    }
 
 
 def _merge(path: Path, kind: str, results: Sequence[Result]) -> None:
@@ -572,10 +522,8 @@ def main() -> int:
     )
     parser.add_argument("--only", action="append", metavar="PATTERN", help="names, as the shell has them, or a part")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all numbers")
     parser.add_argument("--into", type=Path, metavar="FILE", help="writes what each cell got over what is there")
     parser.add_argument("--as", dest="kind", choices=("before", "after"), default="after", help="in that file")
-    parser.add_argument("--library", type=Path, default=ROOT, metavar="CHECKOUT", help="for its libgpushare")
     parser.add_argument("--list", action="store_true", help="the names alone")
     arguments = parser.parse_args()
     patterns = [pattern if "*" in pattern else f"*{pattern}*" for pattern in arguments.only or ["*"]]
@@ -583,20 +531,19 @@ def main() -> int:
     if arguments.list:
         _say(*(cell.name for cell in cells))
         return 0
-    checkout = arguments.library.resolve()
     with tempfile.TemporaryDirectory(prefix="gpushare-cells-") as name, ThreadPoolExecutor(arguments.jobs) as threads:
         directory = Path(name)
         try:
-            built = build(directory / "built", checkout)
+            built = build_for_gpushare(directory / "built")
         except CannotBuildError as error:
             _say(error, file=sys.stderr)
             return 1
 
         def of(number: int) -> Result | str:
             cell = cells[number]
-            machines = [machine_for(built, directory / f"{number}-{kind}", cell) for kind in ("limited", "bare")]
+            limited, bare = (machine_for(built, directory / f"{number}-{kind}", cell) for kind in ("limited", "bare"))
             try:
-                return judge(machines[0], cell, checkout=checkout, other=machines[1])
+                return judge(limited, cell, bare)
             except AssertionError as error:
                 return str(error)
 
@@ -618,8 +565,6 @@ def main() -> int:
     _say(f"{len(cells)} cells; outside: {outside}; first second: {at_first}; failed: {len(cells) - len(results)}")
     if arguments.into:
         _merge(arguments.into, arguments.kind, results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([_as_json(result) for result in results], indent=1), encoding="utf-8")
     return 0
 
 

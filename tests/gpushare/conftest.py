@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpushare.support_gpushare import (
-    SHARE_MIB,
-    Container,
-    GpushareBuilt,
-    Machine,
-    build_for_gpushare,
-    built_in,
-)
+from tests.gpushare.support_gpushare import SHARE_MIB, Container, GpushareBuilt, Machine, build_for_gpushare, built_in
 from tests.native.build import CannotBuildError
 
 MachineWith = Callable[..., Machine]

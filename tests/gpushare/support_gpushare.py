@@ -42,6 +42,8 @@ BLOCK_MIB, CONTEXT_MIB = 256, 300
 SHARE_MIB = 2560
 """A context and 8 blocks."""
 TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
+SETTLED_NS = 300_000_000
+"""As in region.c: an observation so much later than now finds that nothing has changed since."""
 IS_EMULATED = "QEMU_LD_PREFIX" in os.environ
 """Programs are of another processor than this Python: session arm64 of noxfile.py."""
 needs_own_programs = pytest.mark.skipif(IS_EMULATED, reason="this machine's own programs preload the library")
@@ -123,6 +125,12 @@ def uuid_of(gpu: str) -> str:
     return f"{'MIG' if instance else 'GPU'}-00000000-0000-4000-8000-{8 + int(instance) if instance else int(gpu):012x}"
 
 
+def write_files(directory: Path, limits: GpuLimits, key: ContainerKey = KEY) -> None:
+    """The two that the agent makes."""
+    (directory / CONFIG_NAME).write_bytes(encode_config(key.pod_uid, key.container, [limits]))
+    (directory / USAGE_NAME).write_bytes(encode_usage())
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A GPU, and the containers that share it. `settings` are the fake driver's (fake_driver/machine.h)."""
@@ -139,9 +147,7 @@ class Machine:
         if "memory_mib" in limits:
             limits["memory_bytes"] = limits.pop("memory_mib") * MIB
         limits.setdefault("context_bytes", int(str(self.settings.get("context_mib", 0))) * MIB)
-        own = GpuLimits(uuid=uuid_of(gpu), **limits)
-        (directory / CONFIG_NAME).write_bytes(encode_config(POD, "main", [own]))
-        (directory / USAGE_NAME).write_bytes(encode_usage())
+        write_files(directory, GpuLimits(uuid=uuid_of(gpu), **limits))
         return Container(self, directory, gpu)
 
     def env(self, preload: Sequence[Path] = ()) -> dict[str, str]:

@@ -25,8 +25,6 @@ PLACES = 8  # for blocks, of a multiprocessor of the fake driver
 MOST_MEAN_ERROR, POINTS, POINTS_AT_FIRST = 2.0, 3.0, 6.0
 """Of the GPU's time: of a kernel on a GPU in the mean over all caps; of one run; of its first second, in which an idle share
 has 5 points saved."""
-LEAST_OF_FULL = 2000 / 2130
-"""Of a share on a full GPU it computes; the rest is lost at the beginnings of its turns."""
 POINTS_WITH_WRONG_EVENTS = 5.0
 """What events say wrongly is put right by the driver's whole percents, which are less exact."""
 
@@ -126,19 +124,6 @@ def test_processes_of_a_container_share_its_time_evenly(machine_with: MachineWit
     found = [kernel.percent(one.rates()[1]) for one in ended]
     assert sum(found) == pytest.approx(30, abs=POINTS)
     assert found == pytest.approx([30 / count] * count, rel=0.25)
-
-
-@pytest.mark.parametrize(("sm_count", "caps"), [(132, (30, 60)), (188, (30, 70))])
-def test_two_shares_of_a_gpu_have_each_their_part(
-    machine_with: MachineWith, sm_count: int, caps: tuple[int, int]
-) -> None:
-    """The GPU is full, and the two take turns."""
-    kernel = Kernel("wave", sm_count)
-    machine = machine_with(**kernel.settings, **TURNS)
-    shares = [machine.container(f"cap-{cap}", cores=100 * cap) for cap in caps]
-    ended = machine.run_virtual(*[(share, [kernel.launch(1), kernel.launch(10)]) for share in shares])
-    for cap, one in zip(caps, ended, strict=True):
-        assert LEAST_OF_FULL * cap - POINTS <= kernel.percent(one.rates()[1]) <= cap + POINTS
 
 
 @pytest.mark.parametrize(("event_percent", "without"), [(50, 30), (100, 30), (200, 15)])

@@ -8,13 +8,9 @@ import os
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.format import (
-    MOST_GPUS,
-    USAGE_NAME,
-    usage_head_bytes,
-)
+from gpushare_agent.agent.isolation.gpushare.format import MOST_GPUS, USAGE_NAME, usage_head_bytes
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, SHARE_MIB, TAKE, Container
+from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, SETTLED_NS, SHARE_MIB, TAKE, Container
 from tests.gpushare.test_many_processes import bytes_of_driver
 from tests.native.gpu_program import blocks_in
 
@@ -23,8 +19,6 @@ pytestmark = pytest.mark.isolation
 THREE = f"alloc:alloc:{BLOCK_MIB}:3"
 PAGE_MIB, CHUNK_MIB, MODULE_MIB = 2, 32, 2
 KIB = 1024
-SETTLED_NS = 300_000_000
-"""As in region.c: an observation so much later than now finds that nothing has changed since."""
 
 
 def write_zeros(share: Container, at: int, count: int) -> None:

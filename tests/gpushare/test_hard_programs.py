@@ -13,7 +13,6 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -332,12 +331,3 @@ def test_more_programs_than_slots_compute_within_the_share_and_are_told(machine_
     assert is_share_of_gpu(ended.rates()[0]), ended
     assert ended.error.count("\n") == 1 and f"more than {MOST_SLOTS} processes" in ended.error
     assert blocks(share) > 0
-
-
-def test_programs_that_begin_and_end_by_the_hundred_all_get_memory(machine_with: MachineWith) -> None:
-    machine = machine_with(context_mib=1)
-    share = machine.container(memory_mib=SHARE_MIB, cores=100 * CORES)
-    with ThreadPoolExecutor(32) as threads:
-        ended = list(threads.map(lambda _: share.run("alloc:alloc:8:1"), range(900)))
-    assert {(one.code, one.error, one.step("alloc")["blocks"]) for one in ended} == {(0, "", 1)}
-    assert blocks(share) == 9

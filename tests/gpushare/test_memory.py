@@ -12,12 +12,18 @@ import time
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.format import (
-    CONFIG_NAME,
-    USAGE_NAME,
-)
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, SHARE_MIB, TAKE, Container, needs_own_programs
+from tests.gpushare.support_gpushare import (
+    BLOCK_MIB,
+    CONTEXT_MIB,
+    MIB,
+    SETTLED_NS,
+    SHARE_MIB,
+    TAKE,
+    Container,
+    needs_own_programs,
+)
 from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
@@ -250,12 +256,17 @@ def test_a_killed_process_s_memory_is_free_at_once(share: Container) -> None:
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"), reason="needs unshare and root for PID namespaces"
 )
-def test_processes_in_pid_namespaces_see_each_other_s_memory(share: Container) -> None:
-    """As containers that share a claim: a PID says nothing there. One that is killed leaves nothing."""
-    prefix = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    with share.running(f"alloc:alloc:{BLOCK_MIB}:4", "wait", prefix=prefix):
-        assert share.run(TAKE, prefix=prefix).blocks() == [3]
-    assert share.run(TAKE, prefix=prefix).blocks() == [8]
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_processes_in_pid_namespaces_see_each_other_s_memory(machine_with: MachineWith, is_limited: bool) -> None:
+    """As containers that share a claim: a PID says nothing there. One that is killed leaves nothing; without the library the
+    driver itself must see that, from another namespace."""
+    machine = machine_with() if is_limited else machine_with(memory_mib=SHARE_MIB)
+    share = machine.container(memory_mib=SHARE_MIB)
+    how = {"prefix": ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]}
+    how |= {} if is_limited else {"preload": []}
+    with share.running(f"alloc:alloc:{BLOCK_MIB}:4", "wait", **how):
+        assert share.run(TAKE, **how).blocks() == [3]
+    assert share.run(TAKE, **how).blocks() == [8]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs setpriv and root for another user")
@@ -291,14 +302,10 @@ def test_a_child_of_fork_is_counted_beside_its_parent(share: Container) -> None:
 
 @pytest.mark.parametrize(("used_mib", "blocks"), [(CONTEXT_MIB + 512, 6), (CONTEXT_MIB - 256, 9), (CONTEXT_MIB, 8)])
 def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Container, used_mib: int, blocks: int) -> None:
-    """More than was counted: modules, rounding. Less: a context that was estimated too high. Here 300 ms after it."""
-    program = share.start("sleep:1.5", "info", TAKE)
-    while not share.usage()[0].held_bytes:
-        assert program.poll() is None, program.communicate()
-        time.sleep(0.01)
-    time.sleep(0.4)
-    share.observe(used_mib)
-    ended = finish(program)
+    """More than was counted: modules, rounding. Less: a context that was estimated too high."""
+    with share.running("wait", "info", TAKE) as program:
+        share.observe(used_mib, SETTLED_NS)
+        ended = program.finish()
     assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - used_mib, blocks)
 
 
@@ -307,15 +314,11 @@ def test_what_was_observed_of_a_program_that_has_ended_is_not_taken_for_the_next
     share: Container, is_killed: bool
 ) -> None:
     """The agent writes nothing more of a container without a process, so the last that it saw stays in the file."""
-    first = share.start(f"alloc:alloc:{BLOCK_MIB}:6", "sleep:600" if is_killed else "sleep:0.7")
-    while share.usage()[0].held_bytes < 6 * BLOCK_MIB * MIB:
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.01)
-    time.sleep(0.4)
-    share.observe(CONTEXT_MIB + 6 * BLOCK_MIB)
-    if is_killed:
-        first.kill()
-    finish(first)
+    with share.running(f"alloc:alloc:{BLOCK_MIB}:6", "wait") as first:
+        time.sleep(0.4)  # so that it is settled before the next program begins
+        share.observe(CONTEXT_MIB + 6 * BLOCK_MIB)
+        if not is_killed:
+            first.finish()
     ended = share.run("info", TAKE)
     assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - CONTEXT_MIB, 8)
 

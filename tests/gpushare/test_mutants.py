@@ -97,11 +97,7 @@ FAULTS = [
     Fault("entry_of_version", "true", [LATER], r"ask_again\(.*\) == function"),
     no_effect("hooked_entry", "return NULL;", "cuInit"),
     Fault("hook_or_found", "return entry->hook;", [OWN, "tests/gpushare/test_library.py"]),
-    Fault(
-        "hook_or_found",
-        "if (!found) return (void)dlerror(), NULL;",
-        [REASON],
-    ),
+    Fault("hook_or_found", "if (!found) return (void)dlerror(), NULL;", [REASON]),
     Fault("open_driver", ";", [REASON], r"\(void\)dlerror\(\);"),
     Fault(
         "loaded_function",
@@ -196,12 +192,7 @@ FAULTS = [
     Fault("settle_primary", "return result;", [ENDS]),
     no_effect("is_primary_known", "return true;", "cuDevicePrimaryCtxRetain"),
     no_effect("is_primary_known", "return false;", "cuDevicePrimaryCtxRetain"),
-    Fault(
-        "cuDevicePrimaryCtxRetain",
-        "false",
-        [AT_ONCE],
-        r"atomic_exchange\(&is_beginning.*true\)",
-    ),
+    Fault("cuDevicePrimaryCtxRetain", "false", [AT_ONCE], r"atomic_exchange\(&is_beginning.*true\)"),
     Fault("attribute_of", "return 1;", [OWN_GPU]),
     no_effect("bytes_for_each", "return 0;", "cuCtxSetLimit"),
     Fault("forget_memory", "return;", [FORK, HARD, *OF_MEMORY]),
@@ -254,7 +245,7 @@ SURVIVORS = {
     "lacking_for: return bytes;": "a launch that is refused trims what graphs keep unused, and then has enough",
 }
 RACES = {
-    r"cuDevicePrimaryCtxRetain: atomic_exchange\(&is_beginning.*true\) -> false": "two of 32 threads must come at once",
+    r"cuDevicePrimaryCtxRetain: atomic_exchange\(&is_beginning.*true\) -> false": "two of 32 threads must come at once"
 }
 """Faults that a test sees now and then."""
 SMOKE = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.agent.isolation.gpushare.check import check_gpushare
-from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, read_paid
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.sections import LibgpushareSettings
 from gpushare_agent.core.settings.settings import Settings
@@ -38,18 +38,6 @@ def test_memory_ends_at_the_limit_and_follows_a_resize_while_the_program_runs(ma
     found = (*blocks_in(program.said), *blocks_in(more), *ended.blocks())
     assert found == (8, 10, 0, 4), ended.error
     assert (ended.step("info")["free_mib"], ended.step("info")["total_mib"]) == (0, 6 * BLOCK_MIB)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("cores", [3000, 7000])
-def test_cores_are_held_and_counted_where_the_agent_looks(machine_with: MachineWith, cores: int) -> None:
-    """In virtual time; one wave of blocks of a millisecond is 1,000 launches a second."""
-    files, share = prepared(machine_with(sm_count=132, block_us=1000, lag_ms=200), [limits()])
-    files.write_limits(KEY, [limits(cores=cores)])
-    [ended] = share.machine.run_virtual((share, ["launch:kernel:6:1056"]))
-    assert (ended.code, ended.error) == (0, "")
-    assert ended.rates()[0] / 10 == pytest.approx(cores / 100, abs=5)
-    assert read_paid(files.usage_head(KEY, 1))[0].launches > 1000
 
 
 def test_more_cores_are_followed_by_a_launch_that_waits(machine_with: MachineWith) -> None:

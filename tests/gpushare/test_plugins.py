@@ -33,30 +33,6 @@ PLUGINS = {
     "opens": ('-DOPENS="./lazy.so"',),
 }
 FINDS = [name for name, flags in PLUGINS.items() if flags[0].startswith("-DFINDS=by")]
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-void *dlsym(void *handle, const char *name)
-{
-    static void *(*real)(void *, const char *);
-    if (!real && !(real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5")))
-        real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.17");
-    return real(handle, name);
-}
-"""
-
-COUNTS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-void *dlopen(const char *file, int flags)
-{
-    void *(*next)(const char *, int) = (void *(*)(const char *, int))dlvsym(FROM, "dlopen", "GLIBC_2.2.5");
-    next = next ? next : (void *(*)(const char *, int))dlvsym(FROM, "dlopen", "GLIBC_2.17");
-    fprintf(stderr, "%s\\n", file);
-    return next(file, flags);
-}
-"""
 
 
 def changed(content: bytes, kind: str) -> bytes:
@@ -146,9 +122,8 @@ def test_libc_s_dlsym_is_not_given_to_a_plugin_that_asks_for_it(share: Container
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_preloaded_library_s_dlsym_ends_at_the_limit(share: Container, tmp_path: Path, count: int) -> None:
     """It stands before ours, and finds what it calls libc's by the version."""
-    (tmp_path / "shim.c").write_text(SHIM)
     flags = ["-shared", "-fPIC", "-ldl"]
-    shims = [build_program(tmp_path / f"libshim{index}.so", tmp_path / "shim.c", flags) for index in range(count)]
+    shims = [build_program(tmp_path / f"libshim{index}.so", NATIVE / "dlsym_shim.c", flags) for index in range(count)]
     ended = share.run("alloc:alloc:256:20", preload=[*shims, share.machine.built.library])
     assert (ended.step("alloc")["blocks"], ended.error) == (8, "")
 
@@ -158,10 +133,8 @@ def test_another_library_s_dlopen_sees_what_is_opened(
     share: Container, plugins: Path, tmp_path: Path, is_first: bool, place: str
 ) -> None:
     """A sanitizer's, say, which stands before ours or behind it."""
-    (tmp_path / "counts.c").write_text(COUNTS)
-    counts = build_program(
-        tmp_path / "libcounts.so", tmp_path / "counts.c", ["-shared", "-fPIC", f"-DFROM={place}", "-ldl"]
-    )
+    flags = ["-shared", "-fPIC", f"-DFROM={place}", "-ldl"]
+    counts = build_program(tmp_path / "libcounts.so", NATIVE / "dlopen_counts.c", flags)
     preload = [counts, share.machine.built.library] if is_first else [share.machine.built.library, counts]
     ended = run(share, plugins / "host", "deep:./lazy.so", "take", preload=preload)
     assert ended.error.startswith("./lazy.so\n") and ended.step("take")["blocks"] == 8, ended

@@ -25,7 +25,7 @@ from tests.agent.support_agent import open_child, poll_until
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import CONTEXT_MIB, Machine, needs_own_programs, uuid_of
 from tests.gpushare.test_many_processes import bytes_of_driver
-from tests.native.build import build_program, cuda_include
+from tests.native.build import NATIVE, build_program, cuda_include
 from tests.sandbox.support_sandbox import MEMORY, NodeUnderTest, open_test_node
 from tests.settings.support_settings import run_program
 
@@ -104,33 +104,16 @@ async def test_it_measures_what_a_context_takes(
     assert (state, probe.context_bytes) == (ProbeState.PASSED, measured_mib * MIB), text
 
 
-def build_broken(path: Path, hooks: str) -> Path:
-    """A library with libgpushare's mark that defines these functions and limits nothing."""
-    source = path.with_suffix(".c")
+def build_broken(path: Path, does: str = "") -> Path:
+    """A library with libgpushare's mark that limits nothing: it passes cuInit on, or does something in its place."""
     mark = MARK.rstrip(b"\0").decode()
-    source.write_text(f'#define _GNU_SOURCE\n#include <dlfcn.h>\nconst char mark[] = "{mark}";\n{hooks}')
-    return build_program(path, source, ["-shared", "-fPIC"])
-
-
-PASSES_ON = """
-int cuInit(unsigned flags) { return ((int (*)(unsigned))dlsym(RTLD_NEXT, "cuInit"))(flags); }
-"""
-IN_THE_WAY = """
-#include <stdlib.h>
-#include <unistd.h>
-__attribute__((constructor)) static void begin(void) { if (!dlopen("libcuda.so.1", RTLD_NOW)) exit(3); }
-int cuInit(unsigned flags) { (void)flags; @; return 0; }
-void *dlsym(void *handle, const char *name)
-{
-    void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
-    return name[0] == 'c' && name[1] == 'u' && name[2] == 'I' ? (void *)cuInit : real(handle, name);
-}
-"""
+    flags = ["-shared", "-fPIC", f'-DMARK="{mark}"', *([f"-DDOES={does}"] if does else [])]
+    return build_program(path, NATIVE / "broken_library.c", flags)
 
 
 @pytest.mark.smoke
 async def test_a_library_that_does_not_limit_fails(machine_with: MachineWith, tmp_path: Path) -> None:
-    library = build_broken(tmp_path / "passes.so", PASSES_ON)
+    library = build_broken(tmp_path / "passes.so")
     machine = machine_with()
     state, text = await probe_of(machine, library).prove(GPU)
     assert (state, text) == (ProbeState.FAILED, "a program got 16384 MiB in a share of 2048 MiB")
@@ -150,7 +133,7 @@ async def test_a_library_under_which_no_program_starts_fails(
     machine_with: MachineWith, tmp_path: Path, does: str, said: str
 ) -> None:
     """Without it the program starts: so it is the library's fault. What hangs is killed at the time limit."""
-    library = build_broken(tmp_path / "ends.so", IN_THE_WAY.replace("@", does))
+    library = build_broken(tmp_path / "ends.so", does)
     machine = machine_with()
     state, text = await probe_of(machine, library, timeout_s=5.0).prove(GPU)
     assert state is ProbeState.FAILED and said in text
@@ -216,7 +199,7 @@ async def test_a_program_that_got_no_processor_until_the_limit_is_no_failure(
 ) -> None:
     """The kernel's count is replaced. Without the library it starts in time."""
     monkeypatch.setattr("gpushare_agent.agent.isolation.gpushare.probe.waited_s", lambda pid: waited_s)
-    library = build_broken(tmp_path / "ends.so", IN_THE_WAY.replace("@", "pause()"))
+    library = build_broken(tmp_path / "ends.so", "pause()")
     state, text = await probe_of(machine_with(), library, timeout_s=4.0).prove(GPU)
     assert state is expected
     assert ("a program waited 75 % of the time" if expected is ProbeState.SKIPPED else "did not end in time") in text
@@ -237,6 +220,11 @@ async def test_it_gives_way_to_a_container(machine_with: MachineWith, library: P
 # ---- the agent, and check ----
 
 
+def use_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in machine.env().items():
+        monkeypatch.setenv(name, value)
+
+
 def agent_flags(machine: Machine, library: Path) -> list[str]:
     own = machine.directory / "own"
     own.mkdir(exist_ok=True)
@@ -254,8 +242,7 @@ async def test_the_agent_proves_the_library_once(
 ) -> None:
     """The next agent takes the result over."""
     machine = machine_with()
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    use_driver(machine, monkeypatch)
     async with open_test_node() as node:
         async with open_child(node, *agent_flags(machine, library)):
             await poll_until(lambda: node.log_lines("isolation_probe_passed"), "a result", deadline_s=60)
@@ -271,9 +258,8 @@ async def test_shares_are_refused_under_a_library_that_does_not_limit(
 ) -> None:
     """The kubelet sees no memory, and the node has an Event with the driver's version."""
     machine = machine_with()
-    library = build_broken(tmp_path / "passes.so", PASSES_ON)
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    library = build_broken(tmp_path / "passes.so")
+    use_driver(machine, monkeypatch)
     async with open_test_node() as node, open_child(node, *agent_flags(machine, library)):
         await node.wait_until(lambda: _probe_events(node), "an Event of the node")
         await node.wait_until(lambda: not node.kubelet.devices.capacity()[MEMORY][1], "no memory")
@@ -300,9 +286,8 @@ async def test_check_prints_a_line(
 ) -> None:
     """And nothing stays of its run."""
     machine = machine_with()
-    used = build_broken(tmp_path / "passes.so", PASSES_ON) if is_broken else library
-    for name, value in machine.env().items():
-        monkeypatch.setenv(name, value)
+    used = build_broken(tmp_path / "passes.so") if is_broken else library
+    use_driver(machine, monkeypatch)
     found = await run_program("check", "--output=json", *agent_flags(machine, used))
     [line] = [one for one in json.loads(found.out)["findings"] if one["what"] == "gpushare probe"]
     assert line["level"] == level and text in line["detail"]

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.format import (
-    CONFIG_NAME,
-    USAGE_NAME,
-    GpuLimits,
-    encode_config,
-    encode_usage,
-)
+from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.server import VDeviceLimits
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
@@ -26,7 +20,7 @@ from gpushare_agent.core.kit.bounded_grpc import ServerLimits
 from gpushare_agent.core.kit.sockets import connectable_path
 from gpushare_agent.core.model.errors import Unavailable
 from tests.gpushare.conftest import MachineWith
-from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, SHARE_MIB, TAKE, Container, Machine, uuid_of
+from tests.gpushare.support_gpushare import BLOCK_MIB, MIB, SHARE_MIB, TAKE, Container, Machine, uuid_of, write_files
 from tests.isolation.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving
 from tests.native.gpu_program import finish
 
@@ -40,9 +34,7 @@ def container(machine: Machine, root: Path) -> Container:
     """With its limits in its vDevice directory."""
     directory = VDeviceFiles(root).path(KEY)
     directory.mkdir(parents=True, exist_ok=True)
-    limits = GpuLimits(uuid=uuid_of("0"), memory_bytes=SHARE_MIB * MIB)
-    (directory / CONFIG_NAME).write_bytes(encode_config(KEY.pod_uid, KEY.container, [limits]))
-    (directory / USAGE_NAME).write_bytes(encode_usage())
+    write_files(directory, GpuLimits(uuid=uuid_of("0"), memory_bytes=SHARE_MIB * MIB), KEY)
     return Container(machine, directory)
 
 

@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @needs_own_programs
 def test_each_container_has_its_share(gpushare: GpushareBuilt, tmp_path: Path, name: str) -> None:
     cell: Cell = cell_named(name)
-    machines = [machine_for(gpushare, tmp_path / kind, cell) for kind in ("limited", "bare")]
-    result = judge(machines[0], cell, other=machines[1])
+    limited, bare = (machine_for(gpushare, tmp_path / kind, cell) for kind in ("limited", "bare"))
+    result = judge(limited, cell, bare)
     told = [shown([getattr(found, kind) for found in result.found]) for kind in ("first", "later")]
     assert (result.outside_at_first(), result.outside()) == ("", ""), f"in the first second {told[0]}, then {told[1]}"

@@ -15,13 +15,17 @@ import pytest
 from gpushare_agent.agent.isolation.gpushare.format import USAGE_NAME
 
 
-def open_usages(containers: Path) -> list[str]:
-    """The `usage` files below it that this process has open, as they are named now."""
+def open_in(directory: Path) -> list[str]:
+    """The files below it that this process has open, as they are named now."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [path for path in found if path.startswith(str(containers)) and USAGE_NAME in path]
+    return [path for path in found if path.startswith(f"{directory}/")]
+
+
+def open_usages(containers: Path) -> list[str]:
+    return [path for path in open_in(containers) if USAGE_NAME in path]
 
 
 _BY_NAME = {"rename": 0, "replace": 0, "link": 0, "unlink": 0, "remove": 0, "truncate": 0, "open": 0}
@@ -29,9 +33,9 @@ _BY_NAME = {"rename": 0, "replace": 0, "link": 0, "unlink": 0, "remove": 0, "tru
 
 
 class SlowFiles:
-    """From a first ftruncate of a file on, of `most` files, which does not end before `release`, whoever renames, links,
-    opens to write, shortens or removes it waits. So does a rename from one directory to another while there is such a file:
-    another one may hold the lock that all of them take. The kernel does so on ext4.
+    """From a first ftruncate of a file on, of `most` files, which ends with `release` or with the block, whoever renames,
+    links, opens to write, shortens or removes it waits. So does a rename from one directory to another while there is such a
+    file: another one may hold the lock that all of them take. The kernel does so on ext4.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 100) -> None:
@@ -43,6 +47,12 @@ class SlowFiles:
         monkeypatch.setattr(os, "ftruncate", self._shorten)
         for name, place in _BY_NAME.items():
             monkeypatch.setattr(os, name, self._waiting(name, getattr(os, name), place))
+
+    def __enter__(self) -> SlowFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         self.released.set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from grpclib import GRPCError, Status
@@ -34,8 +35,20 @@ MIB = 1024 * 1024
 T = TypeVar("T")
 
 
-class RunsBlocking(Protocol):
-    async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
+def plant(kind: str, place: Path, target: Path) -> None:
+    """What a tenant may have put into the place of a file or a directory; a link leads to `target`, or nowhere."""
+    if kind in ("link", "dangling"):
+        place.symlink_to(target if kind == "link" else target.with_name("nowhere"))
+    elif kind == "file":
+        place.write_text("in the way")
+    elif kind == "directory":
+        (place / "deep").mkdir(parents=True)
+        (place / "deep" / "link").symlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    else:
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(place))
 
 
 def share_config(key: ContainerKey = KEY, *, limit: int = 0, cores: int = 20) -> bytes:
@@ -71,8 +84,6 @@ class FakeNode:
     """Where sockets are bound."""
     writes: bool = False
     """A refresh writes the files, as the virtual manager would."""
-    run_blocking: RunsBlocking | None = None
-    """None: in the loop's own thread."""
 
     async def identify(self, pid: int) -> PeerIdentity | None:
         self.asked.append(pid)
@@ -96,7 +107,7 @@ class FakeNode:
         self.refreshed.append((key, container_id))
 
     async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
-        return await self.run_blocking(blocking, what) if self.run_blocking is not None else blocking()
+        return blocking()
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
         return False
@@ -113,13 +124,9 @@ class FakeNode:
 
 
 def server_of(
-    files: VDeviceFiles,
-    node: FakeNode,
-    key: ContainerKey = KEY,
-    limits: VDeviceLimits | None = None,
-    run_blocking: RunsBlocking | None = None,
+    files: VDeviceFiles, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
 ) -> VDeviceServer:
-    node.files, node.run_blocking = files, run_blocking
+    node.files = files
     return VDeviceServer(key, node, limits=limits)
 
 

@@ -17,10 +17,12 @@ FIRST, SECOND = (ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), na
 
 
 class Disk:
-    """Prepares when it is let to, and notes what it was asked for together."""
+    """Prepares, unless it is held, when it is let to; and notes what it was asked for together."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_held: bool = False) -> None:
         self.may_go_on = asyncio.Event()
+        if not is_held:
+            self.may_go_on.set()
         self.asked: list[list[ContainerKey]] = []
         self.fails = False
 
@@ -32,7 +34,6 @@ class Disk:
 
 async def test_one_preparation_serves_one_start() -> None:
     disk = Disk()
-    disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare)
     async with running(ahead.run):
         ahead.add(FIRST)
@@ -43,7 +44,7 @@ async def test_one_preparation_serves_one_start() -> None:
 @pytest.mark.parametrize("is_allocated_again", [False, True])
 async def test_a_start_that_comes_first_gets_no_preparation_of_before(is_allocated_again: bool) -> None:
     """Its own preparation made the files that it has; one that follows another allocation counts again."""
-    disk = Disk()
+    disk = Disk(is_held=True)
     ahead = PreparedAhead(disk.prepare)
     async with running(ahead.run):
         ahead.add(FIRST)
@@ -60,7 +61,6 @@ async def test_a_start_that_comes_first_gets_no_preparation_of_before(is_allocat
 async def test_what_fails_is_left_to_the_start() -> None:
     disk = Disk()
     disk.fails = True
-    disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare)
     async with running(ahead.run):
         ahead.add(FIRST)
@@ -74,7 +74,6 @@ async def test_a_burst_is_prepared_together_or_one_by_one(
     at_once: int | None, expected: list[list[ContainerKey]]
 ) -> None:
     disk = Disk()
-    disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare, at_once=at_once)
     ahead.add(FIRST)
     ahead.add(SECOND)
@@ -85,7 +84,6 @@ async def test_a_burst_is_prepared_together_or_one_by_one(
 
 async def test_containers_that_are_gone_or_never_start_are_forgotten() -> None:
     disk, now = Disk(), [0.0]
-    disk.may_go_on.set()
     ahead = PreparedAhead(disk.prepare, clock=lambda: now[0])
     async with running(ahead.run):
         ahead.add(FIRST)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,10 @@ def changed(**changes: Any) -> bytes:
     return json.dumps({**spec("GPU-0"), **changes}).encode()
 
 
+_LEVELS = ["a0: &a0 {x: 1}"]
+_LEVELS += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 9)]
+MERGE_BOMB = "\n".join(_LEVELS).encode()
+"""462 bytes that a loader with merges makes gigabytes of."""
 BROKEN = [
     ("a.json", b"", "is no JSON"),
     ("a.json", b"\xff\xfe\x00", "is no JSON"),
@@ -69,6 +72,10 @@ BROKEN = [
     ("a.yaml", b"[" * 20_000, "nested too deeply"),
     ("a.yaml", b"a: [1", "is no YAML"),
     ("a.yaml", b"!!python/object/apply:os.system ['true']", "is no CDI spec"),
+    ("a.yaml", b"x: !!timestamp foo", "missing required field `cdiVersion`"),
+    ("a.yaml", b"x: " + b"1:" * 300 + b"1.5", "missing required field `cdiVersion`"),
+    ("a.yaml", b"a: &a {x: 1}\nb: {<<: [*a, *a]}", "aliases, which"),
+    ("a.yaml", MERGE_BOMB, "aliases"),
     ("a.yaml", b"", "Expected `object`"),
     ("a.json", b"[]", "Expected `object`"),
     ("a.json", changed(cdiVersion=1), "`$.cdiVersion`"),
@@ -91,7 +98,7 @@ BROKEN = [
 def test_what_is_no_spec_is_reported_and_passed_over(
     files: CdiFiles, etc: Path, name: str, content: bytes, why: str
 ) -> None:
-    """The file next to it is read all the same."""
+    """The file next to it is read all the same. Whoever may write there must not end the agent, nor fill its memory."""
     (etc / name).write_bytes(content)
     assert why in problem_of(files)
     write_spec(etc / "b.json", "GPU-1")
@@ -178,48 +185,15 @@ def test_removing_takes_the_file_and_is_content_where_there_is_none(files: CdiFi
     assert os.listdir(other.parent) == ["other.json"]
 
 
-@pytest.fixture
-def no_room(short_dir: Path) -> Iterator[CdiFiles]:
-    """A spec directory that cannot be made: its parent is a file."""
+def test_a_directory_that_cannot_be_made_is_reported_with_the_cure(short_dir: Path) -> None:
+    """Its parent is a file. The text names the spec, the reason, what follows and the setting."""
     (short_dir / "file").write_text("")
-    yield CdiFiles([short_dir / "file" / "cdi"])
-
-
-def test_a_directory_that_cannot_be_made_is_reported_with_the_cure(no_room: CdiFiles) -> None:
-    """The text names the file, the reason, what follows and the setting."""
+    no_room = CdiFiles([short_dir / "file" / "cdi"])
     with pytest.raises(Unavailable) as caught:
         no_room.write(b"spec")
     for part in (str(no_room.own_path), "Not a directory", "do not start", "--cdi.spec-directories"):
         assert part in str(caught.value)
     no_room.remove()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x: !!bool maybe",
-        "x: !!int ''",
-        "x: !!float ''",
-        "x: !!timestamp foo",
-        "x: " + ":".join(["1"] * 300) + ":1.5",
-        "a: &a {x: 1}\nb: {<<: [*a, *a]}",
-        "a: &a [1]\nb: [*a, *a]",
-    ],
-)
-def test_a_yaml_file_of_any_content_is_passed_over_and_reported(tmp_path: Path, text: str) -> None:
-    """Whoever may write there must not end the agent, nor fill its memory with a few hundred bytes."""
-    (tmp_path / "x.yaml").write_text(text)
-    (file,) = CdiFiles([tmp_path]).read()
-    assert file.problem and not file.devices
-
-
-def test_a_merge_bomb_costs_nothing(tmp_path: Path) -> None:
-    """462 bytes that a loader with merges makes gigabytes of."""
-    lines = ["a0: &a0 {x: 1}"]
-    lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 9)]
-    (tmp_path / "x.yaml").write_text("\n".join(lines))
-    (file,) = CdiFiles([tmp_path]).read()
-    assert "aliases" in file.problem
 
 
 def test_links_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:

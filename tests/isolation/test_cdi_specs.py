@@ -78,7 +78,8 @@ def test_where_nvidia_ctk_names_all_nothing_is_written(host: Host) -> None:
 
 
 def test_where_others_name_some_ours_names_the_rest(host: Host) -> None:
-    """A spec from before a GPU was added; and one that names GPUs by index alone names none of ours."""
+    """A spec from before a GPU was added; one of another kind, and one that names GPUs by index alone, name none of ours."""
+    write_spec(host.etc / "x.json", "GPU-2", kind="x.io/gpu")
     host.run.mkdir()
     (host.run / "nvidia.yaml").write_bytes(NVIDIA_CTK)
     assert host.specs.ensure(GPUS).named[2] == (GPUS[2].uuid, str(host.own_path))

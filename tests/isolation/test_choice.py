@@ -18,18 +18,10 @@ STANDINGS = {
 SIMPLE = OURS, MPS, VCUDA, DRIVER = "gpushare", "mps", "vcuda", "driver"
 
 
-def chosen(
-    *usable: str,
-    running: tuple[str, ...] = (),
-    is_exclusive: bool = False,
-) -> Choice:
+def chosen(*usable: str, running: tuple[str, ...] = (), is_exclusive: bool = False) -> Choice:
+    problems = {name: "" if name in usable else f"no {name} here" for name in STANDINGS}
     candidates = [
-        Candidate(
-            name=name,
-            standing=standing,
-            problem="" if name in usable else f"no {name} here",
-            is_running=name in running,
-        )
+        Candidate(name=name, standing=standing, problem=problems[name], is_running=name in running)
         for name, standing in STANDINGS.items()
     ]
     return choose(candidates, is_exclusive_process=is_exclusive)

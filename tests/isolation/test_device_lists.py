@@ -16,7 +16,7 @@ from gpushare_agent.agent.delivery.device_lists import (
     device_edits,
     strategy_warnings,
 )
-from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount
+from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, isolation_config, mig_instance, pod
@@ -29,27 +29,6 @@ VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 
 def edits(*strategies: DeviceListStrategy) -> ContainerEdits:
     return device_edits(REQUEST, strategies)
-
-
-def test_envvar_lists_the_uuids() -> None:
-    """In order of index, with commas, as NVIDIA's runtime reads them; nothing else is set."""
-    assert edits(ENVVAR) == ContainerEdits(env=((VISIBLE, "GPU-0,GPU-1"),))
-
-
-def test_volume_mounts_name_each_gpu_by_a_path() -> None:
-    """/dev/null at <directory>/<uuid>; the variable names the directory."""
-    directory = "/var/run/nvidia-container-devices"
-    mounts = tuple(ContainerMount(host_path="/dev/null", container_path=f"{directory}/GPU-{n}") for n in (0, 1))
-    assert edits(MOUNTS) == ContainerEdits(env=((VISIBLE, directory),), mounts=mounts)
-
-
-def test_cdi_strategies_name_the_same_devices_in_the_annotation_and_in_the_field() -> None:
-    """And void overrides the image's own NVIDIA_VISIBLE_DEVICES=all."""
-    void, names = ((VISIBLE, "void"),), ("nvidia.com/gpu=GPU-0", "nvidia.com/gpu=GPU-1")
-    annotation = (("cdi.k8s.io/gpushare_p_1", ",".join(names)),)
-    assert edits(ANNOTATIONS) == ContainerEdits(env=void, annotations=annotation)
-    assert edits(CRI) == ContainerEdits(env=void, cdi_devices=names)
-    assert edits(ANNOTATIONS, CRI) == ContainerEdits(env=void, annotations=annotation, cdi_devices=names)
 
 
 def test_device_nodes_come_with_void_and_each_node_once() -> None:
@@ -82,11 +61,6 @@ def test_the_order_in_which_strategies_are_given_does_not_matter() -> None:
             assert bool(found.devices) == (NODES in chosen)
             assert bool(found.annotations) == (ANNOTATIONS in chosen)
             assert bool(found.cdi_devices) == (CRI in chosen)
-
-
-def test_every_strategy_has_its_function() -> None:
-    """In the order of the enumeration, on which the merging relies."""
-    assert tuple(STRATEGIES) == tuple(DeviceListStrategy)
 
 
 @pytest.mark.parametrize("uid", ["0f9f5f0e-8b3c-4e6f-9a51-52d7a8c1b2d3", "3f2a" * 8])

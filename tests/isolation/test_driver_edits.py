@@ -6,41 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import ISOLATIONS
-from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.isolation import isolation_parts
 from gpushare_agent.core.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST
-from tests.isolation.support_requests import GPUS, request
+from tests.isolation.support_requests import request
 from tests.support_core import container
 
 WITH_DRIVER = [name for name in ISOLATIONS if "driver" in isolation_parts(name)]
-
-
-@pytest.mark.parametrize("name", WITH_DRIVER)
-def test_a_share_gets_request_and_limit_in_mib(name: str) -> None:
-    """Whole numbers without a unit, both: the toolkit's hook does nothing where one is missing."""
-    edits = ISOLATIONS[name].edit(request())
-    assert isinstance(edits, ContainerEdits)
-    assert {key: value for key, value in edits.env if key.startswith("NVIDIA_GPU")} == {
-        "NVIDIA_GPU_MEMORY_REQUEST": "6144",
-        "NVIDIA_GPU_MEMORY_LIMIT": "6144",
-    }
-
-
-@pytest.mark.parametrize("name", WITH_DRIVER)
-def test_a_combination_adds_to_what_the_other_gives(name: str) -> None:
-    """Everything of both: limits of compute, mounts."""
-    edits = ISOLATIONS[name].edit(request())
-    assert isinstance(edits, ContainerEdits)
-    for part in isolation_parts(name):
-        own = ISOLATIONS[part].edit(request())
-        assert isinstance(own, ContainerEdits)
-        assert set(own.env) <= set(edits.env) and set(own.mounts) <= set(edits.mounts)
-
-
-@pytest.mark.parametrize("name", WITH_DRIVER)
-def test_whole_gpus_are_not_limited(name: str) -> None:
-    assert ISOLATIONS[name].edit(request(200, 0, gpus=GPUS[:2], is_whole=True)) == ContainerEdits()
 
 
 @pytest.mark.parametrize("name", WITH_DRIVER)

@@ -101,6 +101,10 @@ def test_the_driver_version_is_in_the_full_name_of_libcuda(name: str, version: t
     assert driver_version_text([name]) == ("" if version is None else name.removeprefix("libcuda.so."))
 
 
+def test_the_version_for_a_person_is_the_highest_with_its_zeros() -> None:
+    assert driver_version_text(["libcuda.so.535.54.03", "libcuda.so.535.104.05", "libcuda.so.1"]) == "535.104.05"
+
+
 def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
     """Files by ELF class, a link for the soname, and a bare one to that."""
     made = planned(VolumeName.ORIGIN)
@@ -119,18 +123,6 @@ def test_the_volume_for_whole_gpus_is_as_the_driver_has_it() -> None:
     assert len(links) == 10
     assert made.driver_version == (535, 104, 5)
     assert made.warnings == ()
-
-
-def test_in_the_volume_for_shares_the_loaded_names_lead_to_the_control_library() -> None:
-    """The driver's files keep their full names next to it, for the control library loads them by these."""
-    made = planned(VolumeName.SHARED)
-    links = dict(made.links)
-    for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"):
-        assert links[f"lib64/{name}"] == "libcuda-control.so"
-    files = dict(made.files)
-    assert files["lib64/libcuda-control.so"] == CONTROL.library.path
-    assert {"lib64/libcuda.so.535.104.05", "lib64/libnvidia-ml.so.535.104.05"} < set(files)
-    assert links["lib64/libnvcuvid.so.1"] == "libnvcuvid.so.535.104.05"
 
 
 def test_a_share_gets_no_libcuda_that_nothing_controls() -> None:
@@ -178,13 +170,6 @@ def test_files_of_two_drivers_in_one_volume_are_a_warning() -> None:
         assert "wayland" not in text
         assert text.count("\n") == 0
     assert planned(VolumeName.ORIGIN).warnings == ()
-
-
-def test_the_version_for_a_person_is_as_the_file_writes_it() -> None:
-    """With its zeros; of several the highest; nothing of other names."""
-    names = ["libcuda.so.535.104.05", "libcuda.so.1", "libcuda.so.535.54.03", "libnvidia-ml.so.550.54.14"]
-    assert driver_version_text(names) == "535.104.05"
-    assert driver_version_text(["libcuda.so.1"]) == ""
 
 
 def test_a_control_library_for_another_machine_is_refused() -> None:

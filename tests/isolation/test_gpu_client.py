@@ -228,15 +228,6 @@ async def all_at_once(program: Path, path: Path) -> list[Ended]:
     return [call.result() for call in calls]
 
 
-async def test_150_processes_that_start_at_once_are_all_registered(program: Path, short_dir: Path) -> None:
-    """Through the socket's default bounds."""
-    node = FakeNode()
-    async with serving(short_dir, node) as path:
-        ended = await all_at_once(program, path)
-    assert ended == [Ended(0, "")] * STARTED_AT_ONCE
-    assert node.codes.count("OK") >= STARTED_AT_ONCE
-
-
 async def test_150_processes_are_all_registered_although_the_agent_restarts_meanwhile(
     program: Path, short_dir: Path
 ) -> None:

@@ -204,12 +204,6 @@ def test_whatever_the_counters_say_what_is_told_fits_its_fields(
             assert 0 <= one.companions <= 1 and 0 <= one.full <= 10_000 and 0 <= one.between_us <= 8000
 
 
-def test_a_container_whose_file_cannot_be_read_any_more_computes_no_more() -> None:
-    """It has paid for seconds of its share, and then shortened its `usage`: no reading comes after that."""
-    found, at_ns = claim([paid(0, 1), paid(5000, 2)])
-    assert found.is_active(at_ns + 1000 * MS) and not found.is_active(at_ns + 3000 * MS)
-
-
 def told_of_others(others_ms: Iterable[int], busy: float, own: float = 0.3, other: float | None = None) -> Observed:
     """What a container is told that pays `own` of the time, next to another one that says `other`."""
     claims, seen, at_ns = Claims(), Observed(), BEGAN

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import GpuShare, IsolationRequest
-from gpushare_agent.agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
-from gpushare_agent.agent.isolation.gpushare.format import (
-    MOST_GPUS,
-    GpuLimits,
-)
+from gpushare_agent.agent.isolation.gpushare.edits import ISOLATION, edit_gpushare, live_limits
+from gpushare_agent.agent.isolation.gpushare.format import MOST_GPUS, GpuLimits
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.core.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, unit_id
+from gpushare_agent.core.model.pods import ContainerSpec
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.isolation.support_gpushare import LIMITS
 from tests.isolation.support_requests import GPUS, UID, request
@@ -28,21 +27,11 @@ def with_env(**env: str) -> IsolationRequest:
     return request(container=replace(container("cuda"), env=env))
 
 
-def test_whole_gpus_get_nothing() -> None:
-    assert edit_gpushare(request(100, gpus=GPUS[:2], is_whole=True)) == ContainerEdits()
-
-
-def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_writable() -> None:
-    edits = edit_gpushare(request())
-    assert isinstance(edits, ContainerEdits) and edits.env == ()
-    own = f"/vm/{UID}/cuda"
-    assert [(mount.host_path, mount.container_path, mount.read_only) for mount in edits.mounts] == [
-        ("/own/libgpushare.so", LIBRARY_PATH, True),
-        ("/own/ld.so.preload", "/etc/ld.so.preload", True),
-        ("/own/ld.so.preload", "/etc/ld-nix.so.preload", True),
-        (own, "/etc/vcuda", True),
-        (f"{own}/usage", "/etc/vcuda/usage", False),
-    ]
+def read_container(**raw: Any) -> ContainerSpec:
+    """One with a share, as the API server has it."""
+    own = raw | {"name": "cuda", "resources": {"limits": {"tencent.com/vcuda-core": "30"}}}
+    document = {"metadata": {"uid": UID, "name": "web", "namespace": "default"}, "spec": {"containers": [own]}}
+    return parse_pod(read_pod_json(json.dumps(document).encode())).containers[0]
 
 
 @pytest.mark.parametrize(
@@ -71,37 +60,40 @@ def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, tex
 )
 def test_the_driver_s_library_may_not_be_preloaded_before_the_isolation_s(value: str) -> None:
     """Which would be first, for programs that are linked to it. One is named behind what is read of a variable."""
-    raw = {"name": "cuda", "env": [{"name": "LD_PRELOAD", "value": value}]}
-    meta = {"uid": UID, "name": "web", "namespace": "default"}
-    read = parse_pod(read_pod_json(json.dumps({"metadata": meta, "spec": {"containers": [raw]}}).encode()))
-    refused = edit_gpushare(request(container=read.containers[0]))
+    refused = edit_gpushare(request(container=read_container(env=[{"name": "LD_PRELOAD", "value": value}])))
     assert isinstance(refused, Refused) and "sets LD_PRELOAD (" in refused.detail and len(refused.detail) < 600
 
 
+PRELOADED = ("", "libjemalloc.so.2", "/opt/libcuda-tools.so", "/usr/local/libcuda.so.d/libtrace.so")
+MOUNTED = ("/data", "/etc/ssl", "/usr/local/gpushare2", "/usr/local/vgpu")
+
+
 @pytest.mark.parametrize(
-    "value", ["", "libjemalloc.so.2", "/opt/libcuda-tools.so", "/usr/local/libcuda.so.d/libtrace.so"]
+    "wanted",
+    [
+        *(with_env(LD_PRELOAD=value) for value in PRELOADED),
+        *(request(container=replace(container("cuda"), mounts=(path,))) for path in MOUNTED),
+        with_env(NVIDIA_VISIBLE_DEVICES="void"),
+    ],
 )
-def test_another_library_may_be_preloaded(value: str) -> None:
-    assert isinstance(edit_gpushare(with_env(LD_PRELOAD=value)), ContainerEdits)
+def test_other_libraries_volumes_elsewhere_and_gpus_by_cdi_lift_no_limit(wanted: IsolationRequest) -> None:
+    assert isinstance(edit_gpushare(wanted), ContainerEdits)
 
 
 PRELOADS = ["/etc/ld.so.preload", "/etc/ld-nix.so.preload"]
 PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", *PRELOADS, "/usr/local/gpushare", "/usr/local", "/etc", "/"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_volume_over_the_files_of_the_limit_is_refused(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [*((path, path) for path in PATHS), ("/etc/../etc/vcuda/", "/etc/vcuda"), ("//usr/local", "/usr/local")],
+)
+def test_a_volume_over_the_files_of_the_limit_is_refused(path: str, shown: str) -> None:
     """Above them too: whoever may write in the volume could lead their directory elsewhere."""
-    own = replace(container("cuda"), mounts=("/data", path))
+    own = read_container(volumeMounts=[{"name": "v", "mountPath": each} for each in ("/data", path)])
     refused = edit_gpushare(request(container=own))
-    assert isinstance(refused, Refused) and f"mounts a volume at {path}, by which" in refused.detail
+    assert isinstance(refused, Refused) and f"mounts a volume at {shown}, by which" in refused.detail
     assert edit_gpushare(request(100, is_whole=True, container=own)) == ContainerEdits()
-
-
-@pytest.mark.parametrize("path", ["/data", "/etc/ssl", "/usr/local/gpushare2", "/usr/local/vgpu"])
-def test_a_volume_elsewhere_is_not(path: str) -> None:
-    own = replace(container("cuda"), mounts=(path,))
-    assert isinstance(edit_gpushare(request(container=own)), ContainerEdits)
 
 
 def test_a_share_of_a_mig_instance_is_limited_unless_the_driver_names_it_in_the_old_way() -> None:
@@ -111,10 +103,6 @@ def test_a_share_of_a_mig_instance_is_limited_unless_the_driver_names_it_in_the_
     old = replace(instance, uuid=GpuUuid(f"MIG-GPU-{UID}/7/0"))
     refused = ISOLATION.edits(request(30, 1024, gpus=[old]))
     assert isinstance(refused, Refused) and "Update the driver" in refused.detail
-
-
-def test_gpus_that_come_by_cdi_may_be_hidden_from_nvidias_runtime() -> None:
-    assert isinstance(edit_gpushare(with_env(NVIDIA_VISIBLE_DEVICES="void")), ContainerEdits)
 
 
 @pytest.mark.parametrize(("ceiling", "expected"), [("60", 6000), ("30", None), ("0", None), ("10", None)])

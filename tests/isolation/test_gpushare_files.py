@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +46,7 @@ from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavai
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UID, UUID, World
 from tests.isolation.support_tenant import open_usages
+from tests.isolation.support_vdevice import plant
 
 
 @pytest.fixture
@@ -189,54 +190,33 @@ def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
     assert launches(files) == 10
 
 
-def shorten(path: Path) -> None:
-    os.truncate(path, 100)
-
-
-def grow(path: Path) -> None:
-    os.truncate(path, 1 << 30)
-
-
-def link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/etc/hostname")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    (path / "deep").mkdir(parents=True)
-
-
-def device(path: Path) -> None:
-    """/dev/zero's numbers. Also what it is without the right to make one."""
-    path.unlink()
-    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+SIZES = {"short": 100, "long": 1 << 30}
 
 
 @pytest.mark.parametrize(
     "attack",
     [
-        shorten,
-        grow,
-        link,
-        pipe,
-        directory,
-        pytest.param(device, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+        *(*SIZES, "link", "fifo", "directory"),
+        pytest.param("device", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
     ],
 )
-def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Callable[[Path], None]) -> None:
-    attack(world.usage())
+def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: str) -> None:
+    """The device has /dev/zero's numbers; it is what it is without the right to make one."""
+    path = world.usage()
+    if attack in SIZES:
+        os.truncate(path, SIZES[attack])
+    else:
+        path.unlink()
+        if attack == "device":
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+        else:
+            plant(attack, path, Path("/etc/hostname"))
     with pytest.raises(Corrupt):
         launches(world.files)
     with pytest.raises(Corrupt):
         world.files.held_bytes(KEY)
     world.files.write_limits(KEY, [LIMITS])
-    if attack not in (shorten, grow):  # nobody waits for it, and nobody cuts it
+    if attack not in SIZES:  # nobody waits for it, and nobody cuts it
         assert world.files.oversized([KEY]) == []
         with pytest.raises(Corrupt, match="no regular file"):
             world.files.cut(KEY)

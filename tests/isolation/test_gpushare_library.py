@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.agent.isolation.gpushare.check import check_gpushare
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_PATH
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.library import MARK, Library
 from gpushare_agent.core.model.errors import StartupError, Unavailable
-from gpushare_agent.core.model.finding import Level
-from gpushare_agent.core.settings.sections import LibgpushareSettings
-from gpushare_agent.core.settings.settings import Settings
 from tests.isolation.support_gpushare import KEY, World
 from tests.isolation.support_library import fake_library
 
@@ -138,13 +134,3 @@ def test_another_library_is_refused_with_the_cure(short_dir: Path) -> None:
         Library(other, short_dir / "own").look()
     with pytest.raises(StartupError, match="isolation gpushare has no library"):
         Library(short_dir / "none.so", short_dir / "own").check()
-
-
-async def test_check_says_what_is_missing(short_dir: Path) -> None:
-    own = LibgpushareSettings(library=short_dir / "none.so", directory=short_dir / "own")
-    (found,) = await check_gpushare(Settings(libgpushare=own))
-    assert found.level is Level.ERROR and "none.so cannot be used" in found.detail
-    own = LibgpushareSettings(library=fake_library(short_dir / "fake.so"), directory=short_dir / "own")
-    first, second = await check_gpushare(Settings(libgpushare=own))
-    assert (first.level, second.level) == (Level.OK, Level.ERROR)
-    assert "is not libgpushare's" in second.detail  # it has no symbols

@@ -9,7 +9,6 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.agent.isolation.gpushare.format import (
-    USAGE_BYTES,
-    Observed,
-)
+from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, Observed
 from gpushare_agent.agent.isolation.gpushare.observed import (
     BusyCount,
     ObservedContainers,
@@ -35,7 +31,7 @@ from gpushare_agent.core.model.usage import BusyProcess, ContainerUse, GpuBusy, 
 from tests.cluster.support_kube import running
 from tests.fakes.clock import FakeClock
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UUID, World
-from tests.isolation.support_tenant import open_usages
+from tests.isolation.support_tenant import open_in, open_usages
 
 SECOND = 1_000_000_000
 READING = GpuBusy(
@@ -51,9 +47,9 @@ READING = GpuBusy(
 OWNERS = {7: KEY, 8: OTHER, 9: None}
 
 
-def usage(pids: tuple[int, ...] = (7,), age_s: float = 0.0) -> UsageRound:
+def usage(age_s: float = 0.0) -> UsageRound:
     uses = [
-        ContainerUse(key=KEY, uuid=UUID, pids=pids, memory_bytes=600 * MIB if pids else 0),
+        ContainerUse(key=KEY, uuid=UUID, pids=(7,), memory_bytes=600 * MIB),
         ContainerUse(key=OTHER, uuid=UUID, pids=(8,), memory_bytes=900 * MIB),
         ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1),
     ]
@@ -166,6 +162,14 @@ def observing(world: World, **others: Any) -> ObservedContainers:
     return ObservedContainers(**given | others)
 
 
+async def launched_and_read(world: World, service: ObservedContainers, round_: UsageRound) -> None:
+    """The container launches, is looked at, a round shows whose its processes are, and the driver is read."""
+    world.launch(3)
+    await service.look()
+    service.usage_sampled(round_)
+    await service.read()
+
+
 @pytest.fixture
 def world(short_dir: Path) -> World:
     """Its container is prepared."""
@@ -250,10 +254,7 @@ async def test_of_a_mig_instance_the_memory_is_told_and_no_busy_time(world: Worl
     requests, driver = list[int](), ReadDriver(replace(READING, processes=processes, busy_until_ns=0))
 
     service = observing(world, driver=driver, request_usage=lambda: requests.append(1))
-    world.launch(1)
-    await service.look()
-    service.usage_sampled(usage())
-    await service.read()
+    await launched_and_read(world, service, usage())
     before = len(requests)
     for _ in range(5):
         await service.read()
@@ -263,40 +264,28 @@ async def test_of_a_mig_instance_the_memory_is_told_and_no_busy_time(world: Worl
     assert published_at_ms > 0 and companions == 0
 
 
-async def test_a_container_without_a_known_process_is_told_no_memory(world: World) -> None:
-    service = observing(world)
-    world.launch(3)
-    await service.look()
-    service.usage_sampled(usage(pids=()))
-    await service.read()
-    assert (published(world).at_ns, published(world).used_bytes) == (0, 0)
-
-
 async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: World) -> None:
     """The memory, as old as the round is; nothing of who was busy."""
     service = observing(world, driver=ReadDriver(None))
-    world.launch(3)
-    await service.look()
-    service.usage_sampled(usage(age_s=2.0))
-    await service.read()
+    await launched_and_read(world, service, usage(age_s=2.0))
     seen = published(world)
     assert seen == Observed(at_ns=seen.at_ns, used_bytes=600 * MIB)
     assert time.monotonic_ns() - seen.at_ns >= 2 * SECOND
 
 
 async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None:
-    """A container that starts again: what is written does not go into the file that its last instance had mapped."""
+    """A container that starts again: what is written does not go into the file that its last instance had mapped, and what
+    was seen of that one not into the new file."""
     service = observing(world)
-    world.launch(3)
-    await service.look()
-    service.usage_sampled(usage())
-    await service.read()
+    await launched_and_read(world, service, usage())
+    assert published(world).used_bytes == 700 * MIB
     world.files.prepare(KEY)
-    assert published(world) == Observed()
-    await service.look()
     world.launch(1)
     await service.read()
-    await service.look()
+    assert published(world) == Observed()
+    for launches in (1, 2):
+        world.launch(launches)
+        await service.look()
     await service.read()
     assert published(world).used_bytes == 700 * MIB
 
@@ -308,22 +297,13 @@ async def test_a_reading_of_100_containers_opens_no_file_twice(world: World) -> 
     world.launch(3)
     await service.look()
     # Not all descriptors: those that earlier tests left are closed when they are collected.
-    before = open_in(world.path)
+    before = len(open_in(world.path))
     for _ in range(5):
         await service.read()
-    assert open_in(world.path) == before + 1
+    assert len(open_in(world.path)) == before + 1
     clock.now += 60
     await service.look()
-    assert open_in(world.path) == before
-
-
-def open_in(directory: Path) -> int:
-    """This process's descriptors of files in it."""
-    found = 0
-    for one in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself
-            found += os.readlink(f"/proc/self/fd/{one}").startswith(f"{directory}/")
-    return found
+    assert len(open_in(world.path)) == before
 
 
 async def test_limits_that_changed_without_a_resize_are_put_right_and_trouble_is_logged_once(world: World) -> None:
@@ -362,7 +342,7 @@ def companions(world: World, key: ContainerKey, gpu: int = 0) -> int:
 
 
 async def observed_for(
-    service: ObservedContainers, clock: FakeClock, seconds: float, work: Callable[[int], None]
+    service: ObservedContainers, clock: FakeClock, seconds: float, work: Callable[[int], object]
 ) -> None:
     """Ten readings a second, and a look before every third; `work` is what containers do before each."""
     for n in range(round(10 * seconds)):
@@ -482,28 +462,11 @@ async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World)
     assert published(world).used_bytes == 600 * MIB
 
 
-async def test_files_that_are_made_anew_during_a_reading_are_not_told_of_the_last_instance(world: World) -> None:
-    service, clock = two_shares(world)
-    service.usage_sampled(usage())
-    await observed_for(service, clock, 1, lambda n: pay(world, KEY, 5 + n, n))
-    service.usage_sampled(usage())
-    await service.read()
-    assert published(world).used_bytes == 700 * MIB
-    world.files.prepare(KEY)
-    pay(world, KEY, 1, 1)
-    await service.read()
-    assert published(world) == Observed()
-
-
 async def test_what_has_ended_leaves_nothing_behind(world: World) -> None:
     """Containers, and GPUs of which nobody has a share any more."""
     service, clock = two_shares(world)
 
-    def work(n: int) -> None:
-        pay(world, KEY, n, n)
-        pay(world, OTHER, n, n)
-
-    await observed_for(service, clock, 1, work)
+    await observed_for(service, clock, 1, lambda n: [pay(world, key, n, n) for key in (KEY, OTHER)])
     assert companions(world, KEY) == 1
     service.shares = lambda: {KEY: (LIMITS,)}
     await observed_for(service, clock, 0.4, lambda n: pay(world, KEY, 100 + n, n))
@@ -569,7 +532,6 @@ async def test_random_bytes_in_a_region_cost_its_own_container_alone(world: Worl
     with capture_logs() as logs:
         await observed_for(service, clock, 5, work)
     assert logs == [] and service.paid(KEY, UUID) == pytest.approx(0.3)
-    assert [max(each) <= most for each, most in zip(zip(*found, strict=True), (1, 10_000, 8000, 0.6), strict=True)] == [
-        True
-    ] * 4
+    companions_, full, between_us, paid = (max(each) for each in zip(*found, strict=True))
+    assert companions_ <= 1 and full <= 10_000 and between_us <= 8000 and paid <= 0.6
     assert published(world).used_bytes == 700 * MIB

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,17 @@ from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NA
 from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.core.kit.supervision import forever, stop_task
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
+from tests.isolation.support_gpushare import KEY, OTHER, UID
 from tests.isolation.support_library import fake_library
 from tests.isolation.support_tenant import SlowFiles
 from tests.support_core import allocation, container, ids, pod
 
-UID = PodUid("11111111-2222-3333-4444-555555555555")
-WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
-KEY = ContainerKey(UID, "cuda")
-OTHER = ContainerKey(PodUid("44444444-2222-3333-4444-555555555555"), "cuda")
+WHOLE = PodUid("44444444-2222-3333-4444-555555555555")
 
 
 class Files(GpushareFiles):
@@ -60,6 +59,11 @@ class Files(GpushareFiles):
     def usage(self, key: ContainerKey = KEY) -> Path:
         return self.container_directory(key) / USAGE_NAME
 
+    def grow(self, key: ContainerKey = KEY) -> None:
+        """As the tenant does."""
+        with self.usage(key).open("ab") as file:
+            file.write(bytes(1 << 20))
+
 
 class World:
     """A share, and a whole GPU."""
@@ -73,20 +77,16 @@ class World:
         self.allocations: dict[ContainerKey, Allocation] = {own.key: own, all_of_it.key: all_of_it}
         self.preparation = Preparation(self.files, lambda: self.allocations, cut_period_s=0.005)
 
-    async def running(self, body: Callable[[], Awaitable[None]]) -> None:
-        """`body`, awaited, while the service runs."""
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(forever("preparation", self.preparation.run), name="preparation")
-            try:
-                await body()
-            finally:
-                self.files.go_on.set()
-                await stop_task(task)
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """The service runs in the block."""
+        return running(self.preparation.run)
 
 
 @pytest.fixture
-def world(short_dir: Path) -> World:
-    return World(short_dir)
+def world(short_dir: Path) -> Iterator[World]:
+    made = World(short_dir)
+    yield made
+    made.files.go_on.set()
 
 
 async def test_a_share_that_is_about_to_start_finds_its_files(world: World) -> None:
@@ -142,11 +142,9 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch:
 async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None:
     world.allocations[OTHER] = replace(world.allocations[KEY], key=OTHER)
     assert await world.preparation.prepare([OTHER]) is None
-    with world.files.usage(OTHER).open("ab") as file:
-        file.write(bytes(1 << 20))
+    world.files.grow(OTHER)
     world.files.go_on.clear()
-
-    async def body() -> None:
+    async with world.running():
         await poll_until(lambda: "cut" in world.files.begun, "a cut under way")
         async with asyncio.TaskGroup() as group:
             start = group.create_task(world.preparation.prepare([KEY]), name="start")
@@ -154,8 +152,6 @@ async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None
             world.files.go_on.set()
         assert start.result() is None
         await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
-
-    await world.running(body)
     assert {one.launches for one in read_paid(world.files.usage_head(OTHER, 1))} == {0}
 
 
@@ -169,30 +165,23 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
         world.allocations[key] = replace(world.allocations[KEY], key=key)
     vdevice = VDeviceFiles(world.files.containers)
     assert await world.preparation.prepare([OTHER]) is None
+    world.files.grow(OTHER)
     usage = world.files.usage(OTHER)
-    with usage.open("ab") as file:
-        file.write(bytes(1 << 20))
     former = usage.stat().st_ino
-    slow = SlowFiles(monkeypatch)
-
-    async def body() -> None:
-        await poll_until(lambda: bool(slow.slow), "a file being shortened")
-        for key in others:
-            assert await world.preparation.prepare([key]) is None
-        assert await world.preparation.prepare([OTHER]) is None
-        assert usage.stat().st_ino != former and world.files.usage_head(OTHER, 1)
-        assert vdevice.remove_pod(OTHER.pod_uid)
-        assert await world.preparation.prepare([OTHER]) is None
-        assert slow.waited == []
-        async with asyncio.TaskGroup() as group:
-            group.create_task(asyncio.to_thread(remove_all, vdevice), name="removal")
-            await poll_until(lambda: slow.waited == [f"unlink {USAGE_NAME}"], "the removal of the file")
-            slow.release()
-
-    try:
-        await world.running(body)
-    finally:
-        slow.release()
+    with SlowFiles(monkeypatch) as slow:
+        async with world.running():
+            await poll_until(lambda: bool(slow.slow), "a file being shortened")
+            for key in others:
+                assert await world.preparation.prepare([key]) is None
+            assert await world.preparation.prepare([OTHER]) is None
+            assert usage.stat().st_ino != former and world.files.usage_head(OTHER, 1)
+            assert vdevice.remove_pod(OTHER.pod_uid)
+            assert await world.preparation.prepare([OTHER]) is None
+            assert slow.waited == []
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.to_thread(remove_all, vdevice), name="removal")
+                await poll_until(lambda: slow.waited == [f"unlink {USAGE_NAME}"], "the removal of the file")
+                slow.release()
     assert vdevice.list_aside() == () and not slow.waited[1:]
 
 
@@ -201,22 +190,16 @@ async def test_a_file_that_takes_long_to_shorten_delays_no_other(world: World, m
     for key in (KEY, OTHER):
         world.allocations[key] = replace(world.allocations[KEY], key=key)
         assert await world.preparation.prepare([key]) is None
-    slow = SlowFiles(monkeypatch, most=1)
-
-    async def body() -> None:
-        os.truncate(world.files.usage(OTHER), USAGE_BYTES + 2)
-        await poll_until(lambda: bool(slow.slow), "a file being shortened")
-        for more in (1 << 20, 1 << 21):
-            os.truncate(world.files.usage(), USAGE_BYTES + more)
-            await poll_until(lambda: not world.files.oversized([KEY]), "the other is short")
-        assert world.files.oversized([OTHER])
-        slow.release()
-        await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
-
-    try:
-        await world.running(body)
-    finally:
-        slow.release()
+    with SlowFiles(monkeypatch, most=1) as slow:
+        async with world.running():
+            os.truncate(world.files.usage(OTHER), USAGE_BYTES + 2)
+            await poll_until(lambda: bool(slow.slow), "a file being shortened")
+            for more in (1 << 20, 1 << 21):
+                os.truncate(world.files.usage(), USAGE_BYTES + more)
+                await poll_until(lambda: not world.files.oversized([KEY]), "the other is short")
+            assert world.files.oversized([OTHER])
+            slow.release()
+            await poll_until(lambda: not world.files.oversized([OTHER]), "it is short")
 
 
 def remove_all(vdevice: VDeviceFiles) -> None:
@@ -229,8 +212,7 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) ->
     assert await world.preparation.prepare([KEY]) is None
     with capture_logs() as lines:
         for _ in range(3):
-            with world.files.usage().open("ab") as file:
-                file.write(bytes(1 << 20))
+            world.files.grow()
             await world.preparation.cut_oversized()
             assert world.files.usage().stat().st_size == USAGE_BYTES
     assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
@@ -239,8 +221,7 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) ->
 async def test_a_file_that_cannot_be_shortened_is_warned_of_once(world: World) -> None:
     """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
     assert await world.preparation.prepare([KEY]) is None
-    with world.files.usage().open("ab") as file:
-        file.write(bytes(1 << 20))
+    world.files.grow()
     world.files.cut_error = Unavailable("usage cannot be used: Text file busy")
     with capture_logs() as lines:
         for _ in range(3):
@@ -252,8 +233,7 @@ async def test_a_file_that_cannot_be_shortened_is_warned_of_once(world: World) -
 async def test_files_made_ahead_serve_one_start(world: World) -> None:
     """The first start finds those that were made when the container was allocated, each later one gets others."""
     ahead = world.preparation.ahead
-
-    async def body() -> None:
+    async with world.running():
         ahead.add(ContainerKey(WHOLE, "cuda"))
         ahead.add(KEY)
         await poll_until(lambda: ahead.prepared == {KEY}, "the share's files made ahead")
@@ -262,25 +242,3 @@ async def test_files_made_ahead_serve_one_start(world: World) -> None:
         assert (world.files.prepared, world.files.usage().stat().st_ino) == (1, first)
         assert await world.preparation.prepare([KEY]) is None
         assert world.files.prepared == 2 and world.files.usage().stat().st_ino != first
-
-    await world.running(body)
-
-
-async def test_a_start_that_overtakes_the_files_made_ahead_leaves_none_behind(world: World) -> None:
-    """It waits for its own files, and those that were being made serve no later start."""
-    world.files.go_on.clear()
-    preparation = world.preparation
-
-    async def body() -> None:
-        preparation.ahead.add(KEY)
-        await poll_until(lambda: "prepare" in world.files.begun, "the files being made")
-        async with asyncio.TaskGroup() as group:
-            start = group.create_task(preparation.prepare([KEY]), name="start")
-            await asyncio.sleep(0)  # it has begun to wait
-            world.files.go_on.set()
-        assert start.result() is None
-        assert (world.files.prepared, preparation.ahead.prepared) == (2, frozenset())
-        assert await preparation.prepare([KEY]) is None
-        assert world.files.prepared == 3
-
-    await world.running(body)

@@ -35,10 +35,11 @@ from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.core.model.names import MIB, PodUid
+from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.model.usage import GpuSample, ProcessSample, UsageRound
 from gpushare_agent.core.settings.settings import load_settings
 from tests.isolation.support_library import fake_library
+from tests.isolation.support_requests import UID
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
 DRIVER = "580.95.05"
@@ -101,10 +102,9 @@ class World:
         return found
 
     def allocate(self, gpu: int) -> None:
-        owner = pod("share", container("cuda", cores=30, blocks=8), uid=PodUid("11111111-2222-3333-4444-555555555555"))
-        self.allocations[ContainerKey(owner.uid, "cuda")] = allocation(
-            owner, "cuda", ids(gpu, range(30)), ids(gpu, range(8))
-        )
+        owner = pod("share", container("cuda", cores=30, blocks=8), uid=UID)
+        share = allocation(owner, "cuda", ids(gpu, range(30)), ids(gpu, range(8)))
+        self.allocations[share.key] = share
 
 
 class Driver:
@@ -203,11 +203,7 @@ async def test_auto_leaves_the_library_under_the_driver_with_which_it_failed(wor
     """And takes it again once there is another driver."""
     world.probe.answer = (FAILED, "a program got 9 MiB")
     await world.agent().look()
-    places = {
-        "library": world.library.source,
-        "directory": world.library.directory,
-    }
-    flags = [f"--libgpushare.{name}={path}" for name, path in places.items()]
+    flags = [f"--libgpushare.library={world.library.source}", f"--libgpushare.directory={world.library.directory}"]
     settings = load_settings(["--driver=nvml", f"--virtual-manager.path={world.directory / 'vm'}", *flags], {}).settings
     check = probe(settings, Driver(world)).check
     with pytest.raises(Unavailable, match="a program got 9 MiB"):

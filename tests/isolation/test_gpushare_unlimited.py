@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from msgspec import Struct, field
 from msgspec.structs import replace
 
+from gpushare_agent.agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.isolation.gpushare import unlimited
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import (
@@ -44,21 +44,22 @@ from gpushare_agent.agent.isolation.gpushare.unlimited import (
     seen_in,
 )
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.agent.isolation.part import IsolationPart
 from gpushare_agent.agent.runtime import cgroups
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.core.model.allocations import ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind, ProcessSample, UsageRound
-from gpushare_agent.core.settings.settings import Settings, load_settings
+from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import poll_until
+from tests.cluster.support_kube import running
+from tests.isolation.support_host import add_share, host_of
 from tests.isolation.support_library import fake_library
-from tests.support_core import allocation, container, ids, pod
+from tests.isolation.support_requests import UID
+from tests.support_node import node_of
 
-UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "main")
 GPU = GpuUuid("GPU-0")
 LIMIT = 2048 * MIB
@@ -117,12 +118,7 @@ JUDGED: dict[str, tuple[Seen, Mapping[int, int], Sequence[Slot] | None, dict[str
         *(Seen(pids={90, 91}, computing={90, 91}), {90: 7, 91: 7}, [(7, 0), (7, 0)], {}),
     ),
     "all slots are taken": (Seen(pids={90}, computing={90}), {90: 999}, [(1, 0)] * MOST_SLOTS, {}),
-    "above, whatever its slots say": (
-        Seen(pids={90}, computing={90}, excess_bytes=1),
-        {90: 7},
-        [(7, 0)],
-        {ABOVE: []},
-    ),
+    "above, whatever its slots say": (Seen(pids={90}, computing={90}, excess_bytes=1), {90: 7}, [(7, 0)], {ABOVE: []}),
     "above by drawing": (Seen(pids={90}, excess_bytes=1), {90: 7}, [], {ABOVE: []}),
     "above by a lot": (
         *(Seen(pids={90}, computing={90}, excess_bytes=ENDED_BYTES + 1), {90: 7}, [(7, 0)], {ABOVE: [90]}),
@@ -143,28 +139,18 @@ class Failing(IsolationPart):
         return NO_LIBRARY if key == KEY else ""
 
 
-class Chosen(Struct):
-    """A host of which every share is under one isolation."""
-
-    name: str
-
-    def chosen(self, _: Allocation) -> str:
-        return self.name
-
-
 @pytest.mark.parametrize(
     ("isolation", "memory_by", "compute_by"),
     [("gpushare", "nobody", "nobody"), ("gpushare+driver", "driver", "nobody")],
 )
 def test_nobody_claims_to_limit_such_a_container(isolation: str, memory_by: str, compute_by: str) -> None:
     """But the driver, where that limits its memory too; its neighbours are limited as before."""
+    node = node_of(settings=load_settings([f"--isolation={isolation}"], {}).settings)
+    own, other = add_share(node, UID), add_share(node, PodUid("2" + UID[1:]))
     parts = {"gpushare": Failing(), "driver": IsolationPart()}
     isolations = Isolations(
-        host=Chosen(isolation),  # type: ignore[arg-type]
-        kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
-    )  # fmt: skip
-    own, other = (allocation(pod("share", container(cores=30, blocks=8), uid=UID), name, ids(0, range(30)), ids(0, range(8)))
-                  for name in ("main", "other"))  # fmt: skip
+        host=host_of(node), kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None
+    )
     kept, neighbours = isolations.kept(own), isolations.kept(other)
     assert kept is not None and (kept.memory_by, kept.compute_by) == (memory_by, compute_by)
     assert neighbours is not None and neighbours.compute_by == "gpushare"
@@ -224,54 +210,26 @@ def test_what_a_tenant_has_made_of_the_file_is_no_slot(files: GpushareFiles) -> 
 # ---- from look to look ----
 
 
-class Host(Struct, eq=False):
-    """Events as they are written, real processes, and a /proc that says whose they are. It is its own node with one
-    allocation, which a resize may change."""
+class Host:
+    """Real processes, a /proc that says whose they are, and the Events that are written. A resize may change the share."""
 
-    files: GpushareFiles
-    proc: Path
-    settings: Settings = load_settings([], {}).settings
-    events: list[tuple[str, str]] = field(default_factory=list)
-    requests: int = 0
-    now: float = 0.0
-    shares: Mapping[ContainerKey, Sequence[GpuLimits]] = field(default_factory=lambda: SHARES)
-    resized: dict[ContainerKey, ResizedShare] = field(default_factory=dict)
-    pods: tuple[Pod, ...] = (pod("share", container(cores=30, blocks=8), uid=UID),)
-
-    @property
-    def node(self) -> Host:
-        return self
-
-    cache = claim_pods = node
-
-    @property
-    def cgroups(self) -> Cgroups:
-        return Cgroups(self.proc, self.proc)
-
-    def share_of(self, key: ContainerKey) -> ContainerKey:
-        return key
-
-    def parts(self, key: ContainerKey) -> Sequence[Allocation]:
-        return [allocation(self.pods[0], key.container, ids(0, range(30)), ids(0, range(8)))]
-
-    def using(self, uid: PodUid) -> tuple[Pod, ...]:
-        return self.pods
-
-    def warn(self, _pod: Pod, reason: str, text: str) -> None:
-        self.events.append((reason, text))
-
-    warn_of = IsolationHost.warn_of
-
-    def request(self) -> None:
-        self.requests += 1
+    def __init__(self, files: GpushareFiles, proc: Path) -> None:
+        self.files, self.proc, self.cgroups = files, proc, Cgroups(proc, proc)
+        self.events: list[tuple[str, str]] = []
+        self.requests: list[None] = []
+        self.now = 0.0
+        self.shares: Mapping[ContainerKey, Sequence[GpuLimits]] = SHARES
+        self.cache = AllocationCache()
 
     def watch(self, unlimited: str = "warn") -> UnlimitedContainers:
-        self.settings = load_settings([f"--libgpushare.unlimited={unlimited}"], {}).settings
+        settings = load_settings([f"--libgpushare.unlimited={unlimited}"], {}).settings
+        node = node_of(settings=settings, cache=self.cache)
+        add_share(node, UID)
         return UnlimitedContainers(
             files=self.files,
-            host=self,  # type: ignore[arg-type]
+            host=host_of(node, warn=lambda _, *said: self.events.append(said), cgroups=self.cgroups),
             shares=lambda: self.shares,
-            request_usage=self.request,
+            request_usage=lambda: self.requests.append(None),
             thread=DaemonThread("slots", advice=""),
             clock=lambda: self.now,
         )
@@ -291,6 +249,11 @@ class Host(Struct, eq=False):
         watch.usage_sampled(round_of(*processes))
         await watch.look()
 
+    async def look_twice(self, watch: UnlimitedContainers, *processes: ProcessSample) -> None:
+        """Once more when it is settled who has a slot."""
+        await self.look(watch, *processes)
+        await self.look(watch, *processes, after_s=60)
+
 
 @pytest.fixture
 def host(files: GpushareFiles, short_dir: Path) -> Host:
@@ -298,14 +261,15 @@ def host(files: GpushareFiles, short_dir: Path) -> Host:
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[[], int]]:
-    """Starts one that waits; its PID."""
+def program(host: Host) -> Iterator[Callable[[], int]]:
+    """Starts one that waits, and shows it; its PID."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> int:
         command = [sys.executable, "-c", "print(flush=True); input()"]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert started[-1].stdout is not None and started[-1].stdout.readline() == b"\n"
+        host.show(started[-1].pid)
         return started[-1].pid
 
     yield start
@@ -319,20 +283,18 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
 ) -> None:
     """One that has just started is not guilty; more rounds are asked for until that is known, and no longer."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     await host.look(watch, process(pid))
-    assert (host.events, watch.problem(KEY), host.requests) == ([], "", 1)
+    assert (host.events, watch.problem(KEY), len(host.requests)) == ([], "", 1)
     await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
     assert host.events == [("ShareNotLimited", f"container main is not limited: {NO_LIBRARY}")]
-    assert (watch.problem(KEY), host.requests) == (NO_LIBRARY, 1)
+    assert (watch.problem(KEY), len(host.requests)) == (NO_LIBRARY, 1)
     await host.look(watch, process(pid), after_s=60)
     assert watch.problem(KEY) is watch.problem(KEY) == NO_LIBRARY
     slot = take_slot(host.files, open_files, 3, pid)
     await host.look(watch, process(pid))
     assert watch.problem(KEY) == ""
     os.close(slot)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert (len(host.events), watch.problem(KEY)) == (1, NO_LIBRARY)
     await host.look(watch)
     assert (watch.problem(KEY), watch._since) == ("", {})
@@ -341,16 +303,13 @@ async def test_a_process_without_a_slot_is_warned_once_and_only_after_a_while(
 async def test_without_a_round_nothing_is_judged(host: Host, program: Callable[[], int]) -> None:
     """The driver may not answer for a while: what was found stays, and one round does not become two."""
     pid, watch = program(), host.watch()
-    host.show(pid)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(watch.run())
+    async with running(watch.run):
         watch.usage_sampled(round_of(process(pid)))
         await poll_until(lambda: bool(watch._since), "the first look")
         host.now += 60
         watch.usage_sampled(None)
         await asyncio.sleep(0)
         assert not watch._reconciler._is_requested.is_set() and watch.problem(KEY) == ""
-        task.cancel()
 
 
 async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
@@ -358,13 +317,11 @@ async def test_a_slot_has_the_pid_in_the_containers_own_namespace(
 ) -> None:
     """Which is the innermost of the process's: the library knows no other."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     with (host.proc / str(pid) / "status").open("a") as status:
         status.write(f"NSpid:\t{pid}\t12\t1\n")
     for own, found in ((12, NO_LIBRARY), (1, "")):
         slot = take_slot(host.files, open_files, 0, own)
-        await host.look(watch, process(pid))
-        await host.look(watch, process(pid), after_s=60)
+        await host.look_twice(watch, process(pid))
         assert watch.problem(KEY) == found
         os.close(slot)
 
@@ -377,8 +334,7 @@ async def test_a_process_that_ends_has_no_slot_any_more_and_is_not_guilty(
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     host.show(pid)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert (host.events, watch.problem(KEY)) == ([], "")
 
 
@@ -387,7 +343,6 @@ async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
 ) -> None:
     """Not what each process and its code may have more, nor what a share is charged while it becomes smaller: no more."""
     pid, watch = program(), host.watch()
-    host.show(pid)
     take_slot(host.files, open_files, 0, pid)
     may_have = (LIMIT + CODE_BYTES + PROCESS_BYTES) // MIB
     smaller = ShareSize(cores=30, memory=8)
@@ -403,9 +358,10 @@ async def test_memory_above_the_limit_is_warned_whatever_the_slots_say(
         (may_have + 1, enforced, ABOVE),
         (as_before + 1, shrinking, ABOVE),
     ):
-        host.resized = {} if resized is None else {KEY: resized}
-        await host.look(watch, process(pid, mib))
-        await host.look(watch, process(pid, mib), after_s=60)
+        host.cache.forget_resized(KEY)
+        if resized is not None:
+            host.cache.charge(resized)
+        await host.look_twice(watch, process(pid, mib))
         assert watch.problem(KEY) == found
     assert host.events == [("ShareNotLimited", f"container main is not limited: {ABOVE}")]
 
@@ -416,8 +372,6 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
 ) -> None:
     """After both looks, and not the one next to it that has a slot."""
     bare, limited, watch = program(), program(), host.watch("end")
-    for pid in (bare, limited):
-        host.show(pid)
     take_slot(host.files, open_files, 0, limited)
     await host.look(watch, process(bare), process(limited))
     assert not os.waitid(os.P_PID, bare, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -429,25 +383,9 @@ async def test_only_where_it_is_wanted_the_process_is_ended(
 
 
 @NEEDS_HOST
-async def test_a_process_above_the_limit_is_ended_only_where_it_is_far_above(
-    host: Host, program: Callable[[], int], open_files: ExitStack
-) -> None:
-    """A library that counts late is no reason to end a program."""
-    pid, watch = program(), host.watch("end")
-    host.show(pid)
-    take_slot(host.files, open_files, 0, pid)
-    for mib in (3000, 4000):
-        await host.look(watch, process(pid, mib))
-        assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        await host.look(watch, process(pid, mib), after_s=60)
-    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-@NEEDS_HOST
 def test_a_pid_alone_ends_nothing(host: Host, program: Callable[[], int]) -> None:
     """The process must be one of the pods', and the one that was seen: not another that has its PID since."""
     pid, own = program(), host.cgroups
-    host.show(pid)
     started = own.started([pid])[pid]
     assert not own.end(pid, started - 1, {UID})
     assert not own.end(pid, started, {PodUid("99999999-2222-3333-4444-555555555555")})
@@ -463,9 +401,7 @@ async def test_a_process_that_may_not_be_ended_is_an_event_too(
     """Here because the PIDs would be those of another namespace."""
     monkeypatch.setattr(cgroups, "_HOSTS_PID_NAMESPACE", 1)
     pid, watch = program(), host.watch("end")
-    host.show(pid)
-    await host.look(watch, process(pid))
-    await host.look(watch, process(pid), after_s=60)
+    await host.look_twice(watch, process(pid))
     assert [text for _, text in host.events][1:] == [
         f"container main is not limited, and process {pid} cannot be ended: the agent is not in the host's PID namespace"
     ]
@@ -476,9 +412,7 @@ async def test_what_is_kept_does_not_grow(host: Host, program: Callable[[], int]
     """A tenant starts process after process: what was found of those before is forgotten, and the Event is one."""
     watch = host.watch()
     for _ in range(5):
-        pid = program()
-        host.show(pid)
-        await host.look(watch, process(pid), after_s=unlimited.SETTLED_S)
+        await host.look(watch, process(program()), after_s=unlimited.SETTLED_S)
     assert len(watch._since) == len(host.events) == len(watch._warned) == 1
     host.shares = {}
     await host.look(watch)

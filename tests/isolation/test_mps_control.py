@@ -20,6 +20,7 @@ from gpushare_agent.agent.isolation.mps.files import DAEMON_FILES, PID_FILE, Mps
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from tests.isolation.support_mps import MpsPlace, mps_place, poll_until, script
+from tests.isolation.support_vdevice import plant
 from tests.sandbox.support_containers import is_alive
 
 ABSENT = Path("nvidia-cuda-mps-control-that-nobody-has")
@@ -131,18 +132,18 @@ async def test_an_answer_that_is_none_is_reported(place: MpsPlace, text: str, wo
     assert words in found and len(found) < 1000
 
 
-async def test_numbers_that_are_none_are_reported(place: MpsPlace) -> None:
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ("echo 12 -3", ": '12 -3'"),
+        ("read asked; case $asked in get_server_list) echo 12;; *) echo 12 -3;; esac", ": '12 -3'"),
+        pytest.param("head -c 5000 /dev/zero | tr '\\000' 7", "", id="digits that Python refuses to read"),
+    ],
+)
+async def test_numbers_that_are_none_are_reported(place: MpsPlace, answers: str, says: str) -> None:
     """Lists of PIDs are checked entry by entry: the servers', and each server's clients."""
-    for answers in ("echo 12 -3", "read asked; case $asked in get_server_list) echo 12;; *) echo 12 -3;; esac"):
-        script(place.program, answers)
-        with pytest.raises(Unavailable, match="is invalid: '12 -3'"):
-            await place.control().list_clients()
-
-
-async def test_a_number_of_thousands_of_digits_is_no_pid(place: MpsPlace) -> None:
-    """Python refuses to read it, with an error that nobody expects."""
-    script(place.program, "head -c 5000 /dev/zero | tr '\\000' 7")
-    with pytest.raises(Unavailable, match="is invalid"):
+    script(place.program, answers)
+    with pytest.raises(Unavailable, match=f"is invalid{says}"):
         await place.control().list_clients()
 
 
@@ -189,30 +190,17 @@ async def test_a_program_that_cannot_be_run_is_reported(place: MpsPlace) -> None
 # --- the pipe directory ---
 
 
-def a_file(place: MpsPlace) -> None:
-    place.pipe.rmdir()
-    place.pipe.write_text("")
-
-
-def nothing(place: MpsPlace) -> None:
-    place.pipe.rmdir()
-
-
-def a_dangling_link(place: MpsPlace) -> None:
-    place.pipe.rmdir()
-    place.pipe.symlink_to(place.root / "nowhere")
-
-
 @pytest.mark.parametrize(
-    ("spoil", "words"),
-    [(a_file, "is not a directory"), (nothing, "No such file"), (a_dangling_link, "No such file")],
+    ("planted", "words"), [("file", "is not a directory"), ("", "No such file"), ("dangling", "No such file")]
 )
 async def test_a_pipe_directory_that_is_none_is_reported_without_asking(
-    place: MpsPlace, spoil: Callable[[MpsPlace], None], words: str
+    place: MpsPlace, planted: str, words: str
 ) -> None:
     """The program is not run: it would answer of another place."""
     script(place.program, f"touch {place.root}/ran; echo 100.0")
-    spoil(place)
+    place.pipe.rmdir()
+    if planted:
+        plant(planted, place.pipe, place.root)
     found = await reason(place.control())
     assert words in found and str(place.pipe) in found
     assert not (place.root / "ran").exists()

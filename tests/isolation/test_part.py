@@ -6,13 +6,14 @@ import pytest
 
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.agent.isolation.part import IsolationPart
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
-from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.settings.settings import load_settings
+from tests.isolation.support_host import add_share, host_of
 from tests.support_core import allocation, container, ids, pod
+from tests.support_node import node_of
 
 BOTH = "gpushare+driver"
 
@@ -26,31 +27,15 @@ class Answers(IsolationPart):
         return self.text
 
 
-class Host:
-    """A node with its settings and one pod."""
-
-    chosen = IsolationHost.chosen
-
-    def __init__(self, isolation: str) -> None:
-        self.node = self
-        self.pods = {SHARE.key.pod_uid: owner(isolation)}
-        flags = ["--driver=simulated", f"--isolation={BOTH}", "--isolations-allowed=none"]
-        self.settings = load_settings(flags, {}).settings
-
-
 def isolations(isolation: str = "", **parts: IsolationPart) -> Isolations:
-    return Isolations(
-        host=Host(isolation),  # type: ignore[arg-type]
-        kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None,
-    )  # fmt: skip
+    """Of a node with one pod."""
+    flags = ["--driver=simulated", f"--isolation={BOTH}", "--isolations-allowed=none"]
+    node = node_of(settings=load_settings(flags, {}).settings)
+    add_share(node, SHARE.key.pod_uid, **({ISOLATION_ANNOTATION: isolation} if isolation else {}))
+    return Isolations(host=host_of(node), kernel_module=None, parts=parts, watches={}, vdevices=None, cdi_watch=None)
 
 
-def owner(isolation: str = "") -> Pod:
-    annotations = {ISOLATION_ANNOTATION: isolation} if isolation else {}
-    return pod("share", container(cores=30), annotations=annotations)
-
-
-SHARE = allocation(owner(), "main", ids(0, range(30)), [])
+SHARE = allocation(pod("share", container(cores=30)), "main", ids(0, range(30)), [])
 
 
 async def test_a_combination_enforces_its_parts_until_one_has_a_problem() -> None:

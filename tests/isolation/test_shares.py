@@ -93,26 +93,15 @@ def test_of_real_processes_the_pids_below_this_namespace_are_found() -> None:
         gone.wait()
     found = Cgroups().namespace_pids([os.getpid(), gone.pid])
     assert found == {os.getpid(): ()}
-    script = "unshare -p -f sh -c 'echo ready; read line'"
-    with subprocess.Popen(
-        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
+    command = ["sh", "-c", "exec unshare -p -f sh -c 'echo ready; read line'"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            process.kill()
             pytest.skip("no PID namespace can be made here")
-        inner = [int(pid) for pid in descendants(process.pid)]
-        assert (1,) in Cgroups().namespace_pids(inner).values()
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        process.wait(30)
-
-
-def descendants(pid: int) -> list[str]:
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [child, *descendants(int(child))]
-    return found
+        [first] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        assert Cgroups().namespace_pids([first]) == {first: (1,)}
+        process.communicate(b"\n", timeout=30)
 
 
 @pytest.mark.parametrize(("memory_mib", "cores"), [(24 * 1024, 16), (0, 0)])

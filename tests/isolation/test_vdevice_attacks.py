@@ -198,9 +198,7 @@ async def test_pings_do_not_keep_a_connection_alive(short_dir: Path) -> None:
 @pytest.mark.parametrize("kind", ["pings", "calls"])
 async def test_a_client_that_never_reads_is_not_read_from_and_then_cut_off(short_dir: Path, kind: str) -> None:
     """What it can send is bounded by the kernel's buffers and ours, not by its patience; its connection ends."""
-    limits = VDeviceLimits(
-        server=ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, idle_s=1.0),
-    )
+    limits = VDeviceLimits(server=ServerLimits(bytes_per_s=ENDLESS, byte_burst=ENDLESS, idle_s=1.0))
     async with node_with(short_dir, limits) as node, raw_client(node.socket) as client:
         client.flush()
         if kind == "pings":

@@ -17,7 +17,7 @@ from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.dra.support_claims import ref_of, uid_of
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
-from tests.isolation.test_virtual_manager import Running, World
+from tests.isolation.test_virtual_manager import World, serving
 from tests.support_core import ids
 
 CLAIM = ContainerKey(PodUid(uid_of(1)), "gpu")
@@ -60,7 +60,7 @@ def world(short_dir: Path) -> ClaimWorld:
 
 async def test_everything_is_there_before_a_container_starts(world: ClaimWorld) -> None:
     """With the claim's own names, by which the library registers, and its limits."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         assert await manager.prepare([CLAIM]) is None
         assert world.claims_pids == () and (world.files.path(CLAIM) / "vcuda.sock").exists()
         config = world.config
@@ -72,7 +72,7 @@ async def test_the_list_has_the_processes_of_all_containers_that_use_the_claim(w
     """And loses those of one that has ended, also where it is the last."""
     world.set_pids(OTHER_ID, 30)
     world.set_pids("ef" * 32, 3)  # the pod's sandbox
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.prepare([CLAIM])
         await manager.poll()
         assert world.claims_pids == (7, 11)
@@ -90,7 +90,7 @@ async def test_a_container_registers_before_its_pods_status_has_its_id(world: Cl
     assert world.known is not None
     world.known[BESIDE] = OTHER_ID
     world.set_pids(OTHER_ID, 30)
-    async with Running(world, world.manager(clock=time.monotonic)) as manager:
+    async with serving(world, world.manager(clock=time.monotonic)) as manager:
         await manager.prepare([CLAIM])
         await world.register()
         assert world.claims_pids == (7, 11)
@@ -106,7 +106,7 @@ async def test_who_does_not_use_the_claim_is_refused(world: ClaimWorld) -> None:
     """Another container of the pod, the pod itself, another's name; a pod that is not known yet is asked to call again."""
     assert world.known is not None
     world.known[BESIDE] = OTHER_ID
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.prepare([CLAIM])
 
         async def refused(**names: str) -> tuple[Status, str]:
@@ -132,11 +132,11 @@ async def test_who_does_not_use_the_claim_is_refused(world: ClaimWorld) -> None:
 
 
 async def test_a_new_agent_serves_the_claim_and_keeps_its_list_until_it_knows_the_pods(world: ClaimWorld) -> None:
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.prepare([CLAIM])
         await manager.poll()
     users, world.claims[CLAIM] = world.claims[CLAIM], {}
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         assert world.claims_pids == (7, 11) and (world.files.path(CLAIM) / "vcuda.sock").exists()
         world.claims[CLAIM] = users
@@ -149,7 +149,7 @@ async def test_the_directory_goes_with_the_claim_alone(world: ClaimWorld) -> Non
     """Also one that an agent has left which was killed; the names of another isolation's claims have none."""
     left = ContainerKey(PodUid(uid_of(9)), "gpu")
     world.files.prepare(left)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         await manager.remove_stale()
         assert world.files.pod_names() == (CLAIM.pod_uid,)
@@ -168,6 +168,6 @@ async def test_memory_alone_is_compute_in_proportion(world: ClaimWorld) -> None:
     """As the other isolations have it: 0 percent would be no share."""
     share = world.allocations[CLAIM]
     world.allocations[CLAIM] = replace(share, ids={ResourceKind.VMEMORY: frozenset(ids(0, range(24)))})
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.prepare([CLAIM])
         assert (world.config.utilization, world.config.memory_bytes) == (25, 6 << 30)

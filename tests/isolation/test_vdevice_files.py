@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import threading
@@ -33,7 +32,7 @@ from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_container_name, is_pod_uid
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid, is_container_id
-from tests.isolation.support_vdevice import ID, KEY, MIB, OTHER, OTHER_ID, POD, share_config
+from tests.isolation.support_vdevice import ID, KEY, MIB, OTHER, OTHER_ID, POD, plant, share_config
 
 SOURCE = Path(__file__).parent.parent / "native" / "vcuda_config.c"
 INT32 = st.integers(min_value=0, max_value=2**31 - 1)
@@ -68,37 +67,29 @@ def tree(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "fields"),
+    ("limit", "memory_bytes", "utilization", "hard_limit", "enable"),
     [
-        pytest.param(
-            {"limit": 0, "memory_bytes": 8 * 256 * MIB, "utilization": 20, "hard_limit": True, "enable": True},
-            {"limit": "0", "gpu_memory": "2147483648", "utilization": "20", "hard_limit": "1", "enable": "1"},
-            id="share",
-        ),
-        pytest.param(
-            {"limit": 60, "memory_bytes": 256 * MIB, "utilization": 1, "hard_limit": False, "enable": True},
-            {"limit": "60", "gpu_memory": "268435456", "utilization": "1", "hard_limit": "0", "enable": "1"},
-            id="elastic",
-        ),
-        pytest.param(
-            {"limit": 0, "memory_bytes": 2 * 80 * 1024 * MIB, "utilization": 200, "hard_limit": True, "enable": False},
-            {"limit": "0", "gpu_memory": "171798691840", "utilization": "200", "hard_limit": "1", "enable": "0"},
-            id="whole GPUs",
-        ),
+        pytest.param(0, 2048 * MIB, 20, True, True, id="share"),
+        pytest.param(60, 256 * MIB, 1, False, True, id="elastic"),
+        pytest.param(0, 160 << 30, 200, True, False, id="whole GPUs"),
     ],
 )
 def test_a_c_program_reads_every_field_of_vcuda_config(
-    reader: Path, files: VDeviceFiles, asked: dict[str, int], fields: dict[str, str]
+    reader: Path, files: VDeviceFiles, limit: int, memory_bytes: int, utilization: int, hard_limit: bool, enable: bool
 ) -> None:
     """A struct that the compiler lays out from the documented fields holds what was asked for, and has 8,240 bytes."""
-    key = ContainerKey(POD, "a" * 63)
-    files.prepare(key)
-    names: dict[str, object] = {"pod_uid": POD, "container": key.container, "bus_id": "0000:3b:00.0"}
-    content = encode_config(VDeviceConfig(driver=(535, 161), **names, **asked))  # type: ignore[arg-type]
-    files.write(key, config=content)
-    texts = {"size": "8240", "pod_uid": POD, "container_name": key.container, "bus_id": "0000:3b:00.0"}
+    key, bus_id = ContainerKey(POD, "a" * 63), "0000:3b:00.0"
+    config = VDeviceConfig(
+        pod_uid=POD, container=key.container, limit=limit, memory_bytes=memory_bytes, utilization=utilization,
+        hard_limit=hard_limit, driver=(535, 161), enable=enable, bus_id=bus_id,
+    )  # fmt: skip
+    files.prepare(key, config=encode_config(config))
     found = read(reader, "config", str(files.path(key) / "vcuda.config"))
-    assert found == {**texts, "driver": "535.161", **fields}
+    assert found == {
+        "size": "8240", "pod_uid": POD, "container_name": key.container, "bus_id": bus_id, "driver": "535.161",
+        "limit": str(limit), "gpu_memory": str(memory_bytes), "utilization": str(utilization),
+        "hard_limit": str(int(hard_limit)), "enable": str(int(enable)),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1023, 1024, 1500])
@@ -253,14 +244,6 @@ def test_a_file_that_is_right_is_left_alone(files: VDeviceFiles) -> None:
     assert decode_pids(path.read_bytes()) == (3,)
 
 
-def test_a_reader_that_has_the_old_file_open_keeps_it_whole(files: VDeviceFiles) -> None:
-    """Replacing is a rename: an open file never changes under its reader."""
-    files.prepare(KEY, pids=[1, 2, 3])
-    with (files.path(KEY) / "pids.config").open("rb") as old:
-        files.write(KEY, pids=range(1, 500))
-        assert decode_pids(old.read()) == (1, 2, 3)
-
-
 def test_readers_see_whole_files_while_writers_race(files: VDeviceFiles) -> None:
     """Four threads write different PIDs of one container: whoever reads meanwhile reads one of the four."""
     files.prepare(KEY)
@@ -323,14 +306,12 @@ def test_preparing_writes_both_files_and_their_copies_and_lists_each_directory_o
     assert (files.read_pids(KEY), files.read_config(KEY)) == ((3,), share_config(limit=50))
 
 
-@pytest.mark.parametrize("planted", ["nothing", "link", "file"])
-def test_nothing_is_read_where_no_directory_is(files: VDeviceFiles, short_dir: Path, planted: str) -> None:
+@pytest.mark.parametrize("planted", ["", "link", "file"])
+def test_nothing_is_read_where_no_directory_is(files: VDeviceFiles, planted: str) -> None:
     """Before the container is prepared, and through a link to a directory that has both files."""
     files.prepare(OTHER, pids=[1], config=share_config())
-    if planted == "link":
-        (files.root / KEY.pod_uid).symlink_to(files.root / OTHER.pod_uid)
-    elif planted == "file":
-        (files.root / KEY.pod_uid).write_text("in the way")
+    if planted:
+        plant(planted, files.root / KEY.pod_uid, files.root / OTHER.pod_uid)
     assert (files.read_pids(KEY), files.read_config(KEY)) == (None, None)
 
 
@@ -345,12 +326,7 @@ def test_what_lies_where_a_directory_is_expected_is_replaced_and_never_followed(
     (outside / "vcuda.config").write_text("theirs")
     place = files.root / expected
     place.parent.mkdir(parents=True)
-    if planted == "file":
-        place.write_text("in the way")
-    elif planted == "fifo":
-        os.mkfifo(place)
-    else:
-        place.symlink_to(outside if planted == "link" else short_dir / "nowhere")
+    plant(planted, place, outside)
     with structlog.testing.capture_logs() as logs:
         files.prepare(KEY, pids=[1], config=share_config())
         files.copy_for_id(KEY, ID)
@@ -373,16 +349,7 @@ def test_what_lies_where_a_file_is_expected_is_replaced_and_never_followed(
     victim.chmod(0o600)
     files.prepare(KEY)
     place = files.path(KEY) / name
-    if planted == "directory":
-        (place / "deep").mkdir(parents=True)
-        (place / "deep" / "link").symlink_to(victim)
-    elif planted == "fifo":
-        os.mkfifo(place)
-    elif planted == "socket":
-        with socket.socket(socket.AF_UNIX) as stale:
-            stale.bind(str(place))
-    else:
-        place.symlink_to(victim if planted == "link" else short_dir / "nowhere")
+    plant(planted, place, victim)
     files.write(KEY, config=share_config())
     files.write(KEY, pids=[4])
     sock, _ = files.bind_socket(KEY)

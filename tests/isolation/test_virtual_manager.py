@@ -8,8 +8,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -177,23 +177,20 @@ def world(short_dir: Path) -> World:
     return World(short_dir)
 
 
-class Running:
+@asynccontextmanager
+async def serving(world: World, manager: VirtualManager | None = None) -> AsyncIterator[VirtualManager]:
     """A manager whose servers are stopped at the end, as its `run` does when it is cancelled."""
-
-    def __init__(self, world: World, manager: VirtualManager | None = None) -> None:
-        self.manager = manager or world.manager()
-
-    async def __aenter__(self) -> VirtualManager:
-        return self.manager
-
-    async def __aexit__(self, *_: object) -> None:
-        async with running(self.manager.run):
+    manager = manager or world.manager()
+    try:
+        yield manager
+    finally:
+        async with running(manager.run):
             await asyncio.sleep(0)
 
 
 async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instance(world: World) -> None:
     """prepare writes an empty list, also where the poll under way has read the old one."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         assert world.pids == (7, 11)
         assert await manager.prepare([KEY]) is None
@@ -208,7 +205,7 @@ async def test_a_container_about_to_start_finds_no_process_of_its_earlier_instan
 
 async def test_a_list_read_before_a_restart_is_not_written_after_it(world: World) -> None:
     """The container is prepared again while a round reads the cgroup of its last instance."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.processes.read_ids()
 
         async def prepare_again() -> None:
@@ -226,7 +223,7 @@ async def test_until_its_id_is_known_a_container_has_the_processes_of_its_pod(wo
     world.set_pids(OTHER_ID, 21)
     world.known = {other: OTHER_ID}
     world.set_pids("ef" * 32, 3)  # the pod's sandbox
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         assert await manager.prepare([KEY]) is None
         await world.poll(manager)
         assert world.pids == (3, 7, 11)
@@ -240,7 +237,7 @@ async def test_an_id_that_stays_unknown_is_not_needed(world: World) -> None:
     world.known = None
     world.files.prepare(KEY)
     world.files.write(KEY, pids=[1, 2])
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         world.now = 4.9
         await manager.poll()
@@ -294,12 +291,12 @@ async def test_a_container_just_prepared_is_polled_more_often(world: World) -> N
 async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(world: World) -> None:
     """The processes and the elastic limit of a running container outlive an agent whose pods and IDs come later."""
     world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
     assert (world.pids, world.limit) == ((7, 11), 60)
     known, world.known = world.known, None
     kept = world.pods.pop(POD)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         assert (world.pids, world.limit) == ((7, 11), 60)
         with pytest.raises(GRPCError, match="are not known yet") as refused:
@@ -320,36 +317,30 @@ async def test_a_torn_file_of_an_earlier_agent_is_written_anew(world: World, nam
     world.pods.clear()
     world.files.prepare(KEY)
     (world.directory / name).write_bytes(content)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         assert world.pids == ()
         assert decode_config((world.directory / "vcuda.config").read_bytes()).utilization == 30
 
 
-@pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock"])
+@pytest.mark.parametrize("name", ["vcuda.config", "pids.config", "vcuda.sock", ""])
 async def test_what_others_removed_is_back_after_a_round(world: World, name: str) -> None:
-    """Each of the three, and the directory as a whole."""
-    async with Running(world) as manager:
+    """Each of the three, and the directory as a whole: that is for the next container of this name."""
+    async with serving(world) as manager:
         await world.poll(manager)
-        (world.directory / name).unlink()
+        if name:
+            (world.directory / name).unlink()
+        else:
+            world.files.remove_pod(POD)
         await manager.poll()
         assert (world.directory / name).exists()
         assert world.pids == (7, 11)
         await register(world.directory / "vcuda.sock", name="cuda")
 
 
-async def test_a_directory_that_vanished_is_made_again_and_served(world: World) -> None:
-    """For the next container of this name; the one that runs has the old one mounted."""
-    async with Running(world) as manager:
-        await world.poll(manager)
-        world.files.remove_pod(POD)
-        await manager.poll()
-        await register(world.directory / "vcuda.sock", name="cuda")
-
-
 async def test_unchanged_files_are_not_written_again(world: World) -> None:
     """Neither at a second poll nor at a registration: their inodes stay."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         before = world.files.stamps(KEY)
         await manager.poll()
@@ -363,7 +354,7 @@ async def test_many_containers_are_written_in_parts(world: World, monkeypatch: p
     keys = [KEY, *more_containers(world, 4)]
     bound, written = list[ContainerKey](), list[int]()
     world.files.before_binding = bound.append
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         in_thread = manager.in_thread
 
         async def noted(blocking: Callable[[], object], what: str) -> object:
@@ -379,9 +370,12 @@ async def test_many_containers_are_written_in_parts(world: World, monkeypatch: p
 
 
 async def test_a_share_that_is_released_is_no_longer_served(world: World) -> None:
-    """The socket goes with the allocation, the directory with the pod."""
-    async with Running(world) as manager:
+    """The socket goes with the allocation, the directory with the pod; one with something that is not ours stays."""
+    foreign = world.files.root / ("0" * 32) / "volumes" / "data"
+    async with serving(world) as manager:
         await manager.poll()
+        foreign.parent.mkdir(parents=True)
+        foreign.write_text("precious")
         world.allocations.clear()
         await manager.poll()
         assert not (world.directory / "vcuda.sock").exists()
@@ -389,7 +383,7 @@ async def test_a_share_that_is_released_is_no_longer_served(world: World) -> Non
         assert world.directory.exists()
         world.pods.clear()
         await manager.remove_stale()
-        assert not world.directory.parent.exists()
+        assert not world.directory.parent.exists() and foreign.exists()
 
 
 async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(world: World) -> None:
@@ -398,7 +392,7 @@ async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_their
     share = allocation(other, "cuda", ids(1, range(30)), ids(1, range(8)))
     world.allocations[share.key] = share
     (world.files.root / other.uid / "cuda" / "vcuda.config" / "/".join("d" * 12)).mkdir(parents=True)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         assert (world.directory / "vcuda.sock").is_socket()
         refused = await manager.prepare([share.key])
@@ -408,7 +402,7 @@ async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_their
 async def test_a_whole_tree_that_cannot_be_written_refuses_the_start_with_the_reason(world: World) -> None:
     """A plain file lies where the root of all directories should be."""
     world.files.root.write_text("")
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         refused = await manager.prepare([KEY])
         assert refused is not None
         assert str(world.files.root) in refused.detail and "tries again" in refused.detail
@@ -483,7 +477,7 @@ async def test_under_the_open_kernel_module_the_list_has_the_containers_own_pids
     world.module = KernelModule(version=version, is_open=True)
     world.set_namespace_pids(7, 1)
     world.set_namespace_pids(11, 8, 9)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         assert world.pids == pids
         world.set_namespace_pids(7, 99)
@@ -498,7 +492,7 @@ async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_regis
     own = world.proc / str(os.getpid())
     (own / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/nobody-knows-this-name\n")
     (own / "stat").write_text(f"{os.getpid()} (a) b) R {' '.join('0' * 18)} 4711 0\n")
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         assert await manager.prepare([KEY]) is None
         await register(world.directory / "vcuda.sock", name="cuda")
         assert world.pids == (7, 11, os.getpid())  # those of its pod, until its ID is known
@@ -509,7 +503,7 @@ async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_regis
 
 async def test_of_many_registrations_at_once_two_are_carried_out(world: World) -> None:
     """The one under way, and one that begins after the last of them came: hostile containers delay nobody."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         carried_out = 0
 
@@ -531,7 +525,7 @@ async def test_of_many_registrations_at_once_two_are_carried_out(world: World) -
 async def test_registrations_one_after_the_other_share_refreshes_too(world: World) -> None:
     """At most one begins in each interval, however fast the calls come; also where it fails."""
     manager = world.manager(Intervals(refresh_s=0.05), clock=time.monotonic)
-    async with Running(world, manager):
+    async with serving(world, manager):
         await world.poll(manager)
         begun, started_at = 0, time.monotonic()
 
@@ -556,7 +550,7 @@ async def test_registrations_one_after_the_other_share_refreshes_too(world: Worl
 
 async def test_a_registration_of_the_instance_before_is_refused_for_now(world: World) -> None:
     """It was on its way when the container was prepared again: its processes are not the new one's, nor its ID."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
         assert await manager.prepare([KEY]) is None
         with pytest.raises(Unavailable, match="being restarted"):
@@ -572,7 +566,7 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
     world.known = None
     (gone,) = more_containers(world, 1)
     new = world.allocations.pop(KEY)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         del world.allocations[gone]
 
@@ -588,7 +582,7 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
 async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world: World) -> None:
     """The others are compared in the poll of all, as is what nobody told of."""
     (other,) = more_containers(world, 1)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         manager._unsettled.clear()  # whose IDs are not known
         for key in (KEY, other):
@@ -621,19 +615,10 @@ async def test_a_container_that_does_not_start_for_long_is_prepared_again_when_i
         assert manager.ahead.prepared == frozenset()
 
 
-async def test_a_change_that_nobody_told_of_is_found_by_a_poll_of_all(world: World) -> None:
-    intervals = Intervals(poll_s=0.001, settled_poll_s=0.001)
-    manager = world.manager(intervals=intervals, clock=time.monotonic)
-    async with running(manager.run):
-        await poll_until((world.directory / "vcuda.sock").exists, "the socket")
-        del world.allocations[KEY]
-        await poll_until(lambda: not (world.directory / "vcuda.sock").exists(), "the end of the server")
-
-
 async def test_servers_whose_sockets_vanished_are_restarted_together(world: World) -> None:
     """Each may have peers that never read, and take half a second to stop."""
     keys = more_containers(world, 12)
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await manager.poll()
         for key in keys:
             (world.files.path(key) / "vcuda.sock").unlink()
@@ -670,21 +655,6 @@ async def test_a_disk_that_hangs_does_not_delay_the_end(world: World) -> None:
         is_over.set()
 
 
-async def test_a_directory_that_has_foreign_entries_is_left_and_reported(world: World) -> None:
-    """The round goes on with the others."""
-    foreign = world.files.root / ("0" * 32)
-    (foreign / "volumes").mkdir(parents=True)
-    (foreign / "volumes" / "data").write_text("precious")
-    async with Running(world) as manager:
-        await manager.poll()
-        world.allocations.clear()
-        world.pods.clear()
-        await manager.poll()
-        await manager.remove_stale()
-        assert (foreign / "volumes" / "data").read_text() == "precious"
-        assert not world.directory.parent.exists()
-
-
 async def test_processes_are_followed_between_two_polls_of_everything(world: World) -> None:
     """A new process is listed, and a container that ends and starts again is, without a poll of everything."""
     intervals = Intervals(poll_s=0.01, settled_poll_s=0.01, ids_s=0.01, polls_of_all=1_000_000)
@@ -700,20 +670,28 @@ async def test_processes_are_followed_between_two_polls_of_everything(world: Wor
         await poll_until(lambda: world.pids == (30,), "the container's next instance")
 
 
-async def test_what_is_reported_as_changed_is_polled_at_once(world: World) -> None:
+@pytest.mark.parametrize(
+    ("is_told", "intervals"),
+    [
+        (True, Intervals(poll_s=0.01, settled_poll_s=3600.0, polls_of_all=1_000_000)),
+        (False, Intervals(poll_s=0.001, settled_poll_s=0.001)),
+    ],
+)
+async def test_a_change_is_polled_at_once_or_found_by_a_poll_of_all(
+    world: World, is_told: bool, intervals: Intervals
+) -> None:
     """A new limit of the pod is written, and a container without an allocation loses its socket."""
-    intervals = Intervals(poll_s=0.01, settled_poll_s=3600.0, polls_of_all=1_000_000)
     manager = world.manager(intervals, clock=time.monotonic)
     socket = world.directory / "vcuda.sock"
     async with running(manager.run):
         await poll_until(socket.exists, "the socket")
         world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
-        manager.changed()
-        await poll_until(
-            lambda: decode_config((world.directory / "vcuda.config").read_bytes()).limit == 60, "the new limit"
-        )
+        if is_told:
+            manager.changed()
+        await poll_until(lambda: world.limit == 60, "the new limit")
         world.allocations.clear()
-        manager.changed()
+        if is_told:
+            manager.changed()
         await poll_until(lambda: not socket.exists(), "the end of the server")
 
 
@@ -735,7 +713,7 @@ class HeldBinding:
 
 async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world: World) -> None:
     """As of a pod that is deleted by force during its admission."""
-    async with Running(world) as manager, asyncio.TaskGroup() as group:
+    async with serving(world) as manager, asyncio.TaskGroup() as group:
         binding = HeldBinding(world)
         group.create_task(manager.prepare([KEY]))
         await binding.come()
@@ -750,7 +728,7 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
 
 async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(world: World) -> None:
     """Its release was polled before the registration wrote: the next poll of all finds what that left."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         await world.poll(manager)
 
         async def release() -> None:
@@ -774,7 +752,7 @@ async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(worl
 @pytest.mark.parametrize("is_started_before", [True, False])
 async def test_where_the_disk_hangs_no_server_outlives_the_manager(world: World, is_started_before: bool) -> None:
     """The process may go on: it reads its settings again."""
-    async with Running(world) as manager:
+    async with serving(world) as manager:
         async with asyncio.TaskGroup() as group:
             if is_started_before:
                 await manager.poll()

@@ -17,13 +17,7 @@ from gpushare_agent.core.claims.devices import placement_device_name
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.mig import (
-    MigComputeInstance,
-    MigGpuInstance,
-    MigLayout,
-    MigPlace,
-    MigPlacement,
-)
+from gpushare_agent.core.model.mig import MigComputeInstance, MigGpuInstance, MigLayout, MigPlace, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.settings import Settings
@@ -351,6 +345,26 @@ class Owner:
         """Why not; empty where the claim has its instances."""
         refused = await self.mig.hold(uid, [named(one) for one in places])
         return refused.detail if refused is not None else ""
+
+    async def leave_idle(self, where: MigPlacement) -> None:
+        """Claim `a` has held it."""
+        await self.hold("a", where)
+        self.mig.release("a")
+
+    async def killed_while_holding(self, uid: str, where: MigPlacement) -> None:
+        """At the point of `raise_at`; then it is started again."""
+        task = self.begin(self.hold(uid, where))
+        await self.driver.killed.wait()
+        task.cancel()
+        await self.restart()
+
+    async def reload(self) -> None:
+        """In the same process, whose calls are given up."""
+        before = self.mig
+        await self.stop()
+        self.mig = self._new()
+        self.mig.take_over(before)
+        await self.start()
 
     def on(self, gpu: int = 0) -> list[tuple[str, int]]:
         """What there is, by profile and start."""

@@ -54,8 +54,7 @@ async def test_what_is_idle_goes_when_its_slices_are_wanted(owner: Owner) -> Non
 
 
 async def test_what_is_idle_goes_after_a_time_or_when_the_node_drains(owner: Owner) -> None:
-    await owner.hold("a", SMALL)
-    owner.mig.release("a")
+    await owner.leave_idle(SMALL)
     await owner.later(599)
     assert owner.on() == [("1g.5gb", 6)]
     await owner.later(2)
@@ -131,15 +130,13 @@ async def test_a_foreign_instance_is_left_and_named(owner: Owner) -> None:
 
 async def test_slices_do_not_tell_that_media_engines_are_there_once(owner: Owner) -> None:
     """An idle `+me` goes for another one that does not overlap it, and for another profile with them."""
-    await owner.hold("a", place("1g.5gb+me", 0))
-    owner.mig.release("a")
+    await owner.leave_idle(place("1g.5gb+me", 0))
     assert await owner.hold("b", place("1g.5gb+me", 5)) == ""
     assert owner.on() == [("1g.5gb+me", 5)]
 
 
 async def test_what_the_driver_lacks_for_another_reason_idle_ones_give_way_to(owner: Owner) -> None:
-    await owner.hold("a", place("1g.5gb", 0))
-    owner.mig.release("a")
+    await owner.leave_idle(place("1g.5gb", 0))
     owner.raise_at("before create", Conflict("INSUFFICIENT_RESOURCES"))
     assert "INSUFFICIENT_RESOURCES" in await owner.hold("b", SMALL)
     await owner.later(2)
@@ -182,8 +179,7 @@ async def test_what_could_not_be_destroyed_is_used_again(owner: Owner, user: str
 
 async def test_an_instance_that_a_claim_takes_in_the_last_moment_is_not_destroyed(owner: Owner) -> None:
     """While the intent to destroy it is written."""
-    await owner.hold("a", SMALL)
-    owner.mig.release("a")
+    await owner.leave_idle(SMALL)
     taken: list[asyncio.Task[str]] = []
 
     def cut(where: str) -> None:
@@ -219,8 +215,7 @@ async def test_a_call_that_was_not_answered_may_make_it_later(owner: Owner) -> N
 
 
 async def test_a_call_that_may_still_destroy_it_is_ended_before_it_is_used_again(owner: Owner) -> None:
-    await owner.hold("a", SMALL)
-    owner.mig.release("a")
+    await owner.leave_idle(SMALL)
     await owner.quiet()
     owner.raise_at("before destroy", SLOW)
     await owner.later(601)
@@ -341,14 +336,10 @@ async def test_a_driver_that_cannot_be_read_leaves_its_gpus_alone(owner: Owner) 
 @pytest.mark.parametrize("where", POINTS)
 async def test_killed_at_each_point_and_started_again(owner: Owner, where: str) -> None:
     """A claim that takes another's place: whatever was done of it, in the end it has one instance and nothing is left."""
-    await owner.hold("a", SMALL)
-    owner.mig.release("a")
+    await owner.leave_idle(SMALL)
     await owner.quiet()
     owner.raise_at(where)
-    task = owner.begin(owner.hold("b", LARGE))
-    await owner.driver.killed.wait()
-    task.cancel()
-    await owner.restart()
+    await owner.killed_while_holding("b", LARGE)
     assert await owner.hold("b", LARGE) == ""
     assert len([one for one in owner.hardware.all() if one.place == LARGE]) == 1
     owner.mig.release("b")
@@ -360,10 +351,7 @@ async def test_killed_at_each_point_and_started_again(owner: Owner, where: str) 
 async def test_after_a_kill_before_the_call_one_made_by_hand_is_foreign(owner: Owner) -> None:
     """The intent of a process that ended is forgotten once nothing is there."""
     owner.raise_at("before create")
-    task = owner.begin(owner.hold("a", SMALL))
-    await owner.driver.killed.wait()
-    task.cancel()
-    await owner.restart()
+    await owner.killed_while_holding("a", SMALL)
     owner.hardware.by_hand(SMALL)
     await owner.later()
     assert (owner.mig.made, owner.counts()["foreign"]) == (set(), 1)
@@ -393,15 +381,10 @@ async def test_without_records_the_claims_say_what_is_theirs(owner: Owner) -> No
 
 async def test_a_reload_goes_on_from_the_file_and_what_may_still_be_carried_out(owner: Owner) -> None:
     hangs = owner.driver.hanging[gpu_uuid(0)] = asyncio.Event()
-    task = owner.begin(owner.hold("a", SMALL))
+    owner.begin(owner.hold("a", SMALL))
     await owner.quiet()
     assert owner.mig.is_calling
-    before = owner.mig
-    task.cancel()
-    await owner.stop()
-    owner.mig = owner._new()
-    owner.mig.take_over(before)
-    await owner.start()
+    await owner.reload()
     await owner.quiet()
     list(owner.hardware.create(SMALL))  # the call in the driver's thread went on
     await owner.later()
@@ -411,8 +394,7 @@ async def test_a_reload_goes_on_from_the_file_and_what_may_still_be_carried_out(
 
 async def test_an_agent_that_leaves_begins_no_call_and_waits_for_the_last(owner: Owner) -> None:
     """What a call makes after the next agent's first look would be another's to it, for good."""
-    await owner.hold("a", LARGE)
-    owner.mig.release("a")
+    await owner.leave_idle(LARGE)
     hangs = owner.driver.hanging[gpu_uuid(0)] = asyncio.Event()
     call = owner.begin(owner.hold("b", place("1g.5gb", 0)))
     await owner.quiet()
@@ -431,14 +413,10 @@ async def test_a_reload_knows_what_the_driver_refused_to_make(owner: Owner) -> N
     """Its record says that it may have been made here, until the GPU was read again."""
     owner.hardware.by_hand(SMALL)
     owner.is_answering = False
-    task = owner.begin(owner.hold("a", SMALL))
+    owner.begin(owner.hold("a", SMALL))
     await owner.quiet()
-    task.cancel()
-    before, owner.is_answering = owner.mig, True
-    await owner.stop()
-    owner.mig = owner._new()
-    owner.mig.take_over(before)
-    await owner.start()
+    owner.is_answering = True
+    await owner.reload()
     await owner.later(10_000)
     assert owner.driver.calls == [("create", SMALL)]
     assert (owner.on(), owner.mig.made, owner.records.content) == ([("1g.5gb", 6)], set(), [])

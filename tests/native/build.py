@@ -24,19 +24,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from native.build_gpushare import CannotBuildError, run
+from native.build_gpushare import CannotBuildError as CannotBuildError  # noqa: PLC0414 - exported on
+from native.build_gpushare import run
 from tests.native.fake_driver.generate import generate
 from tests.native.sources import opened_source
-
-__all__ = [
-    "CannotBuildError",
-    "build_fake_driver",
-    "build_gpu_client",
-    "build_program",
-    "build_vcuda",
-    "build_vgpu",
-    "cuda_include",
-]
 
 NATIVE = Path(__file__).parent
 FAKE_DRIVER = NATIVE / "fake_driver"

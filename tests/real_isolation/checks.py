@@ -71,16 +71,8 @@ _V1, _V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
 
 _CHECKS = (
     # The verdicts of `none` are what the others compare with.
-    Check(
-        memory="alloc",
-        smoke=("gpushare", "vcuda"),
-        expected={"none": BYPASSED, "vcuda": HELD, "driver": HELD},
-    ),
-    Check(
-        launch="kernel",
-        smoke=("gpushare",),
-        expected={"none": BYPASSED, "vcuda": THROTTLED, "driver": BYPASSED},
-    ),
+    Check(memory="alloc", smoke=("gpushare", "vcuda"), expected={"none": BYPASSED, "vcuda": HELD, "driver": HELD}),
+    Check(launch="kernel", smoke=("gpushare",), expected={"none": BYPASSED, "vcuda": THROTTLED, "driver": BYPASSED}),
     # Every kind of memory and of launch. vcuda-control's own functions are those up to CUDA 11.5: of a newer one it has
     # no symbol, or, asked through cuGetProcAddress, the driver's. It lets a mipmapped array take one block too many.
     # It counts what NVML has of its processes, which is nothing of managed memory (H200).

@@ -22,6 +22,7 @@ from gpushare_agent.agent.isolation.gpushare.format import encode_config as enco
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
 from native.build_gpushare import build_gpushare
 from tests.native.build import (
+    NATIVE,
     CannotBuildError,
     build_fake_driver,
     build_vcuda,
@@ -37,33 +38,6 @@ VERSION = "580.95.05"
 UUIDS = [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(2)]
 POD, CONTAINER = "11111111-2222-3333-4444-555555555555", "main"
 MIB = 1 << 20
-
-_ENTER = r"""
-set -e
-own=$1 base=$2
-shift 2
-root=$own/root
-mount --make-rprivate /
-mount -t tmpfs tmpfs "$root"
-cd "$root"
-mkdir usr proc dev tmp etc
-for name in bin sbin lib lib64; do
-    [ ! -L /$name ] || cp -P /$name .
-done
-mount --rbind /usr usr
-mount -t tmpfs tmpfs usr/local
-mkdir -p usr/local/nvidia/bin
-[ ! -f "$own/gpu-client" ] || cp "$own/gpu-client" usr/local/nvidia/bin
-mount --rbind /proc proc
-mount --bind "$base/proc" proc/driver
-mount --rbind /dev dev
-mount --bind "$own/tmp" tmp
-mkdir -p "./$base"
-mount --bind "$base" "./$base"
-mount --bind "$own/etc" etc
-exec chroot . /usr/bin/env "$@"
-"""
-"""In a mount namespace of its own; what follows are the directories, then variables and the program."""
 
 _GPU_CLIENT = r"""#!/bin/sh
 # Registers its parent, as the agent would: four bytes of pids.config.
@@ -248,7 +222,7 @@ class LibraryContainer:
             variables["LD_PRELOAD"] = str(base / "libraries" / f"{self.library.name}.so")
         else:
             variables["LD_LIBRARY_PATH"] = str(base / self.library.name)
-        words = ["unshare", "--mount", "sh", "-c", _ENTER, "enter", str(self.own), str(base)]
+        words = ["unshare", "--mount", "sh", str(NATIVE / "enter_library_container.sh"), str(self.own), str(base)]
         words += [*(f"{name}={value}" for name, value in variables.items()), *command]
         return subprocess.Popen(
             words,

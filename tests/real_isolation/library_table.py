@@ -225,11 +225,7 @@ ROWS = (
     Row(
         name="after cuCtxSetLimit took 1 GiB", measure=taken("limit:2:1024", TAKE), expected=_cells("8", "4", "4", "4")
     ),
-    Row(
-        name="1 MiB + 1 byte each: MiB of the GPU",
-        measure=_rounded,
-        expected=_cells("4818", "2560", "2560", "2560"),
-    ),
+    Row(name="1 MiB + 1 byte each: MiB of the GPU", measure=_rounded, expected=_cells("4818", "2560", "2560", "2560")),
     Row(name="MiB free by cuMemGetInfo after cuMemFreeAsync and a synchronize", measure=_freed, expected=_all("2260")),
     Row(name="opened of another process", measure=_kind("ipc"), expected=_all("20")),
     Row(name="pinned memory of the host", measure=_kind("host"), expected=_all("20")),

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.real_isolation.conftest import CELLS
-from tests.real_isolation.libraries import (
-    LIBRARIES,
-    BuiltLibraries,
-    Library,
-    LibraryContainer,
-    Limits,
-)
+from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, Library, LibraryContainer, Limits
 from tests.real_isolation.library_table import BLOCK_MIB, CORES, OURS, ROWS, SHARE_BLOCKS, Row
 
 SMOKE = ("linked", "cuMemAllocManaged", "a child of one with 3 blocks", "kernels a second")

@@ -220,7 +220,7 @@ enum { MAX_CONTEXTS = 256, DEEPEST_STACK = 32, THREADS_OF_SM = 2048 };
 enum { DEFAULT_STACK = 1 << 10, DEFAULT_FIFO = 1 << 20, DEFAULT_HEAP = 8 << 20, LARGEST_STACK = 512 << 10 };
 typedef struct {
     CUdevice device;
-    unsigned references, modules, generation; /* `generation`: how many contexts of this handle have ended */
+    unsigned references, generation; /* `generation`: how many contexts of this handle have ended */
     int is_live;
     uint64_t stack, fifo, heap, taken; /* limits; what they take, beyond the defaults, which a context begins with */
 } context;
@@ -454,14 +454,13 @@ CUresult CUDAAPI cuCtxGetApiVersion(CUcontext of, unsigned int *version)
 CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SUCCESS; }
 
 /* Each thread that the GPU can have at once has its stack, from the setting on (cuda.h, cuCtxSetLimit). The heap of malloc is taken
-   with it too, or, with heap_at, when a module is loaded (CUDA Programming Guide, "Heap Memory Allocation"). */
+   with it too. */
 static uint64_t bytes_of_limits(const context *of)
 {
     uint64_t threads = config()->sm_count * THREADS_OF_SM, bytes = 0;
     bytes += of->stack > DEFAULT_STACK ? (of->stack - DEFAULT_STACK) * threads : 0;
     bytes += of->fifo > DEFAULT_FIFO ? of->fifo - DEFAULT_FIFO : 0;
-    if (of->modules || !config()->heap_waits)
-        bytes += of->heap > DEFAULT_HEAP ? of->heap - DEFAULT_HEAP : 0;
+    bytes += of->heap > DEFAULT_HEAP ? of->heap - DEFAULT_HEAP : 0;
     return (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
 }
 
@@ -1482,9 +1481,7 @@ PER_THREAD(cuMemMapArrayAsync);
    `spin` computes for its first parameter, nanoseconds in 64 bits; `timed` waits until so long after its begin, with slice_us;
    the others as the settings say --- */
 
-enum { MAX_STACKS = 64 };
-typedef struct { uint64_t stack; } kernel_code; /* what a thread of it needs: of one named `stack_BYTES` so many bytes */
-static kernel_code a_module, a_function, a_spin, a_timed, with_stack[MAX_STACKS];
+static char a_module, a_function, a_spin, a_timed;
 
 /* Its code and its variables are memory of the GPU, until it is unloaded. */
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
@@ -1494,13 +1491,7 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
     CUdeviceptr address = (uintptr_t)&a_module;
     if (current_gpu() < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    pthread_mutex_lock(&contexts_guard);
-    context changed = *current_context();
-    changed.modules++;
-    CUresult result = change_context(current_context(), changed) ? CUDA_SUCCESS : CUDA_ERROR_SHARED_OBJECT_INIT_FAILED;
-    pthread_mutex_unlock(&contexts_guard);
-    if (result == CUDA_SUCCESS && config()->module)
-        result = allocate(&address, config()->module, current_gpu(), PLAIN);
+    CUresult result = config()->module ? allocate(&address, config()->module, current_gpu(), PLAIN) : CUDA_SUCCESS;
     return *module = (CUmodule)(uintptr_t)address, result;
 }
 
@@ -1520,34 +1511,15 @@ CUresult CUDAAPI cuModuleUnload(CUmodule module)
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
     (void)module;
-    kernel_code *found = strcmp(name, "spin") == 0 ? &a_spin : strcmp(name, "timed") == 0 ? &a_timed : &a_function;
-    uint64_t stack_bytes = strncmp(name, "stack_", 6) == 0 ? strtoull(name + 6, NULL, 10) : 0;
-    for (kernel_code *at = with_stack; stack_bytes && at < with_stack + MAX_STACKS && found->stack != stack_bytes; at++)
-        if (!at->stack || at->stack == stack_bytes)
-            *(found = at) = (kernel_code){stack_bytes};
+    char *found = strcmp(name, "spin") == 0 ? &a_spin : strcmp(name, "timed") == 0 ? &a_timed : &a_function;
     return *function = (CUfunction)found, CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
 {
-    const kernel_code *code = (const kernel_code *)function;
-    *value = attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? (int)code->stack : 1;
+    (void)function;
+    *value = attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? 0 : 1;
     return CUDA_SUCCESS;
-}
-
-/* "The driver automatically increases the per-thread stack size for each kernel launch as needed. This size isn't reset" (cuda.h). */
-static CUresult have_stack(CUfunction function, context *in)
-{
-    const kernel_code *code = (const kernel_code *)function; /* which may be anything: no kernel is looked into */
-    uint64_t needed = code >= with_stack && code < with_stack + MAX_STACKS ? code->stack : 0;
-    if (!in || needed <= in->stack)
-        return CUDA_SUCCESS;
-    pthread_mutex_lock(&contexts_guard);
-    context changed = *in;
-    changed.stack = needed;
-    int is_changed = change_context(in, changed);
-    pthread_mutex_unlock(&contexts_guard);
-    return is_changed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
@@ -1610,8 +1582,7 @@ static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned
     if (is_captured(stream))
         return add_node(&unwanted, captured,
                         (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
-    CUresult result = have_stack(function, context_of(stream));
-    return result ? result : run(duration_ns, width_of(blocks_of(&kernel)), function == (CUfunction)&a_timed, stream);
+    return run(duration_ns, width_of(blocks_of(&kernel)), function == (CUfunction)&a_timed, stream);
 }
 
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,

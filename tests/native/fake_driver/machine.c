@@ -161,8 +161,6 @@ static void read_settings(void)
     read_setting(text, "lacks", "", settings.lacks);
     read_setting(text, "stops_in", "", settings.stops_in);
     read_setting(text, "utilization", "", settings.utilization);
-    read_setting(text, "heap_at", "limit", pids);
-    settings.heap_waits = !strcmp(pids, "module");
     read_setting(text, "pids", "host", pids);
     settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;
 }

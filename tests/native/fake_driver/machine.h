@@ -14,7 +14,6 @@
  *   context_mib     300           what a context takes
  *   context_unseen_kib  0         what one takes of the GPU besides, which is in no process's count: 2867 on an H200
  *   module_mib      2             what a module takes
- *   heap_at         limit         when cuCtxSetLimit's heap is taken: at once, or with `module` when the next module is loaded
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
  *   slice_us        0             not 0: contexts of a GPU take turns of so long (slices.c); else all launches run one after the
@@ -71,7 +70,7 @@ typedef struct {
     uint64_t slice_ns, switch_ns, launch_ns, wake_ns, event_ns, boost_percent;
     int shows_whole;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT], utilization[TEXT];
-    int cuda_version, logs, numa_node, is_unified, heap_waits;
+    int cuda_version, logs, numa_node, is_unified;
     pid_kind pids;
 } machine_config;
 
