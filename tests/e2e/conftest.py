@@ -151,11 +151,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace of its own; the pods are gone at the end, the rest goes on being deleted."""
     name = f"{_namespace_name(cluster)}{secrets.token_hex(2)}"
     cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Namespace",
-            "metadata": {"name": name, "labels": {RUN_LABEL: cluster.suffix}},
-        }
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {RUN_LABEL: cluster.suffix}}}
     )
     accounts = f"/api/v1/namespaces/{name}/serviceaccounts"
     cluster.wait_for("the service account of pods", lambda: cluster.read(accounts)["items"])

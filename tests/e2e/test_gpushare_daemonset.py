@@ -112,22 +112,16 @@ def test_gpushares_daemonset_serves_with_this_image(cluster: Cluster, plugin: st
     def pod(name: str, units: int) -> Object:
         return cluster.pod_of(name, cluster.container(resources={"limits": {RESOURCE: units}}))
 
-    cluster.start(namespace, pod("share-0", 2))
-    cluster.start(namespace, pod("share-1", 2))
-    cluster.start(namespace, pod("share-2", 3))
-    shares = {f"share-{number}": [units << 30, [0]] for number, units in enumerate((2, 2, 3))}
+    shares = {}
+    for number, units in enumerate((2, 2, 3)):
+        cluster.start(namespace, pod(f"share-{number}", units))
+        shares[f"share-{number}"] = [units << 30, [0]]
     assert ledger(cluster, plugin) == shares
     environment = cluster.run("-n", namespace, "exec", "share-2", "--", "env").splitlines()
     assert {"ALIYUN_COM_GPU_MEM_IDX=0", "ALIYUN_COM_GPU_MEM_CONTAINER=3"} <= set(environment)
     status = cluster.node_object()["status"]
     assert int(status["allocatable"]["aliyun.com/gpu-count"]) >= 1
-
-    def annotated() -> bool:
-        annotations = [one["metadata"].get("annotations", {}) for one in cluster.pods(namespace).values()]
-        wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}
-        return all(wanted.items() <= one.items() for one in annotations)
-
-    cluster.wait_for("GPUShare's annotations", annotated)
+    cluster.wait_gpushare_annotations(namespace)
     logged = [json.loads(line) for line in cluster.run("-n", NAMESPACE, "logs", plugin).splitlines()]
     missing = {one.get("mount", one.get("right")) for one in logged if one["event"].endswith("_missing")}
     mounts = {"/var/lib/kubelet/pod-resources", "/var/lib/gpushare-agent", "/etc/gpu-manager"}

@@ -46,8 +46,7 @@ def configured(cluster: Cluster, installation: Installation) -> Iterator[Install
 
 def _wait_offered(cluster: Cluster, number: int) -> None:
     cluster.wait_for(
-        f"{number} of {RESOURCE}",
-        lambda: cluster.node_object()["status"]["capacity"].get(RESOURCE) == str(number),
+        f"{number} of {RESOURCE}", lambda: cluster.node_object()["status"]["capacity"].get(RESOURCE) == str(number)
     )
 
 
@@ -80,8 +79,7 @@ def test_the_nodes_label_is_switched_during_a_burst_and_no_pod_is_rejected(
     names = [f"burst-{number}" for number in range(PODS)]
     cluster.apply(*(_pod(cluster, name) for name in names[: PODS // 2]), namespace=namespace)
     cluster.wait_for(
-        "the first is admitted",
-        lambda: any(pod["status"].get("startTime") for pod in cluster.pods(namespace).values()),
+        "the first is admitted", lambda: any(pod["status"].get("startTime") for pod in cluster.pods(namespace).values())
     )
     cluster.run("label", "node", cluster.node, f"{LABEL}=eight", "--overwrite")
     cluster.apply(*(_pod(cluster, name) for name in names[PODS // 2 :]), namespace=namespace)

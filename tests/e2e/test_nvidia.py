@@ -146,8 +146,11 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.wait_for("the others are whole", lambda: offered(cluster) == gpus - 1)
     cluster.start(namespace, *(asking(cluster, name, 1, small) for name in ("small-1", "small-2")))
     seen = {one for name in ("small-1", "small-2") for one in visible(cluster, namespace, name)}
-    cards = {card["uuid"]: card for card in installation.view()["gpus"]}
-    assert len(seen) == 2 and {cards[one]["mig"]["profile"] for one in seen} == {"1g.10gb"}
+
+    def profile(uuid: str) -> str:
+        return next(gpu["mig"]["profile"] for gpu in installation.view()["gpus"] if gpu["uuid"] == uuid)
+
+    assert len(seen) == 2 and set(map(profile, seen)) == {"1g.10gb"}
     labels = cluster.wait_for("the labels", lambda: counted(cluster))
     assert labels == {f"{small}.count": "2", f"{middle}.count": "1", f"{GPU}.count": str(gpus)}
 
@@ -157,7 +160,7 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.start(namespace, asking(cluster, "large", 1, large))
     (given,) = visible(cluster, namespace, "large")
     assert installation.wait_ledger(namespace, 3)
-    assert {card["uuid"]: card for card in installation.view()["gpus"]}[given]["mig"]["profile"] == "3g.20gb"
+    assert profile(given) == "3g.20gb"
     assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
     cluster.wait_for(
         "the labels follow", lambda: f"{large}.count" in counted(cluster) and f"{middle}.count" not in counted(cluster)
