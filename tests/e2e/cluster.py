@@ -104,7 +104,7 @@ class Cluster:
     def create_files(self, namespace: str, name: str, files: Mapping[str, bytes]) -> None:
         """A ConfigMap of them. Not by apply, whose annotation holds a quarter of a MiB."""
         data = {path: base64.b64encode(content).decode() for path, content in files.items()}
-        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "binaryData": data}
+        made = manifest("v1", "ConfigMap", name, binaryData=data)
         self.run("create", "-n", namespace, "-f", "-", stdin=json.dumps(made))
 
     def wait_for(self, what: str, poll: Callable[[], T | None], *, deadline_s: float = DEADLINE_S) -> T:
@@ -191,12 +191,7 @@ class Cluster:
         return self.pod_of(name, self.container(core, memory), **more)
 
     def pod_of(self, name: str, *containers: Object, **more: Any) -> Object:
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name},
-            "spec": self.pod_spec(*containers, **more),
-        }
+        return manifest("v1", "Pod", name, spec=self.pod_spec(*containers, **more))
 
     def hook(self, name: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Runs the command that the user gave as `--<name>`; skips the test where there is none."""
@@ -295,11 +290,16 @@ def audited(log: Path, user: str, pods: Collection[str] | None = None) -> tuple[
     return used, forbidden
 
 
+def manifest(version: str, kind: str, metadata: str | Object, **fields: Any) -> Object:
+    """An object for the API server; its name alone, or more of its metadata."""
+    found = {"name": metadata} if isinstance(metadata, str) else metadata
+    return {"apiVersion": version, "kind": kind, "metadata": found, **fields}
+
+
 def claim_template(name: str, *requests: Object, **devices: Any) -> Object:
     """A ResourceClaimTemplate; `devices`: what its claims have next to the requests."""
     spec = {"spec": {"devices": {"requests": list(requests), **devices}}}
-    version = "resource.k8s.io/v1"
-    return {"apiVersion": version, "kind": "ResourceClaimTemplate", "metadata": {"name": name}, "spec": spec}
+    return manifest("resource.k8s.io/v1", "ResourceClaimTemplate", name, spec=spec)
 
 
 def message_of(pod: Object) -> str:

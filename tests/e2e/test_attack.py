@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tests.e2e.cluster import Cluster, KubectlError, Object
+from tests.e2e.cluster import Cluster, KubectlError, Object, manifest
 from tests.e2e.installation import SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
@@ -204,14 +204,10 @@ def test_a_tenant_who_may_edit_his_namespace_reaches_nothing_of_the_agents(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
     """Kubernetes' role `edit` there alone: by the API server's own answers. His pods' service account has less."""
-    binding = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "metadata": {"name": "tenant"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"},
-        "subjects": [{"kind": "ServiceAccount", "name": "default", "namespace": namespace}],
-    }
-    account = f"{namespace}:default"
+    group, account = "rbac.authorization.k8s.io", f"{namespace}:default"
+    role = {"apiGroup": group, "kind": "ClusterRole", "name": "edit"}
+    subject = {"kind": "ServiceAccount", "name": "default", "namespace": namespace}
+    binding = manifest(f"{group}/v1", "RoleBinding", "tenant", roleRef=role, subjects=[subject])
     cluster.apply(binding, namespace=namespace)
     cluster.wait_for("the role is in force", lambda: cluster.may(account, "patch", "pods", namespace))
     assert not [one for one in DENIED if cluster.may(account, *one, SYSTEM)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, claim_template
+from tests.e2e.cluster import Cluster, Object, claim_template, manifest
 from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
@@ -348,12 +348,8 @@ def test_an_agent_writes_slices_of_its_own_node_alone(cluster: Cluster, claims: 
     spec = slices(cluster)[0]["spec"]
 
     def created(**changes: str) -> str:
-        raw = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceSlice",
-            "metadata": {"name": f"e2e-{cluster.suffix}"},
-            "spec": {**spec, **changes},
-        }
+        name = f"e2e-{cluster.suffix}"
+        raw = manifest("resource.k8s.io/v1", "ResourceSlice", name, spec={**spec, **changes})
         return claims.exec("/opt/gpushare-agent/bin/python", "-c", CREATE_SLICE, json.dumps(raw))
 
     assert created() == "created\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import DEADLINE_S, Cluster, KubectlError, Object
+from tests.e2e.cluster import DEADLINE_S, Cluster, KubectlError, Object, manifest
 from tests.e2e.installation import Installation, in_place_of
 
 pytestmark = pytest.mark.e2e
@@ -59,22 +59,17 @@ def objects(image: str, *, is_simulated: bool) -> list[Object]:
     template = {"metadata": {"annotations": annotations, "labels": labels}, "spec": spec}
     role = {"kind": "ClusterRole", "name": ACCOUNT}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
-        {"apiVersion": f"{group}/v1", "kind": "ClusterRole", "metadata": {"name": ACCOUNT}, "rules": rules},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": ACCOUNT},
-            "roleRef": {"apiGroup": group, **role},
-            "subjects": [{"kind": "ServiceAccount", **account}],
-        },
-        {
-            "apiVersion": "apps/v1",
-            "kind": "DaemonSet",
-            "metadata": {"name": NAME, "namespace": NAMESPACE},
-            "spec": {"selector": {"matchLabels": labels}, "template": template},
-        },
-    ]
+        manifest("v1", "ServiceAccount", account),
+        manifest(f"{group}/v1", "ClusterRole", ACCOUNT, rules=rules),
+        manifest(
+            f"{group}/v1", "ClusterRoleBinding", ACCOUNT,
+            roleRef={"apiGroup": group, **role}, subjects=[{"kind": "ServiceAccount", **account}],
+        ),
+        manifest(
+            "apps/v1", "DaemonSet", {"name": NAME, "namespace": NAMESPACE},
+            spec={"selector": {"matchLabels": labels}, "template": template},
+        ),
+    ]  # fmt: skip
 
 
 @pytest.fixture

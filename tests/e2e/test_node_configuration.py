@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, message_of
+from tests.e2e.cluster import Cluster, Object, manifest, message_of
 from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation
 
 PODS = 50
@@ -33,11 +33,8 @@ def configured(cluster: Cluster, installation: Installation) -> Iterator[Install
         "broken": "nvidia: {enabled: perhaps}",
     }
     cluster.run("label", "node", cluster.node, f"{LABEL}=sixteen", "--overwrite")
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "gpushare-agent-nodes"}, "data": files},
-        namespace=SYSTEM,
-    )
+    cluster.apply(manifest("v1", "Namespace", SYSTEM))
+    cluster.apply(manifest("v1", "ConfigMap", "gpushare-agent-nodes", data=files), namespace=SYSTEM)
     installation.install(components=["components/node-configuration"])
     yield installation
     installation.remove()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object
+from tests.e2e.cluster import Cluster, Object, manifest
 from tests.e2e.installation import SYSTEM, Installation, with_variables
 from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
@@ -183,12 +183,7 @@ def number_free(cluster: Cluster, installation: Installation, total: int) -> int
 
 def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, replicas: int, gpus: list[str]) -> None:
     """In a pod of the agent's image, with the kubelet's directory."""
-    source = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "stand-in"},
-        "data": {"p.py": STAND_IN.read_text()},
-    }
+    source = manifest("v1", "ConfigMap", "stand-in", data={"p.py": STAND_IN.read_text()})
     container = {
         "name": "main", "image": installation.image, "imagePullPolicy": "IfNotPresent", "securityContext": {"runAsUser": 0},
         "command": ["/opt/gpushare-agent/bin/python", "/source/p.py", str(replicas), *gpus],

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, Right, audited
+from tests.e2e.cluster import Cluster, Object, Right, audited, manifest
 from tests.e2e.installation import SYSTEM, Installation, rights_of_component
 
 pytestmark = pytest.mark.e2e
@@ -84,12 +84,8 @@ def _refused(cluster: Cluster) -> Object:
     """A ReplicaSet of one pod with a share without memory, which the agent refuses."""
     labels = {"app": "refused"}
     template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(1))}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "ReplicaSet",
-        "metadata": {"name": "refused"},
-        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": template},
-    }
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
+    return manifest("apps/v1", "ReplicaSet", "refused", spec=spec)
 
 
 @pytest.fixture
