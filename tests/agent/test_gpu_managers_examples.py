@@ -22,11 +22,7 @@ def asking(cores: int, blocks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("cores", "blocks", "annotations", "gpus"),
-    [
-        (50, 30, {"tencent.com/vcuda-core-limit": "50"}, 1),
-        (200, 60, {}, 2),
-        (100, 30, {}, 1),
-    ],
+    [(50, 30, {"tencent.com/vcuda-core-limit": "50"}, 1), (200, 60, {}, 2), (100, 30, {}, 1)],
     ids=["share", "two-gpus", "one-gpu"],
 )
 async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, str], gpus: int) -> None:
