@@ -175,9 +175,7 @@ async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
             await poll_until(
                 lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
             )
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again"
-            )
+            await node.wait_devices(CORE, 8 * CORES, 8 * CORES)
             await node.wait_registered()
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
             await node.wait_running("before", "after")

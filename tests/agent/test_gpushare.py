@@ -28,10 +28,6 @@ def answer(node: NodeUnderTest, name: str) -> ContainerAllocateResponse:
     return ContainerAllocateResponse.parse(call.response)
 
 
-def annotations(node: NodeUnderTest, name: str) -> dict[str, str]:
-    return dict(node.api.pod("default", name)["metadata"].get("annotations", {}))
-
-
 async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations() -> None:
     """Without any extender; the compute follows the memory, and the container finds its limits."""
     async with open_test_node() as node, open_agent(node, *FLAGS):
@@ -48,10 +44,7 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         uid = node.uid_of("share")
         config = decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (25, 6 * 2**30, True)
-        await node.wait_until(
-            lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
-        )
-        reported = annotations(node, "share")
+        reported = await node.wait_annotation("share", "ALIYUN_COM_GPU_MEM_ASSIGNED", "true")
         assert reported["ALIYUN_COM_GPU_MEM_IDX"] == index and int(reported["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
 
 
@@ -63,9 +56,7 @@ async def test_the_gpu_that_gpushares_extender_chose_is_taken_where_it_fits() ->
             await node.start_pods(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
         gpus = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
         assert gpus == ["1", "1", "0"]
-        await node.wait_until(
-            lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
-        )
+        await node.wait_annotation("third", "ALIYUN_COM_GPU_MEM_IDX", "0")  # set right
 
 
 async def test_a_gpus_memory_is_one_account() -> None:
@@ -159,9 +150,6 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
         calls = [c for c in node.calls_of("two", "Allocate") if c.resource == GPU_MEM]
         given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
         assert given == ["0", "1"]
-        await node.wait_until(
-            lambda: annotations(node, "two").get("tencent.com/gpu-assigned") == "true", "the annotations"
-        )
-        written = annotations(node, "two")
+        written = await node.wait_annotation("two", "tencent.com/gpu-assigned", "true")
         assert written["scheduler.framework.gpushare.allocation"] == '{"0":{"0":3},"1":{"1":4}}'
         assert written.items() >= (plan | {"tencent.com/gpu-assigned": "true"}).items()

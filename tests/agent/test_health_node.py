@@ -225,7 +225,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             await node.wait_until(node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
-            await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
+            await node.wait_devices(CORE, 3 * CORES, CORES)
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
@@ -238,9 +238,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back"
-            )
+            await node.wait_devices(CORE, 3 * CORES, 3 * CORES)
 
 
 async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_does() -> None:

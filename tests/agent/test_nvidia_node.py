@@ -104,12 +104,10 @@ async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(scri
     flags = ("--driver=nvml", "--isolation=none", "--device-list-strategy=envvar", "--health.check-period-s=0.2")
     async with open_test_node() as node, open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"):
         await node.wait_allocatable(GPU, 1)
-        await node.wait_until(lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
+        await node.wait_devices(small, 1, 0)
         await node.start_pods(sample("whole"))
         becomes(script, A100 + ONE_G + TWO_G)
-        await node.wait_until(
-            lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
-        )
+        await node.wait_devices(medium, 1, 0)
         assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
         assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
         assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
@@ -124,9 +122,7 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             await node.wait_allocatable(GPU, 2)
             await node.start_pods(sample("first"))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
-            )
+            await node.wait_devices(GPU, 3, 1)
             assert node.api.pod("default", "first")["status"]["phase"] == "Running"
             await node.start_pods(pod("share", container(cores=30, blocks=4)))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})

@@ -35,13 +35,13 @@ async def test_a_node_whose_sampling_hangs_keeps_its_gpus(script: Path) -> None:
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
+        await node.wait_devices(CORE, *everything)
         becomes(script, HANGS)
         await poll_until(lambda: node.log_lines("usage_not_sampled"), "a sample that failed")
         becomes(script, HANGS + "error 1 15\n")
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
+        await node.wait_devices(CORE, 4 * CORES, 3 * CORES)
         becomes(script, HANGS)
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
+        await node.wait_devices(CORE, *everything)
         assert not node.log_lines("gpus_lost")
         becomes(script, GPUS)
 

@@ -429,6 +429,21 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
 
         await self.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
 
+    async def wait_devices(self, resource: str, known: int, healthy: int) -> None:
+        """The kubelet knows so many devices of it, of them so many are healthy."""
+        devices = self.kubelet.devices
+        what = f"{healthy} of {known} {resource} healthy"
+        await self.wait_until(lambda: devices.capacity().get(resource) == (known, healthy), what)
+
+    async def wait_annotation(self, name: str, key: str, value: str) -> dict[str, str]:
+        """All annotations of a pod, once this one has the value."""
+
+        def found() -> dict[str, str]:
+            return dict(self.api.pod("default", name)["metadata"].get("annotations", {}))
+
+        await self.wait_until(lambda: found().get(key) == value, f"annotation {key} of pod {name}")
+        return found()
+
     async def wait_registered(self) -> None:
         """The kubelet has healthy devices of both resources, and the scheduler knows it."""
 
