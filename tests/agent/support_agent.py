@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
@@ -47,6 +48,10 @@ class InnerAgent:
         families = self.parts.node.metrics.registry.collect()
         samples = (one for family in families for one in family.samples if one.name == name)
         return sum(one.value for one in samples if labels.items() <= one.labels.items())
+
+    async def page(self, path: str) -> tuple[int, str]:
+        """Status and text of a page of its web port."""
+        return await _page(await self.parts.observability.web.wait_listening(), path)
 
     def held(self) -> Held:
         """The ledger: what each container holds, as the kubelet names it."""
@@ -100,6 +105,17 @@ async def open_agent(
         finally:
             agent.task.cancel()
             await asyncio.wait({agent.task})
+
+
+async def _page(port: int, path: str) -> tuple[int, str]:
+    async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
+        return answer.status, await answer.text()
+
+
+async def page_of_child(node: NodeUnderTest, path: str) -> tuple[int, str]:
+    """Status and text of a page of the newest child's web port."""
+    await poll_until(lambda: node.log_lines("web_listening"), "the web port")
+    return await _page(node.log_lines("web_listening")[-1]["port"], path)
 
 
 @asynccontextmanager

@@ -51,10 +51,7 @@ async def test_a_running_container_is_listed_with_its_pod_and_pid(containerd: Co
 async def test_every_process_of_a_container_is_found_and_known(containerd: Containerd) -> None:
     """Forked children, what is executed in it later, and what moves to a cgroup below; nobody else is taken for it."""
     cgroups = Cgroups()
-    async with (
-        running_container(containerd, FORKS) as made,
-        running_container(containerd, FORKS) as other,
-    ):
+    async with running_container(containerd, FORKS) as made, running_container(containerd, FORKS) as other:
         await made.wait_processes(3)
         first = await reported_pid(containerd.socket, made.id)
         found = find_cgroup(cgroups, made.id, made.pod_uid)

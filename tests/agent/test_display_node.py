@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientSession
 from grpclib.client import Channel
 
 from gpushare_agent.core.kit.sockets import connectable_path, is_served
 from gpushare_agent.core.wire.display import GpuDisplayStub, UsageResponse
 from gpushare_agent.core.wire.google.protobuf import Empty
-from tests.agent.support_agent import open_agent, poll_until
+from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 
-async def _json(url: str) -> Any:
-    async with ClientSession() as session, session.get(url) as answer:
-        assert answer.status == 200, url
-        return json.loads(await answer.text())
+async def _json(agent: InnerAgent, path: str) -> Any:
+    status, text = await agent.page(path)
+    assert status == 200, path
+    return json.loads(text)
 
 
 async def _usages(path: Path) -> UsageResponse:
@@ -38,8 +37,7 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         asked["env"] = [{"name": "SUBMITTER", "value": "ann"}, {"name": "PASSWORD", "value": "hunter-2"}]
         raw = pod("train", asked)
         raw["metadata"]["annotations"] = {"clusterName": "blue", "note": "hunter-2"}
-        node.api.create_pod(raw)
-        await node.wait_running("train")
+        await node.start_pods(raw)
         uid = node.uid_of("train")
 
         display = agent.parts.observability.display
@@ -52,19 +50,17 @@ async def test_a_pod_shows_on_the_display_the_web_port_and_the_debug_pages() -> 
         assert (round(stat.spec["main"].gpu, 3), stat.spec["main"].mem) == (0.3, 2048.0)
         assert len(stat.stat["main"].dev) == 1
 
-        web = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
-        assert (await _json(f"{web}/usage"))["usage"][uid]["spec"] == {"main": {"gpu": 0.3, "mem": 2048.0}}
-        graph = (await _json(f"{web}/graph"))["graph"]
+        assert (await _json(agent, "/usage"))["usage"][uid]["spec"] == {"main": {"gpu": 0.3, "mem": 2048.0}}
+        graph = (await _json(agent, "/graph"))["graph"]
         assert graph.count("allocatableCores: 70,") == 1
         assert graph.startswith("ROOT:")
 
-        pages = f"{web}/debug"
-        (held,) = (await _json(f"{pages}/allocations"))["allocations"]
+        (held,) = (await _json(agent, "/debug/allocations"))["allocations"]
         assert (held["pod"], len(held["devices"]["vcore"])) == ("train", 1)
-        pods = await _json(f"{pages}/pods")
+        pods = await _json(agent, "/debug/pods")
         assert [row["name"] for row in pods["pods"]] == ["train"]
         assert "hunter-2" not in json.dumps(pods)
-        assert (await _json(f"{pages}/settings"))["settings"]["node_name"]["value"] == node.name
+        assert (await _json(agent, "/debug/settings"))["settings"]["node_name"]["value"] == node.name
     assert not node.paths.display_socket.exists()
 
 

@@ -80,9 +80,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
             kept = agent.parts.isolation.kept(agent.parts.node.cache.view()[key_of(node, "bare")])
             assert kept is not None and kept.memory_by == NOBODY
-            await poll_until(
-                lambda: [e for e in node.api.events() if e["reason"] == "MemoryLimitMissing"], "an Event on the pod"
-            )
+            await poll_until(lambda: node.messages("MemoryLimitMissing"), "an Event on the pod")
 
 
 async def test_a_spec_with_a_limit_of_its_own_is_refused() -> None:

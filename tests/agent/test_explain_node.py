@@ -30,11 +30,8 @@ async def refuse(node: NodeUnderTest, agent: InnerAgent, manifest: dict[str, Any
     await node.wait_phase(name, "Failed")
 
     def messages() -> list[str]:
-        return [
-            event["message"]
-            for event in node.api.events()
-            if event["involvedObject"]["name"] == name and event["source"]["component"] == COMPONENT
-        ]
+        events = [one for one in node.api.events() if one["source"]["component"] == COMPONENT]
+        return [one["message"] for one in events if one["involvedObject"]["name"] == name]
 
     await poll_until(messages, f"an Event on pod {name}")
     return record_of(agent, name), messages()[0]
@@ -42,10 +39,7 @@ async def refuse(node: NodeUnderTest, agent: InnerAgent, manifest: dict[str, Any
 
 async def test_what_was_placed_is_explained() -> None:
     """A share, a whole GPU, and two GPUs by their links."""
-    async with (
-        open_test_node() as node,
-        open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent,
-    ):
+    async with open_test_node() as node, open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent:
         for name, cores, blocks in (("share", 30, 10), ("whole", 100, 0), ("pair", 200, 0)):
             await node.start_pods(pod(name, container(cores=cores, blocks=blocks)))
         share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
@@ -65,9 +59,7 @@ async def test_what_was_refused_is_explained() -> None:
         faults = node.paths.faults
         async with open_agent(node, "--simulated.gpus=3", "--placement.share-policy=spread") as agent:
             memory, memory_reported = await refuse(node, agent, pod("memory", container(cores=10, blocks=97)))
-            for name in ("first", "second", "third"):
-                node.api.create_pod(pod(name, container(cores=50, blocks=10)))
-            await node.wait_running("first", "second", "third")
+            await node.start_pods(*(pod(name, container(cores=50, blocks=10)) for name in ("first", "second", "third")))
             fragmented, fragmented_reported = await refuse(
                 node, agent, pod("fragmented", container(cores=60, blocks=1))
             )
@@ -107,13 +99,9 @@ async def test_the_owner_of_a_share_hears_of_a_mistyped_annotation() -> None:
         node.api.create_pod(pod("share", container(cores=30, blocks=8), annotations=mistyped))
         await node.wait_running("other", "right", "share")
 
-        def warned() -> list[tuple[str, str]]:
-            found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")
-            return [(one["involvedObject"]["name"], one["message"]) for one in found]
-
-        await poll_until(warned, "an Event on pod share")
-        [(name, message)] = warned()
-        assert name == "share"
+        await poll_until(lambda: node.messages("AnnotationUnknown"), "an Event on pod share")
+        [message] = node.messages("AnnotationUnknown")
+        assert ("AnnotationUnknown", message) in node.events_of("share")
         assert (
             "gpushare-agent/isolaton is unknown and has no effect: did you mean tencent.com/gpu-isolation?" in message
         )
@@ -125,10 +113,9 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
     """The one that serves did: what is queued meanwhile would be sent hours later."""
     async with open_test_node() as node, open_agent(node) as agent:
         agent.parts.cluster.may_write.clear()
-        node.api.create_pod(
+        await node.start_pods(
             pod("share", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "60"})
         )
-        await node.wait_running("share")
         store = agent.parts.node.pods
 
         def annotated() -> bool:
@@ -137,14 +124,9 @@ async def test_an_instance_that_waits_reports_no_annotation() -> None:
 
         await poll_until(annotated, "the agent seeing the pod with its annotations")
         agent.parts.cluster.may_write.set()
-        node.api.create_pod(
+        await node.start_pods(
             pod("next", container(cores=30, blocks=8), annotations={"tencent.com/vcuda-core-limits": "6"})
         )
-        await node.wait_running("next")
 
-        def warned() -> list[str]:
-            found = (one for one in node.api.events() if one["reason"] == "AnnotationUnknown")
-            return [one["involvedObject"]["name"] for one in found]
-
-        await poll_until(warned, "an Event on pod next")
-        assert warned() == ["next"]
+        await poll_until(lambda: node.messages("AnnotationUnknown"), "an Event on pod next")
+        assert len(node.messages("AnnotationUnknown")) == 1 and dict(node.events_of("next"))["AnnotationUnknown"]

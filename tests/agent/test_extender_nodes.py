@@ -99,20 +99,6 @@ async def test_a_pod_that_finds_cores_on_two_gpus_but_no_whole_gpu_waits_and_run
         assert cluster.nodes[0].gpus_of("whole") == freed
 
 
-async def test_without_the_extender_the_same_pod_is_rejected_by_its_node() -> None:
-    """The hole that the extender closes."""
-    async with (
-        open_cluster("a") as cluster,
-        cluster.open_agents(("--simulated.gpus=2", "--placement.share-policy=spread")),
-    ):
-        for name in ("left", "right"):
-            cluster.api.create_pod(pod(name, container("main", cores=50, blocks=8)))
-            await cluster.nodes[0].wait_phase(name, "Running")
-        cluster.api.create_pod(pod("whole", container("main", cores=100)))
-        raw = await cluster.nodes[0].wait_phase("whole", "Running", "Failed")
-        assert (raw["status"]["phase"], raw["status"]["reason"]) == ("Failed", "UnexpectedAdmissionError")
-
-
 async def test_a_node_with_room_on_one_gpu_is_taken_before_one_that_has_it_in_pieces() -> None:
     """The pod goes where it can run, and the extender's plan is what the agent does."""
     port = free_port()

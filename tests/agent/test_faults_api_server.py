@@ -76,8 +76,7 @@ async def test_pods_known_before_the_api_server_went_are_served_without_it() -> 
         node.kill_container("known", "a")
         await node.wait_until(lambda: len(node.calls_of("known", "PreStartContainer")) == 3, "the container's restart")
         assert not node.calls_of("known", "PreStartContainer")[-1].error
-        await node.wait_ledger_equal(agent)
-        node.assert_nothing_shared()
+        await node.wait_sound(agent)
 
 
 async def test_pods_unknown_while_the_api_server_is_gone_are_refused_and_come_in_when_it_is_back() -> None:
@@ -109,9 +108,7 @@ async def test_an_api_server_that_stalls_costs_an_admission_its_bound_and_no_mor
 async def test_an_api_server_that_forgets_its_history_loses_the_agent_nothing() -> None:
     """410 Gone in the middle of the watch, deletions missed: the next list corrects it."""
     async with open_test_node() as node, open_agent(node) as agent:
-        for name in ("one", "two", "three"):
-            node.api.create_pod(pod(name, container(cores=60, blocks=40)))
-        await node.wait_running("one", "two", "three")
+        await node.start_pods(*(pod(name, container(cores=60, blocks=40)) for name in ("one", "two", "three")))
         await node.api.stop_listening()
         node.api.delete_pod("default", "two", grace_period_s=0)
         node.api.store.compact()

@@ -69,8 +69,7 @@ async def test_a_kubelet_restarted_at_any_moment_of_an_admission_admits_again_wh
         node.api.create_pod(pod("after", container(cores=50, blocks=20)))
         await node.wait_running("before", "during", "after")
         assert _container_ids(node, "before") == ids
-        node.assert_nothing_shared()
-        await node.wait_ledger_equal(agent)
+        await node.wait_sound(agent)
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
@@ -96,8 +95,7 @@ async def test_running_pods_survive_a_kubelet_restart_and_nothing_of_theirs_is_f
         assert len(node.calls_of("share")) == 2
         node.api.create_pod(pod("next", container(cores=70, blocks=80)))
         await node.wait_running("share", "whole", "next")
-        await node.wait_ledger_equal(agent)
-        node.assert_nothing_shared()
+        await node.wait_sound(agent)
 
 
 async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_pods_all_the_same() -> None:
@@ -105,11 +103,10 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         async with open_agent(node) as agent:
             node.kubelet.begin_admissions()
-            node.api.create_pod(pod("share", container(cores=30, blocks=10)))
-            node.api.create_pod(
-                pod("init", container(cores=60, blocks=10), init=(container("prepare", cores=20, blocks=20),))
+            await node.start_pods(
+                pod("share", container(cores=30, blocks=10)),
+                pod("init", container(cores=60, blocks=10), init=(container("prepare", cores=20, blocks=20),)),
             )
-            await node.wait_running("share", "init")
             before = agent.held()
         await node.kubelet.restart()
         async with open_agent(node) as agent:
@@ -119,16 +116,12 @@ async def test_an_agent_started_while_the_kubelet_lists_nothing_yet_knows_its_po
         async with open_agent(node) as agent:
             node.api.create_pod(pod("next", container(cores=100)))
             await node.wait_running("share", "init", "next")
-            await node.wait_ledger_equal(agent)
-            node.assert_nothing_shared()
+            await node.wait_sound(agent)
 
 
 async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_anew() -> None:
     """Everything in it is lost, the kubelet's checkpoint too: what runs keeps its GPUs by our ledger."""
-    async with (
-        open_test_node(times=HELD_ADMISSIONS) as node,
-        open_agent(node, "--simulated.gpus=1") as agent,
-    ):
+    async with open_test_node(times=HELD_ADMISSIONS) as node, open_agent(node, "--simulated.gpus=1") as agent:
         node.kubelet.begin_admissions()
         await node.start_pods(pod("before", container(cores=60, blocks=40)))
         before = agent.held()
@@ -182,12 +175,9 @@ async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
             await poll_until(
                 lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
             )
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[CORE] == (8 * CORES, 8 * CORES), "our devices again"
-            )
+            await node.wait_devices(CORE, 8 * CORES, 8 * CORES)
             await node.wait_registered()
             node.api.create_pod(pod("after", container(cores=60, blocks=40)))
             await node.wait_running("before", "after")
-        await node.wait_ledger_equal(agent)
-        node.assert_nothing_shared()
+        await node.wait_sound(agent)
         assert not [ids for method, ids in rival.seen if method == "Allocate"]

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from grpclib import GRPCError
 from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import UnixChannel
-from tests.agent.support_agent import DEADLINE_S, Moments, open_agent, open_child, poll_until
+from tests.agent.support_agent import DEADLINE_S, Moments, open_agent, open_child, page_of_child, poll_until
 from tests.agent.support_reconcile import collection_of
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
@@ -79,11 +78,8 @@ async def test_forty_pods_at_once_are_all_served_within_the_kubelets_rate_limit(
     """More Lists than the kubelet's burst of ten: none of the pods is refused for it."""
     async with open_test_node() as node, open_agent(node) as agent:
         names = [f"p{n}" for n in range(40)]
-        for name in names:
-            node.api.create_pod(_share(name, cores=20, blocks=15))
-        await node.wait_running(*names)
-        node.assert_nothing_shared()
-        await node.wait_ledger_equal(agent)
+        await node.start_pods(*(_share(name, cores=20, blocks=15) for name in names))
+        await node.wait_sound(agent)
 
 
 async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_reason() -> None:
@@ -214,13 +210,7 @@ async def test_ids_that_the_kubelet_forgot_by_another_programs_list_are_not_give
 
 
 async def _metric(node: NodeUnderTest, series: str) -> float:
-    await poll_until(lambda: node.log_lines("web_listening"), "the agent's web address")
-    port = node.log_lines("web_listening")[-1]["port"]
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://localhost:{port}/metrics") as answer,
-    ):
-        text = await answer.text()
+    _, text = await page_of_child(node, "/metrics")
     return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(series)), 0.0)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 from gpushare_agent.agent.kubelet.records import FILE_NAME
 from tests.agent.support_agent import open_child, poll_until
@@ -80,10 +79,6 @@ async def test_a_log_that_nobody_reads_stops_neither_admissions_nor_the_end() ->
         os.close(write_end)
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
 async def _wait_blocks(node: NodeUnderTest, blocks: int) -> None:
     """Blocks of another size, which were offered before, stay as Unhealthy for a while."""
     wanted = {CORE: 2 * CORES, MEMORY: 2 * blocks}
@@ -98,22 +93,19 @@ async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_o
     """The servers restart with the new block size; running pods stay; a mistake in the file changes nothing."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        _write(path, "simulated: {gpus: 2}\nlog: {level: info}\n")
+        path.write_text("simulated: {gpus: 2}\nlog: {level: info}\n")
         async with open_child(node, f"--config={path}") as child:
             await _wait_blocks(node, BLOCKS)
             await node.start_pods(pod("runs", container(cores=100)))
-            _write(path, "simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
+            path.write_text("simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
             child.send_signal(signal.SIGHUP)
             await _wait_blocks(node, BLOCKS // 4)
             await node.wait_registered()
             for broken in ("resources: {memory_block_mib: none}\n", "resources: [\n", "unheard_of: 1\n"):
                 reported = len(node.log_lines("settings_not_reloaded"))
-                _write(path, broken)
+                path.write_text(broken)
                 child.send_signal(signal.SIGHUP)
-                await poll_until(
-                    lambda: len(node.log_lines("settings_not_reloaded")) > reported,  # noqa: B023 - asked in this turn
-                    "the report",
-                )
+                await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) > reported, "the report")  # noqa: B023
                 assert child.returncode is None
             await _wait_blocks(node, BLOCKS // 4)
             node.api.create_pod(pod("next", container(cores=30, blocks=20)))

@@ -16,7 +16,6 @@ from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
 from tests.agent.support_agent import open_agent, poll_until
-from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
@@ -64,14 +63,6 @@ async def start(
 def is_offered(node: NodeUnderTest) -> Iterator[bool]:
     """Of each of gpu-manager's cores that the kubelet knows."""
     return (is_healthy for text, is_healthy in node.kubelet.devices.health(CORE).items() if text.startswith(CORE))
-
-
-async def ready_text(agent: Any) -> str:
-    peer = await Peer.open(await agent.parts.observability.web.wait_listening())
-    try:
-        return (await peer.get("/readyz"))[1].decode()
-    finally:
-        peer.close()
 
 
 async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends() -> None:
@@ -143,7 +134,7 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             why = "gpu-manager started container main of pod default/former, and nothing tells what it has of which GPU"
             await node.wait_until(lambda: len(node.messages("GPUUnhealthy")) == 2, "an Event of each GPU")
             assert all(why in text for text in node.messages("GPUUnhealthy"))
-            assert why in await ready_text(agent)
+            assert why in (await agent.page("/readyz"))[1]
             # What `inspect` and `explain` show of the node.
             await node.wait_until(
                 lambda: str(node.api.node(node.name)["metadata"].get("annotations")).count(why) == 2,
@@ -157,7 +148,7 @@ async def test_a_pod_whose_gpu_nobody_knows_keeps_others_off_every_gpu() -> None
             )
             node.api.delete_pod("default", "former", grace_period_s=0)
             await node.wait_running("waits")
-            assert why not in await ready_text(agent)
+            assert why not in (await agent.page("/readyz"))[1]
             await node.wait_until(lambda: len(node.messages("GPURecovered")) == 2, "an Event of each GPU")
 
 

@@ -22,11 +22,7 @@ def asking(cores: int, blocks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("cores", "blocks", "annotations", "gpus"),
-    [
-        (50, 30, {"tencent.com/vcuda-core-limit": "50"}, 1),
-        (200, 60, {}, 2),
-        (100, 30, {}, 1),
-    ],
+    [(50, 30, {"tencent.com/vcuda-core-limit": "50"}, 1), (200, 60, {}, 2), (100, 30, {}, 1)],
     ids=["share", "two-gpus", "one-gpu"],
 )
 async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, str], gpus: int) -> None:
@@ -34,12 +30,8 @@ async def test_an_example_runs(cores: int, blocks: int, annotations: dict[str, s
     async with open_test_node() as node, open_agent(node, "--simulated.gpus=2", "--isolation=vcuda"):
         await node.wait_allocatable(CORE, 200)
         await node.start_pods(pod("vcuda", asking(cores, blocks), annotations=annotations, restartPolicy="Never"))
-
-        def written() -> dict[str, str]:
-            return dict(node.api.pod("default", "vcuda")["metadata"].get("annotations", {}))
-
-        await node.wait_until(lambda: written().get("tencent.com/gpu-assigned") == "true", "the annotations")
-        assert len(written()["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
+        written = await node.wait_annotation("vcuda", "tencent.com/gpu-assigned", "true")
+        assert len(written["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
         if cores < 100:
             uid = node.uid_of("vcuda")
             config = decode_config((node.paths.virtual_manager / uid / "nvidia" / "vcuda.config").read_bytes())

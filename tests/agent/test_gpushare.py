@@ -11,7 +11,7 @@ from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
-from tests.agent.support_agent import open_agent, poll_until
+from tests.agent.support_agent import open_agent
 from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 from tests.support_json import undecoded
 
@@ -26,10 +26,6 @@ def memory(units: int, name: str = "main", **extra: Any) -> dict[str, Any]:
 def answer(node: NodeUnderTest, name: str) -> ContainerAllocateResponse:
     (call,) = [c for c in node.calls_of(name, "Allocate") if c.resource == GPU_MEM]
     return ContainerAllocateResponse.parse(call.response)
-
-
-def annotations(node: NodeUnderTest, name: str) -> dict[str, str]:
-    return dict(node.api.pod("default", name)["metadata"].get("annotations", {}))
 
 
 async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotations() -> None:
@@ -48,10 +44,7 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         uid = node.uid_of("share")
         config = decode_config((node.paths.virtual_manager / uid / "main" / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (25, 6 * 2**30, True)
-        await node.wait_until(
-            lambda: annotations(node, "share").get("ALIYUN_COM_GPU_MEM_ASSIGNED") == "true", "the annotations"
-        )
-        reported = annotations(node, "share")
+        reported = await node.wait_annotation("share", "ALIYUN_COM_GPU_MEM_ASSIGNED", "true")
         assert reported["ALIYUN_COM_GPU_MEM_IDX"] == index and int(reported["ALIYUN_COM_GPU_MEM_ASSUME_TIME"]) > 10**18
 
 
@@ -63,9 +56,7 @@ async def test_the_gpu_that_gpushares_extender_chose_is_taken_where_it_fits() ->
             await node.start_pods(pod(name, memory(units), annotations={"ALIYUN_COM_GPU_MEM_IDX": wish}))
         gpus = [answer(node, name).envs["ALIYUN_COM_GPU_MEM_IDX"] for name in ("first", "second", "third")]
         assert gpus == ["1", "1", "0"]
-        await node.wait_until(
-            lambda: annotations(node, "third").get("ALIYUN_COM_GPU_MEM_IDX") == "0", "the annotation set right"
-        )
+        await node.wait_annotation("third", "ALIYUN_COM_GPU_MEM_IDX", "0")  # set right
 
 
 async def test_a_gpus_memory_is_one_account() -> None:
@@ -97,51 +88,39 @@ async def test_both_resources_in_one_container_are_refused_with_what_is_valid() 
         assert "Ask for one or the other" in message
 
 
+def shown(node: NodeUnderTest, resource: str) -> str | None:
+    """What of the resource is allocatable, by the Node object."""
+    raw = node.api.store.find("nodes", ("", node.name)) or {}
+    found: str | None = raw["status"].get("allocatable", {}).get(resource)
+    return found
+
+
 async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
     """GPUShare's inspection tool divides by it; a kubelet that starts again keeps it."""
     async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
         assert "capacity" in agent.parts.cluster.node_fields
 
-        def is_counted() -> bool:
-            raw = node.api.store.find("nodes", ("", node.name)) or {}
-            return bool(raw["status"].get("allocatable", {}).get(GPU_COUNT) == "2")
-
         def heartbeat() -> str:
-            raw = node.api.store.find("nodes", ("", node.name)) or {}
-            return str(raw["status"]["conditions"][0]["lastHeartbeatTime"])
+            return str(node.api.node(node.name)["status"]["conditions"][0]["lastHeartbeatTime"])
 
-        await node.wait_until(is_counted, "the number of GPUs in the Node object")
+        await node.wait_until(lambda: shown(node, GPU_COUNT) == "2", "the number of GPUs in the Node object")
         await node.kubelet.restart()
         before = heartbeat()
         await node.wait_until(lambda: heartbeat() > before, "a status of the kubelet that started")
-        assert is_counted()
+        assert shown(node, GPU_COUNT) == "2"
 
 
 async def test_the_number_of_gpus_goes_when_it_is_switched_off() -> None:
     """The kubelet keeps what was patched; a number that goes with another program's memory stays."""
     async with open_test_node() as node:
-
-        def shown(resource: str) -> str | None:
-            raw = node.api.store.find("nodes", ("", node.name)) or {}
-            found: str | None = raw["status"].get("allocatable", {}).get(resource)
-            return found
-
         async with open_agent(node, *FLAGS):
-            await node.wait_until(lambda: shown(GPU_COUNT) == "2", "the number of GPUs in the Node object")
-        await node.wait_until(lambda: shown(GPU_MEM) in (None, "0"), "a status of the kubelet without the memory")
+            await node.wait_until(lambda: shown(node, GPU_COUNT) == "2", "the number of GPUs in the Node object")
+        await node.wait_until(lambda: shown(node, GPU_MEM) in (None, "0"), "a status of the kubelet without the memory")
         async with open_agent(node, "--simulated.gpus=2"):
-            await node.wait_until(lambda: shown(GPU_COUNT) is None, "no number of GPUs")
+            await node.wait_until(lambda: shown(node, GPU_COUNT) is None, "no number of GPUs")
     capacity = {GPU_COUNT: "1", GPU_MEM: "24"}
     others = read_node_json(undecoded({"status": {"capacity": capacity, "allocatable": capacity}}))
     assert plan_capacity_patch(others, (GPU_MEM, None)).body == {}
-
-
-async def test_without_the_setting_nothing_of_it_is_there() -> None:
-    """No socket, no resource, no count."""
-    async with open_test_node() as node, open_agent(node, "--simulated.gpus=2"):
-        await poll_until(lambda: node.kubelet.devices.capacity().get(CORE) is not None, "the usual resources")
-        assert GPU_MEM not in node.kubelet.devices.capacity()
-        assert not (node.paths.device_plugin_path / "gpumem.sock").exists()
 
 
 async def test_units_of_which_there_are_too_many_end_the_start() -> None:
@@ -171,9 +150,6 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
         calls = [c for c in node.calls_of("two", "Allocate") if c.resource == GPU_MEM]
         given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
         assert given == ["0", "1"]
-        await node.wait_until(
-            lambda: annotations(node, "two").get("tencent.com/gpu-assigned") == "true", "the annotations"
-        )
-        written = annotations(node, "two")
+        written = await node.wait_annotation("two", "tencent.com/gpu-assigned", "true")
         assert written["scheduler.framework.gpushare.allocation"] == '{"0":{"0":3},"1":{"1":4}}'
         assert written.items() >= (plan | {"tencent.com/gpu-assigned": "true"}).items()

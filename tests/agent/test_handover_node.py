@@ -10,7 +10,6 @@ import pytest
 
 from tests.agent.support_agent import InnerAgent, counted_for_costs, open_agent, open_child, poll_until, record_claim
 from tests.isolation.support_library import fake_library
-from tests.kit.support_http import Peer
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 
@@ -18,16 +17,6 @@ async def _wait_serving(node: NodeUnderTest, times: int) -> None:
     """So many times an agent has rebuilt its ledger, and the kubelet has devices."""
     await poll_until(lambda: len(node.log_lines("allocations_recovered")) == times, f"agent {times} serves")
     await node.wait_registered()
-
-
-async def _readiness_of(agent: InnerAgent) -> tuple[int, str]:
-    """Status and text of its /readyz."""
-    peer = await Peer.open(await agent.parts.observability.web.wait_listening())
-    try:
-        status, text = await peer.get("/readyz")
-    finally:
-        peer.close()
-    return status, text.decode()
 
 
 def _are_available(agent: InnerAgent) -> list[tuple[str, float]]:
@@ -62,8 +51,7 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
             assert node.plugin_socket("vcore").is_socket()
             await _end(new, signal.SIGTERM)
         async with open_agent(node) as agent:
-            await node.wait_ledger_equal(agent)
-            node.assert_nothing_shared()
+            await node.wait_sound(agent)
             assert len(agent.held()) == len(names) + 1
 
 
@@ -152,8 +140,7 @@ async def test_a_newcomer_with_another_directory_waits_until_the_shares_of_the_f
     """Their files stay with the agent that keeps them, which serves on."""
     flags = [f"--virtual-manager.path={short_dir}/vm", f"--libgpushare.directory={short_dir}/own"]
     async with open_test_node() as node, open_agent(node) as old:
-        node.api.create_pod(pod("before", container(cores=40, blocks=8)))
-        await node.wait_running("before")
+        await node.start_pods(pod("before", container(cores=40, blocks=8)))
         files = sorted(node.paths.virtual_manager.rglob("*"))
         assert files
         async with open_agent(node, *flags, wait=False) as new:
@@ -173,8 +160,7 @@ async def test_an_agent_alone_serves_and_warns_of_shares_in_an_earlier_directory
     """Nobody else could: they keep their files, which it does not touch."""
     async with open_test_node() as node:
         async with open_agent(node):
-            node.api.create_pod(pod("before", container(cores=40, blocks=8)))
-            await node.wait_running("before")
+            await node.start_pods(pod("before", container(cores=40, blocks=8)))
         files = {path: path.stat().st_ino for path in node.paths.virtual_manager.rglob("*") if path.is_file()}
         async with open_agent(node, f"--virtual-manager.path={short_dir}/vm", wait=False) as agent:
             agent.parts.readiness.period_s = 0.05
@@ -213,7 +199,7 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         readiness.period_s = 0.05
         await poll_until(lambda: not agent.parts.kubelet.not_ready(), "it is registered")
         await poll_until(lambda: str(library) in str(readiness.not_ready()), "it has looked")
-        status, text = await _readiness_of(agent)
+        status, text = await agent.page("/readyz")
         assert status == 503 and str(library) in text
         fake_library(library)
         await poll_until(lambda: not readiness.not_ready(), "it is Ready")
@@ -240,14 +226,14 @@ async def test_an_agent_is_not_ready_before_its_claims_can_be_served_and_ready_f
     async with open_test_node() as node:
         async with open_agent(node, "--dra.gpus=1", *_elsewhere(node, short_dir)) as agent:
             await poll_until(lambda: not any("slice" in one for one in agent.parts.readiness.not_ready()), "the slice")
-            status, text = await _readiness_of(agent)
+            status, text = await agent.page("/readyz")
             assert status == 503 and "kubelet.root_dir" in text
         async with open_agent(node, "--dra.gpus=1") as agent:
             await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
             await node.api.stop_listening()
             assert agent.parts.dra is not None
             agent.parts.dra.registration.registration.registered.clear()
-            assert agent.parts.dra.not_served() and await _readiness_of(agent) == (200, "ok\n")
+            assert agent.parts.dra.not_served() and await agent.page("/readyz") == (200, "ok\n")
 
 
 async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_ready(short_dir: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +29,14 @@ from tests.sandbox.support_sandbox import (
 )
 from tests.settings.support_settings import clean_environment, run_program
 
-FAST = (
-    "--simulated.gpus=2",
-    "--health.recovery-probes=2",
-    "--health.recovery-period-s=0.05",
-)
+FAST = ("--simulated.gpus=2", "--health.recovery-probes=2", "--health.recovery-period-s=0.05")
 
 
-@dataclass
-class Lists:
+class Lists(list[tuple[str, dict[str, tuple[int, int]]]]):
     """Every device list that the kubelet is sent: the resource, and by GPU how many of its IDs are healthy and not."""
 
-    seen: list[tuple[str, dict[str, tuple[int, int]]]] = field(default_factory=list)
-
     def of(self, resource: str) -> list[dict[str, tuple[int, int]]]:
-        return [gpus for name, gpus in self.seen if name == resource]
+        return [gpus for name, gpus in self if name == resource]
 
 
 def _record_lists(node: NodeUnderTest) -> Lists:
@@ -59,7 +50,7 @@ def _record_lists(node: NodeUnderTest) -> Lists:
             gpu = device.id.rpartition("-")[0]
             healthy, unhealthy = gpus.get(gpu, (0, 0))
             gpus[gpu] = (healthy + device.is_healthy, unhealthy + (not device.is_healthy))
-        lists.seen.append((endpoint.resource, gpus))
+        lists.append((endpoint.resource, gpus))
         receive(endpoint, found)
 
     devices._receive = note  # type: ignore[method-assign]
@@ -112,8 +103,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         node.api.create_pod(pod("fourth", container(cores=70, blocks=10)))
         await node.wait_running("first", "second", "third", "fourth")
         assert node.gpus_of("fourth") == {ill}
-        await node.wait_ledger_equal(agent)
-        node.assert_nothing_shared()
+        await node.wait_sound(agent)
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false", uuid=ill) == 1
         changes = agent.parts.observability.past.changes.newest()
         assert [one.what for one in changes.pop(ill)] == ["recovered", "unhealthy", "xid"] and not changes
@@ -147,24 +137,21 @@ async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
         lists = _record_lists(node)
         harmless = [{"id": 1, "gpu": 0, "xid": 13}, {"id": 2, "gpu": None, "xid": 79}]
         write_rehearsal(faults, xids=harmless)
-        await poll_until(
-            lambda: agent.count("gpushare_gpu_events_total", kind="xid", xid="79", ignored="false") == 1, "both seen"
-        )
+        counter = "gpushare_gpu_events_total"
+        await poll_until(lambda: agent.count(counter, kind="xid", xid="79", ignored="false") == 1, "both seen")
         assert agent.count("gpushare_gpu_events_total", kind="xid", xid="13", ignored="true") == 1
-        assert lists.seen == []
+        assert lists == []
         write_rehearsal(faults, xids=[*harmless, {"id": 3, "gpu": 0, "xid": 94}])
         uuid = agent.uuid_of(0)
         await node.wait_until(lambda: len(lists.of(CORE)) == 2, "away and back")
         assert [gpus[key_of(uuid)] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
 
 
-def _environment() -> dict[str, str]:
-    return clean_environment()
-
-
 async def _cordon(node: NodeUnderTest, *words: str) -> tuple[int, str, str]:
     """The command as a user gives it: code, output, warnings."""
-    ended = await run_program(*words, f"--control.socket={node.paths.agent_control_socket}", environ=_environment())
+    ended = await run_program(
+        *words, f"--control.socket={node.paths.agent_control_socket}", environ=clean_environment()
+    )
     return ended.code, ended.out, ended.err
 
 
@@ -210,13 +197,7 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
 
 async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
     """Of /api/v1/node: each GPU's cordon, reason and health."""
-    port = await agent.parts.observability.web.wait_listening()
-    reader, writer = await asyncio.open_connection("localhost", port)
-    writer.write(b"GET /api/v1/node HTTP/1.0\r\nHost: localhost\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    gpus = json.loads(answer.partition(b"\r\n\r\n")[2])["gpus"]
+    gpus = json.loads((await agent.page("/api/v1/node"))[1])["gpus"]
     return [(gpu["cordoned"], gpu["health_reason"], gpu["is_healthy"]) for gpu in gpus]
 
 
@@ -231,7 +212,7 @@ async def test_the_commands_report_errors_in_one_line_and_end_with_the_right_cod
         assert code == 2 and "--list" in err
         code, _, err = await _cordon(node, "cordon", "0", f"--socket={node.paths.state / 'nobody.sock'}")
         assert code == 1 and "no agent listens" in err and err.count("\n") == 1
-        ended = await run_program("cordon", "0", "--control.socket=", environ=_environment())
+        ended = await run_program("cordon", "0", "--control.socket=", environ=clean_environment())
         assert ended.code == 1 and "control.socket is empty" in ended.err
 
 
@@ -244,7 +225,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             await node.wait_until(node.paths.agent_control_socket.exists, "the control socket")
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
-            await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, CORES), "one GPU left")
+            await node.wait_devices(CORE, 3 * CORES, CORES)
             await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
@@ -257,9 +238,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity()[CORE] == (3 * CORES, 3 * CORES), "all GPUs back"
-            )
+            await node.wait_devices(CORE, 3 * CORES, 3 * CORES)
 
 
 async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_does() -> None:
@@ -284,7 +263,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
                 lambda: {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == larger,
                 "one GPU still, in larger blocks",
             )
-            assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists.seen} <= {0, 1}
+            assert {sum(healthy > 0 for healthy, _ in gpus.values()) for _, gpus in lists} <= {0, 1}
             await node.wait_until(node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]
@@ -295,10 +274,8 @@ async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serve
     """Both are warned of; pods run."""
     async with open_test_node() as node:
         (node.paths.state / "file").write_text("")
-        lost = [
-            f"--control.socket={node.paths.state}/file/c.sock",
-            f"--state-directory={node.paths.state}/file",
-        ]
+        below = node.paths.state / "file"
+        lost = [f"--control.socket={below}/c.sock", f"--state-directory={below}"]
         with capture_logs() as logged:
             async with open_agent(node, *FAST, *lost):
                 await node.start_pods(pod("first", container(cores=30, blocks=10)))

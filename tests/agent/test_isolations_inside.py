@@ -25,6 +25,7 @@ GOLDEN_UUIDS = ("GPU-0000aaaa-0000-4000-8000-000000000000", "GPU-1111aaaa-0000-4
 GOLDEN_MINOR = 2
 """Of its first GPU."""
 OF_THE_SANDBOX = {"PATH", "HOME", "LANG", "PWD", "GPUSHARE_VDEVICE"}
+SHARE = {"cores": 30, "blocks": 24}
 ELASTIC = {"tencent.com/vcuda-core-limit": "60"}
 RUNS = ("sleep", "600")
 DEFAULT_LISTS = "envvar+device-nodes"
@@ -40,10 +41,8 @@ def running(name: str = "cuda", *command: str, **limits: int) -> dict[str, Any]:
 def cases() -> dict[str, dict[str, Any]]:
     """The golden files' cases as pods."""
     return {
-        "elastic share: 30 cores, at most 60, 6144 MiB": pod(
-            "elastic", running(cores=30, blocks=24), annotations=ELASTIC
-        ),
-        "share: 30 cores, 6144 MiB": pod("share", running(cores=30, blocks=24)),
+        "elastic share: 30 cores, at most 60, 6144 MiB": pod("elastic", running(**SHARE), annotations=ELASTIC),
+        "share: 30 cores, 6144 MiB": pod("share", running(**SHARE)),
         "two whole GPUs": pod("pair", running(cores=200)),
         "whole GPU": pod("whole", running(cores=100)),
     }
@@ -63,11 +62,7 @@ class Host:
             for name in ("nvidia", "origin")
         ]
         config.write_text(json.dumps({"volume": volumes}))
-        self.flags = [
-            f"--libgpushare.library={self.library}",
-            f"--volume-config={config}",
-            "--simulated.gpus=4",
-        ]
+        self.flags = [f"--libgpushare.library={self.library}", f"--volume-config={config}", "--simulated.gpus=4"]
 
     def golden(
         self,
@@ -103,14 +98,12 @@ def answered(node: NodeUnderTest, name: str) -> Any:
     return {
         "annotations": {key: value for answer in answers for key, value in answer.annotations.items()},
         "cdi_devices": [device.name for answer in answers for device in answer.cdi_devices],
-        "devices": [
-            f"{d.host_path} -> {d.container_path} ({d.permissions})" for answer in answers for d in answer.devices
-        ],
+        "devices": [f"{d.host_path} -> {d.container_path} ({d.permissions})" for one in answers for d in one.devices],
         "env": {key: value for answer in answers for key, value in answer.envs.items()},
         "mounts": [
             f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})"
-            for answer in answers
-            for m in answer.mounts
+            for one in answers
+            for m in one.mounts
         ],
     }
 
@@ -202,15 +195,8 @@ async def test_an_isolation_that_the_node_does_not_allow_is_refused_with_an_even
             message = await node.wait_settled("wrong")
             assert ISOLATION_ANNOTATION in message and "gpushare, vcuda" in message
             assert node.api.pod("default", "wrong")["status"]["phase"] == "Failed"
-            events = await node.wait_until(
-                lambda: [
-                    e
-                    for e in node.api.events()
-                    if e["involvedObject"]["name"] == "wrong" and e["reason"] == "InvalidRequest"
-                ],
-                "an Event with the reason",
-            )
-            assert "gpushare, vcuda" in events[0]["message"]
+            await node.wait_until(lambda: "InvalidRequest" in dict(node.events_of("wrong")), "an Event with the reason")
+            assert "gpushare, vcuda" in dict(node.events_of("wrong"))["InvalidRequest"]
             assert agent.held() == {} and not list(node.paths.virtual_manager.iterdir())
 
 
@@ -223,9 +209,9 @@ async def test_without_its_library_only_shares_of_gpushare_are_refused() -> None
             chooses = {ISOLATION_ANNOTATION: "gpushare"}
             words = await node.settle_pod(pod("refused", running(cores=30, blocks=8), annotations=chooses))
             assert str(host.library) in words and "--libgpushare.library" in words and "Nothing was allocated" in words
-            node.api.create_pod(pod("whole", running(cores=100), annotations=chooses))
-            node.api.create_pod(pod("other", running(cores=30, blocks=8)))
-            await node.wait_running("whole", "other")
+            await node.start_pods(
+                pod("whole", running(cores=100), annotations=chooses), pod("other", running(cores=30, blocks=8))
+            )
             fake_library(host.library)
             await agent.parts.isolation.watches["gpushare"].poll()
             await node.start_pods(pod("late", running(cores=30, blocks=8), annotations=chooses))

@@ -62,8 +62,7 @@ async def wait_shares(node: NodeUnderTest, agent: InnerAgent, *, served: bool) -
     reason = agent.parts.isolation.unavailable_reason
     # Both: of an agent that has just registered, the first list may be of before the first check.
     await node.wait_until(
-        lambda: bool(node.healthy(MEMORY)) is served and bool(reason("mps")) is not served,
-        f"memory healthy: {served}",
+        lambda: bool(node.healthy(MEMORY)) is served and bool(reason("mps")) is not served, f"memory healthy: {served}"
     )
 
 
@@ -80,10 +79,9 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
         open_test_node() as node,
         open_agent(node, *flags(place)) as agent,
     ):
-        node.api.create_pod(share("first"))
-        node.api.create_pod(share("seed", command=["sh", "-c", asks]))
-        node.api.create_pod(share("whole", cores=100, blocks=0))
-        await node.wait_running("first", "seed", "whole")
+        await node.start_pods(
+            share("first"), share("seed", command=["sh", "-c", asks]), share("whole", cores=100, blocks=0)
+        )
         gpu = agent.parts.node.inventory.current.gpus[0]
         inside = environment_inside(process_of(node, "seed"))
         names = ("CUDA_", "ALIYUN_", "NVIDIA_")

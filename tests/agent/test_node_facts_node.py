@@ -8,12 +8,7 @@ from typing import Any
 from tests.agent.support_agent import open_agent, wait_synced, write_faults
 from tests.sandbox.support_sandbox import NodeUnderTest, open_test_node
 
-FLAGS = (
-    "--simulated.gpus=4",
-    "--node-labels=rack=a7",
-    "--health.recovery-probes=1",
-    "--health.recovery-period-s=0.05",
-)
+FLAGS = ("--simulated.gpus=4", "--node-labels=rack=a7", "--health.recovery-probes=1", "--health.recovery-period-s=0.05")
 
 
 def metadata(node: NodeUnderTest, part: str) -> dict[str, str]:

@@ -152,7 +152,7 @@ async def test_an_answer_by_index_has_the_drivers_index_of_now(script: Path) -> 
     flags = ("--nvidia.enabled=true", "--nvidia.device-ids=index", "--device-list-strategy=envvar")
     async with open_test_node() as node, open_child(node, *FLAGS, *flags):
         boots(script, (H, 1))
-        await node.wait_until(lambda: node.kubelet.devices.capacity()["nvidia.com/gpu"] == (2, 1), "one GPU lost")
+        await node.wait_devices("nvidia.com/gpu", 2, 1)
         node.api.create_pod(pod("p", limits_of("main", {"nvidia.com/gpu": 1})))
         uid = (await node.wait_phase("p", "Running"))["metadata"]["uid"]
         (record,) = node.kubelet.devices.records.of_container(uid, "main").values()

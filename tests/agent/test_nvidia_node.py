@@ -11,10 +11,10 @@ from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, gpu_uuid
 from gpushare_agent.agent.isolation.gpushare.library import MARK
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION
 from gpushare_agent.core.model.resources import replica_layout
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import open_agent, open_child, poll_until, write_faults
-from tests.agent.test_resize_node import annotate
 from tests.gpus.support_nvml import becomes
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
 from tests.isolation.support_library import fake_library
@@ -87,18 +87,12 @@ async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
     flags = ("--nvidia.enabled", "--simulated.gpus=2", "--isolation=vcuda", "--nvidia.sharing=shares")
     async with open_test_node() as node, open_agent(node, *flags, "--nvidia.replicas=0=4"):
         await node.wait_allocatable(GPU, 5)
-        await node.start_pods(sample("first"))
-        await node.start_pods(sample("second"))
+        await node.start_pods(sample("first"), sample("second"))
         configs = {}
         for name in ("first", "second"):
-            uid = node.uid_of(name)
-            path = node.paths.virtual_manager / uid / "cuda-container" / "vcuda.config"
-            config = decode_config(path.read_bytes())
-            configs[answer(node, name)[0][0].rpartition("/")[2]] = (
-                config.utilization,
-                config.memory_bytes,
-                config.enable,
-            )
+            path = node.paths.virtual_manager / node.uid_of(name) / "cuda-container" / "vcuda.config"
+            config, ((device,), _) = decode_config(path.read_bytes()), answer(node, name)
+            configs[device.rpartition("/")[2]] = (config.utilization, config.memory_bytes, config.enable)
         assert configs == {"4s": (25, 6 * 2**30, True), "1": (100, 24 * 2**30, False)}
 
 
@@ -108,17 +102,12 @@ async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(scri
     small, medium = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb"
     becomes(script, A100 + ONE_G)
     flags = ("--driver=nvml", "--isolation=none", "--device-list-strategy=envvar", "--health.check-period-s=0.2")
-    async with (
-        open_test_node() as node,
-        open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
-    ):
+    async with open_test_node() as node, open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"):
         await node.wait_allocatable(GPU, 1)
-        await node.wait_until(lambda: node.kubelet.devices.capacity().get(small) == (1, 0), "the instance")
+        await node.wait_devices(small, 1, 0)
         await node.start_pods(sample("whole"))
         becomes(script, A100 + ONE_G + TWO_G)
-        await node.wait_until(
-            lambda: node.kubelet.devices.capacity().get(medium) == (1, 0), "the new instance's resource"
-        )
+        await node.wait_devices(medium, 1, 0)
         assert node.kubelet.devices.capacity()[GPU] == (1, 1) and node.kubelet.devices.capacity()[small] == (1, 0)
         assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
         assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
@@ -133,9 +122,7 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             await node.wait_allocatable(GPU, 2)
             await node.start_pods(sample("first"))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
-            await node.wait_until(
-                lambda: node.kubelet.devices.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
-            )
+            await node.wait_devices(GPU, 3, 1)
             assert node.api.pod("default", "first")["status"]["phase"] == "Running"
             await node.start_pods(pod("share", container(cores=30, blocks=4)))
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
@@ -159,11 +146,8 @@ async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
         await node.wait_allocatable(GPU, 1)
         await node.wait_allocatable(CORE, 100)
         await node.wait_allocatable(MEMORY, 96)
-        assert {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == {
-            GPU: 1,
-            CORE: 100,
-            MEMORY: 96,
-        }
+        capacity = node.kubelet.devices.capacity()
+        assert {name: healthy for name, (_, healthy) in capacity.items()} == {GPU: 1, CORE: 100, MEMORY: 96}
 
 
 async def test_shares_inside_an_instance_are_next_to_a_whole_one(short_dir: Path) -> None:
@@ -187,11 +171,10 @@ async def test_shares_inside_an_instance_are_next_to_a_whole_one(short_dir: Path
             assert of["web"] == of["batch"] != of["whole"] and all(one[0].startswith("MIG-") for one in of.values())
             config = node.paths.virtual_manager / node.uid_of("web") / "main" / CONFIG_NAME
             assert gpu_uuids(config.read_bytes()) == list(of["web"])
-            await annotate(node, "web", "main:cores=40")
+            node.annotate("web", {RESIZE_ANNOTATION: "main:cores=40"})
             await poll_until(lambda: struct.unpack_from("=I", config.read_bytes(), 512 + 64) == (4000,), "the new size")
-            await node.start_pods(
-                pod("more", container(cores=1, blocks=1))
-            )  # in the third: the first has no cores left
+            # In the third: the first has no cores left.
+            await node.start_pods(pod("more", container(cores=1, blocks=1)))
             await node.wait_allocatable(GPU, 1)
             node.api.create_pod(sample("none"))
             await node.wait_until(lambda: node.api.pod("default", "none")["status"].get("conditions"), "no room for it")

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from gpushare_agent.core.model.names import NVIDIA_GPU_RESOURCE
 from gpushare_agent.sandbox.kubelet.container_config import parsed_answer
-from tests.agent.support_agent import open_child, poll_until
+from tests.agent.support_agent import open_child, page_of_child, poll_until
 from tests.gpus.support_mig import profile_lines
 from tests.gpus.support_nvml import TWO_PAIRS, becomes
 from tests.sandbox.support_sandbox import CORE, CORES, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
@@ -36,13 +35,13 @@ async def test_a_node_whose_sampling_hangs_keeps_its_gpus(script: Path) -> None:
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS):
         everything = (4 * CORES, 4 * CORES)
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs")
+        await node.wait_devices(CORE, *everything)
         becomes(script, HANGS)
         await poll_until(lambda: node.log_lines("usage_not_sampled"), "a sample that failed")
         becomes(script, HANGS + "error 1 15\n")
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == (4 * CORES, 3 * CORES), "one GPU lost")
+        await node.wait_devices(CORE, 4 * CORES, 3 * CORES)
         becomes(script, HANGS)
-        await node.wait_until(lambda: node.kubelet.devices.capacity()[CORE] == everything, "all GPUs again")
+        await node.wait_devices(CORE, *everything)
         assert not node.log_lines("gpus_lost")
         becomes(script, GPUS)
 
@@ -74,8 +73,7 @@ async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
     becomes(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 0 2 NVIDIA GB10\n{LACKS}{lacks}")
     async with open_test_node() as node, open_child(node, *FLAGS, "--resources.unified-memory-mib=98304"):
         await node.wait_allocatable(MEMORY, 384)
-        node.api.create_pod(pod("share", container(cores=30, blocks=4)))
-        await node.wait_phase("share", "Running")
+        await node.start_pods(pod("share", container(cores=30, blocks=4)))
         answers = [parsed_answer(record.response) for record in node.active_records()]
         annotation = await _annotated(node)
         inspected = await run_program("inspect", f"--query-port={_port(node)}")
@@ -87,32 +85,31 @@ async def test_memory_that_the_operator_set_is_shared(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "flags", "detail", "remedy"),
+    ("lines", "unified_mib", "what", "detail", "remedy"),
     [
-        ("value addressing 0 2\nvalue numa_node 0 1\n", (), "is a NUMA node of the host: malloc", "CDMM mode"),
-        (LACKS, (), "the host's: malloc", "resources.unified_memory_mib"),
-        (LACKS, ("--resources.unified-memory-mib=1024",), "number 0: its memory is the host's", "pods' memory limits"),
-        (LACKS, ("--resources.unified-memory-mib=4194304",), "is 4194304, and the host has", "systemReserved"),
+        (
+            "value addressing 0 2\nvalue numa_node 0 1\n",
+            "",
+            "gpu memory",
+            "is a NUMA node of the host: malloc",
+            "CDMM mode",
+        ),
+        (LACKS, "", "gpu memory", "the host's: malloc", "resources.unified_memory_mib"),
+        (LACKS, "1024", "gpu memory", "number 0: its memory is the host's", "pods' memory limits"),
+        (LACKS, "4194304", "gpu memory", "is 4194304, and the host has", "systemReserved"),
+        ("call_error nvmlDeviceGetMinorNumber 0 3\n", "", "gpu", "names no device node", "nvidia-ctk"),
     ],
-    ids=["NUMA mode", "GB10", "a size", "a size that no host has"],
+    ids=["NUMA mode", "GB10", "a size", "a size that no host has", "no device node"],
 )
-async def test_check_says_what_of_the_memory_no_share_keeps(
-    script: Path, lines: str, flags: tuple[str, ...], detail: str, remedy: str
+async def test_check_says_what_no_share_can_have(
+    script: Path, lines: str, unified_mib: str, what: str, detail: str, remedy: str
 ) -> None:
+    """Of the memory, in some cases with --resources.unified-memory-mib, and of the device node."""
     becomes(script, f"count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 NVIDIA GH200\n{lines}")
-    checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none", *flags)
-    [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == "gpu memory"]
+    memory = [f"--resources.unified-memory-mib={unified_mib}"] if unified_mib else []
+    checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none", *memory)
+    [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == what]
     assert found["level"] == "warning" and detail in found["detail"] and remedy in found["cure"], found
-
-
-async def test_check_says_that_a_gpu_has_no_node(script: Path) -> None:
-    becomes(
-        script,
-        "count 1\nGPU 0 GPU-aaaaaaaa-1111 0 0000000F:01:00.0 24576 2 A\ncall_error nvmlDeviceGetMinorNumber 0 3\n",
-    )
-    checked = await run_program("check", "--output=json", "--driver=nvml", "--isolation=none")
-    [found] = [one for one in json.loads(checked.out)["findings"] if one["what"] == "gpu"]
-    assert found["level"] == "warning" and "names no device node" in found["detail"] and "nvidia-ctk" in found["cure"]
 
 
 async def test_a_name_of_other_bytes_costs_its_gpu_alone(script: Path) -> None:
@@ -142,12 +139,6 @@ async def _annotated(node: NodeUnderTest) -> dict[str, Any]:
     return found
 
 
-async def _probe(node: NodeUnderTest, path: str) -> tuple[int, str]:
-    """What the kubelet's probe gets."""
-    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{_port(node)}{path}") as answer:
-        return answer.status, await answer.text()
-
-
 @pytest.mark.parametrize(
     "refuses",
     [
@@ -164,16 +155,16 @@ async def test_a_driver_that_refuses_the_container_ends_it(script: Path, refuses
     becomes(script, GPUS)
     async with open_test_node() as node, open_child(node, *FLAGS, "--health.check-period-s=0.05"):
         await node.wait_allocatable(CORE, 4 * CORES)
-        assert await _probe(node, "/healthz") == (200, "ok\n")
+        assert await page_of_child(node, "/healthz") == (200, "ok\n")
         becomes(script, GPUS + refuses)
         await poll_until(lambda: node.log_lines("restart_needed"), "the end of its patience")
-        (status, text), ready = await _probe(node, "/healthz"), await _probe(node, "/readyz")
+        (status, text), ready = await page_of_child(node, "/healthz"), await page_of_child(node, "/readyz")
         assert status == ready[0] == 503 and text in ready[1]
         assert "A new container may reach it" in text and "nvidia-smi" in text
         assert node.kubelet.devices.capacity()[CORE] == (4 * CORES, 0)
         becomes(script, GPUS)
         await node.wait_allocatable(CORE, 4 * CORES)
-        assert await _probe(node, "/healthz") == (200, "ok\n")
+        assert await page_of_child(node, "/healthz") == (200, "ok\n")
         assert len(node.log_lines("restart_needed")) == 1
 
 
@@ -187,16 +178,16 @@ async def test_a_node_whose_gpus_have_not_joined_their_fabric_waits(script: Path
     async with open_test_node() as node, open_child(node, *flags, wait=False):
         await poll_until(lambda: node.log_lines("web_listening"), "the web port")
         await poll_until(lambda: node.log_lines("no_shares_possible"), "a look at the fabric")
-        status, text = await _probe(node, "/readyz")
+        status, text = await page_of_child(node, "/readyz")
         assert status == 503 and "has not joined its NVLink fabric" in text and "802" in text
-        _, metrics = await _probe(node, "/metrics")
+        _, metrics = await page_of_child(node, "/metrics")
         assert metrics.count("gpushare_gpu_fabric_joined{") == 4
         await poll_until(lambda: "NVLink fabric" in str(node.api.events()), "the Event")
         node.api.create_pod(pod("early", container(cores=100), nodeName=node.name))
         await node.wait_phase("early", "Failed")
         becomes(script, GPUS + joined.format(0) + waits.replace("fabric 0 2", "fabric 9 2"))
         await node.wait_allocatable(CORE, CORES)
-        while await _probe(node, "/readyz") != (200, "ok\n"):
+        while await page_of_child(node, "/readyz") != (200, "ok\n"):
             pass  # it is looked at every two seconds
         await node.start_pods(pod("whole", container(cores=100)))
 

@@ -99,8 +99,7 @@ class Play:
     async def check(self) -> None:
         await self.node.wait_until(self._is_settled, "every pod settled")
         assert self.agent is not None
-        await self.node.wait_ledger_equal(self.agent)
-        self.node.assert_nothing_shared()
+        await self.node.wait_sound(self.agent)
         for raw in self.node.api.pods():
             kind, status = raw["metadata"]["name"].split("-")[0], raw["status"]
             if status.get("phase") == "Failed":

@@ -66,8 +66,7 @@ def _registered(node: NodeUnderTest) -> list[str]:
 
 async def _allocated_s(url: str, name: str) -> float:
     """GPU-seconds of a pod's container."""
-    async with ClientSession() as session, session.get(f"{url}/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await _get(f"{url}/metrics")).splitlines()
     series = "gpushare_container_gpu_seconds_total{"
     (line,) = [one for one in lines if one.startswith(series) and f'pod="{name}"' in one and '"allocated"' in one]
     return float(line.split()[-1])
@@ -194,15 +193,14 @@ async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
     """A level is in force with the life whose settings have it; here the kubelet could not receive the lists."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
-        path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\n")
+        large = "simulated: {gpus: 2, gpu_memory_mib: 81920}\n"
+        path.write_text(large)
         async with open_child(node, f"--config={path}") as child:
-            path.write_text(
-                "simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: error}\nresources: {memory_block_mib: 1}\n"
-            )
+            path.write_text(f"{large}log: {{level: error}}\nresources: {{memory_block_mib: 1}}\n")
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: node.log_lines("settings_not_reloaded"), "they are refused")
             await node.start_pods(pod("after", container(cores=30, blocks=10)))
             await poll_until(lambda: node.log_lines("allocate"), "its admission is logged, which is no error")
-            path.write_text("simulated: {gpus: 2, gpu_memory_mib: 81920}\nlog: {level: debug}\n")
+            path.write_text(f"{large}log: {{level: debug}}\n")
             child.send_signal(signal.SIGHUP)
             await poll_until(lambda: node.log_lines("device_list_sent"), "the next life logs the details")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
@@ -48,14 +48,23 @@ from tests.support_node import FreeIsolations, node_of
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
-EXPECTED = {
-    "create pod share-a": [("share-a", "main")],
-    "create pod two": [("two", "a"), ("two", "b")],
-    "create pod chain": [("chain", "i"), ("chain", "s"), ("chain", "m")],
-    "create pod whole": [("whole", "main")],
-    "create pods b1 b2 b3": [("b3", "main"), ("b1", "main"), ("b2", "main")],
+ADMITTED = [
+    *(("share-a", "main"), ("two", "a"), ("two", "b"), ("chain", "i"), ("chain", "s"), ("chain", "m")),
+    *(("whole", "main"), ("b3", "main"), ("b1", "main"), ("b2", "main")),
+]
+"""Pod and container, in the order in which the recorded kubelet admitted them."""
+EXPECTED_CALLS = [
+    (name, inner, resource)
+    for name, inner in ADMITTED
+    for resource in NAMES.names
+    if not (name == "whole" and resource == NAMES.vmemory)
+]
+MESSAGES: dict[str, tuple[Any, Any]] = {
+    "GetPreferredAllocation": (v1beta1.PreferredAllocationRequest, v1beta1.PreferredAllocationResponse),
+    "Allocate": (v1beta1.AllocateRequest, v1beta1.AllocateResponse),
+    "PreStartContainer": (v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse),
 }
-"""The containers that each note names, in the order in which the recorded kubelet admitted them."""
+"""The request and the answer of each method."""
 
 
 @dataclass
@@ -124,16 +133,11 @@ class Agent:
     channels: dict[str, Channel]
     admission: Admission
 
-    async def call(self, resource: str, method: str, request: bytes, answer: type[Any]) -> Any:
+    async def call(self, resource: str, method: str, content: bytes) -> Any:
+        request, answer = MESSAGES[method]
         path = f"/v1beta1.DevicePlugin/{method}"
-        request_type = {
-            "GetPreferredAllocation": v1beta1.PreferredAllocationRequest,
-            "Allocate": v1beta1.AllocateRequest,
-            "PreStartContainer": v1beta1.PreStartContainerRequest,
-        }[method]
-        stream = self.channels[resource].request(path, Cardinality.UNARY_UNARY, request_type, answer)
-        async with stream:
-            await stream.send_message(request_type.parse(request), end=True)
+        async with self.channels[resource].request(path, Cardinality.UNARY_UNARY, request, answer) as stream:
+            await stream.send_message(request.parse(content), end=True)
             return await stream.recv_message()
 
 
@@ -218,14 +222,9 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         await lister.wait_closed()
 
 
-def created(note: str) -> list[str]:
-    words = note.split(":", maxsplit=1)[0].removesuffix(" at once").split()
-    return words[2:] if words[:2] == ["create", "pods"] else words[2:3]
-
-
 def names_in(note: str) -> list[str]:
-    head = note.partition(":")[0].partition(" at once")[0]
-    words = head.split()
+    """The pods of "create pods b1 b2: why" and the like."""
+    words = note.partition(":")[0].partition(" at once")[0].split()
     return words[2:] if words[0] in ("create", "delete") else []
 
 
@@ -235,31 +234,24 @@ async def replay(agent: Agent, translate: Callable[[dict[str, Any], bytes], byte
     events = recorded()
     for number, event in enumerate(events):
         if "note" in event:
-            names = names_in(event["note"])
-            if event["note"].startswith("create"):
-                for name in names:
+            for name in names_in(event["note"]):
+                if event["note"].startswith("create"):
                     agent.store.upsert(pods[name])
-            elif event["note"].startswith("delete"):
-                agent.store.remove(pods[names[0]].uid)
-                agent.cache.release_pod(pods[names[0]].uid)
-        elif event["call"] in ("GetPreferredAllocation", "Allocate", "PreStartContainer"):
+                else:
+                    agent.store.remove(pods[name].uid)
+                    agent.cache.release_pod(pods[name].uid)
+        elif (method := event["call"]) in MESSAGES:
             request = translate(event, base64.b64decode(event["request"]))
-            if event["call"] == "GetPreferredAllocation":
+            if method == "GetPreferredAllocation":
                 assert events[number - 1]["call"] == "PodResources.List"
                 agent.lists.next_answer = base64.b64decode(events[number - 1]["response"])
-            answer_type = getattr(
-                v1beta1,
-                {"GetPreferredAllocation": "PreferredAllocationResponse", "Allocate": "AllocateResponse"}.get(
-                    event["call"], "PreStartContainerResponse"
-                ),
-            )
             try:
-                outcome = await agent.call(event["resource"], event["call"], request, answer_type)
-            except GRPCError as e:
-                outcome = e
-            if event["call"] == "GetPreferredAllocation":
+                outcome = await agent.call(event["resource"], method, request)
+            except GRPCError as error:
+                outcome = error
+            if method == "GetPreferredAllocation":
                 check_preference(request, outcome)
-            outcomes.append((event["call"], outcome))
+            outcomes.append((method, outcome))
     return outcomes
 
 
@@ -272,28 +264,9 @@ def check_preference(request: bytes, answer: Any) -> None:
     assert set(asked.must_include_device_ids) <= set(ids)
 
 
-EXPECTED_CALLS = [
-    (name, inner, resource)
-    for containers in EXPECTED.values()
-    for name, inner in containers
-    for resource in NAMES.names
-    if not (name == "whole" and resource == NAMES.vmemory)
-]
-
-
-@pytest.fixture
-def directory() -> Any:
-    import shutil
-    import tempfile
-
-    path = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
-
-
-async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(directory: Path) -> None:
+async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(short_dir: Path) -> None:
     """The recorded requests as they are. The recorder spread the whole GPU over two: that one Allocate is refused."""
-    async with open_agent(directory) as agent:
+    async with open_agent(short_dir) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
         expected = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
@@ -308,32 +281,29 @@ async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(direc
         assert agent.lists.unexpected == 0
 
 
-async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(directory: Path) -> None:
+async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(short_dir: Path) -> None:
     """The whole GPU's Allocate carries the IDs that we preferred; then no call at all is refused."""
     preferred: list[str] = []
-    async with open_agent(directory) as agent:
+    async with open_agent(short_dir) as agent:
 
-        def follow(event: dict[str, Any], request: bytes) -> bytes:
-            if event["call"] == "GetPreferredAllocation":
-                asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
-                if asked.allocation_size == 100:
-                    gpu = next(
-                        c.uuid
-                        for c in recorded_inventory().gpus
-                        if sum(i.startswith(c.uuid) for i in asked.available_device_ids) == 100
-                    )
-                    preferred[:] = [f"{gpu}::{n}" for n in range(100)]
-            if event["call"] == "Allocate":
-                ids = v1beta1.AllocateRequest.parse(request).container_requests[0].device_ids
-                if len(ids) == 100:
-                    made = v1beta1.ContainerAllocateRequest(device_ids=preferred)
-                    return bytes(v1beta1.AllocateRequest(container_requests=[made]))
-            if (
-                event["call"] == "PreStartContainer"
-                and len(v1beta1.PreStartContainerRequest.parse(request).device_ids) == 100
-            ):
-                return bytes(v1beta1.PreStartContainerRequest(device_ids=preferred))
-            return request
+        def follow(event: dict[str, Any], content: bytes) -> bytes:
+            """The whole GPU is the one that is offered whole: its cores are allocated and started as we preferred them."""
+            request, _ = MESSAGES[event["call"]]
+            asked = request.parse(content)
+            if event["call"] == "PreStartContainer":
+                ids = asked.device_ids
+            else:
+                (asked_container,) = asked.container_requests
+                if event["call"] == "GetPreferredAllocation":
+                    if asked_container.allocation_size == 100:
+                        offered = Counter(i.split("::")[0] for i in asked_container.available_device_ids)
+                        gpu = next(c.uuid for c in recorded_inventory().gpus if offered[c.uuid] == 100)
+                        preferred[:] = [f"{gpu}::{n}" for n in range(100)]
+                    return content
+                ids = asked_container.device_ids
+            if len(ids) == 100:
+                ids[:] = preferred
+            return bytes(asked)
 
         outcomes = await replay(agent, follow)
         assert [o for _, o in outcomes if isinstance(o, GRPCError)] == []

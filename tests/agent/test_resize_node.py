@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME
 from gpushare_agent.agent.isolation.gpushare.library import MARK
@@ -31,17 +30,13 @@ def share(name: str, cores: int = 30, blocks: int = 8, **extra: Any) -> dict[str
     return pod(name, container("main", cores=cores, blocks=blocks), **extra)
 
 
-async def annotate(node: NodeUnderTest, name: str, text: str | None) -> None:
-    url = f"{node.api.url}/api/v1/namespaces/default/pods/{name}"
-    headers = {**node.api.headers, "Content-Type": "application/merge-patch+json"}
-    body = {"metadata": {"annotations": {RESIZE: text}}}
-    async with ClientSession() as session, session.patch(url, json=body, headers=headers) as answer:
-        assert answer.status == 200
+def annotate(node: NodeUnderTest, name: str, text: str | None) -> None:
+    node.annotate(name, {RESIZE: text})
 
 
 async def resize(node: NodeUnderTest, name: str, text: str, size: tuple[int, int]) -> None:
     """Until the library is told of these cores and memory blocks."""
-    await annotate(node, name, text)
+    annotate(node, name, text)
     await poll_until(lambda: size_of(node, name) == size, f"{size} for {text}")
 
 
@@ -61,21 +56,13 @@ def status_of(node: NodeUnderTest, name: str) -> str:
 
 
 def events_of(node: NodeUnderTest, name: str) -> list[tuple[str, str]]:
-    return [
-        (event["reason"], event["message"])
-        for event in node.api.events()
-        if event["involvedObject"]["name"] == name and event["reason"].startswith("ShareResize")
-    ]
+    return [(reason, message) for reason, message in node.events_of(name) if reason.startswith("ShareResize")]
 
 
 def held_of(node: NodeUnderTest, name: str) -> list[int]:
     """Of GPU 0, as the node's object says."""
-    uid = node.uid_of(name)
-    raw = node.api.node(node.name)
-    held = json.loads(raw["metadata"].get("annotations", {}).get("gpushare-agent/allocations", '{"allocations":{}}'))[
-        "allocations"
-    ]
-    return list(held.get(uid, {}).get("0", []))
+    text = node.api.node(node.name)["metadata"].get("annotations", {}).get("gpushare-agent/allocations", "{}")
+    return list(json.loads(text).get("allocations", {}).get(node.uid_of(name), {}).get("0", []))
 
 
 @asynccontextmanager
@@ -118,7 +105,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
 
         assert told() == (30, 8)
         inode = config.stat().st_ino
-        await annotate(node, "web", "main:cores=50,memory=24")
+        annotate(node, "web", "main:cores=50,memory=24")
         await poll_until(lambda: told() == (50, 24), "the library is told")
         await node.wait_until(lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
         assert config.stat().st_ino == inode
@@ -133,20 +120,18 @@ async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked()
     async with open_world() as (node, agent):
         for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
             await node.start_pods(share(name, cores, blocks))
-        await annotate(node, "first", "main:cores=20,memory=10")
+        annotate(node, "first", "main:cores=20,memory=10")
         await poll_until(lambda: size_of(node, "first") == (20, 10), "the library is told")
         await node.wait_until(lambda: status_of(node, "first") == "main:cores=20,memory=10,shrinking", "status")
-        await annotate(node, "second", "main:cores=70")
+        annotate(node, "second", "main:cores=70")
         await node.wait_until(lambda: "refused=NotEnoughCores" in status_of(node, "second"), "refused")
         key = ContainerKey(node.uid_of("first"), "main")
         node.kill_container("first")
         await poll_until(lambda: size_of(node, "second") == (70, 30), "granted once every process is new")
         await node.wait_until(lambda: held_of(node, "second") == [70, 30], "the node's object")
-        await annotate(node, "first", None)
-        await node.wait_until(
-            lambda: "refused=NotEnoughCores" in status_of(node, "first"), "no room for its own request"
-        )
-        await annotate(node, "second", None)
+        annotate(node, "first", None)
+        await node.wait_until(lambda: "refused=NotEnoughCores" in status_of(node, "first"), "no room for its own")
+        annotate(node, "second", None)
         await poll_until(lambda: size_of(node, "second") == (30, 30), "as allocated")
         assert agent.parts.node.cache.get(key) is not None
 
@@ -156,7 +141,7 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
     async with open_world() as (node, agent):
         for name, cores, blocks in (("first", 60, 60), ("second", 30, 30)):
             await node.start_pods(share(name, cores, blocks))
-        await annotate(node, "second", "main:memory=40")
+        annotate(node, "second", "main:memory=40")
         await node.wait_until(lambda: "refused=NotEnoughMemory" in status_of(node, "second"), "refused")
         await node.wait_until(lambda: events_of(node, "second"), "Event")
         assert size_of(node, "second") == (30, 30)
@@ -164,11 +149,8 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
         for _ in range(3):
             await agent.parts.kubelet.resizing.reconcile()
         ((reason, message),) = events_of(node, "second")
-        assert (
-            reason == "ShareResizeRefused"
-            and "with 36 memory blocks (9 GiB) free" in message
-            and "ask for less" in message
-        )
+        assert reason == "ShareResizeRefused"
+        assert "with 36 memory blocks (9 GiB) free" in message and "ask for less" in message
         node.api.delete_pod("default", "first")
         await poll_until(lambda: size_of(node, "second") == (30, 40), "granted once there is room")
         await node.wait_until(lambda: status_of(node, "second") == "main:cores=30,memory=40,in-force", "status")
@@ -187,7 +169,7 @@ async def test_a_wrong_annotation_changes_nothing_and_is_reported(text: str, sai
     """As an Event, in words."""
     async with open_world() as (node, _):
         await node.start_pods(share("web"))
-        await annotate(node, "web", text)
+        annotate(node, "web", text)
         await node.wait_until(lambda: any(said in message for _, message in events_of(node, "web")), "Event")
         assert size_of(node, "web") == (30, 8)
 
@@ -206,11 +188,11 @@ async def test_within_its_request_a_share_may_shrink_and_grow_back() -> None:
         await node.start_pods(share("web"))
         await resize(node, "web", "main:cores=10", (10, 8))
         await resize(node, "web", "main:cores=30,memory=8", (30, 8))
-        await annotate(node, "web", "main:cores=31")
+        annotate(node, "web", "main:cores=31")
         await node.wait_until(lambda: "refused=ResizeDisabled" in status_of(node, "web"), "refused")
         assert size_of(node, "web") == (30, 8)
         await resize(node, "web", "main:cores=10", (10, 8))
-        await annotate(node, "web", "main:cores=31")
+        annotate(node, "web", "main:cores=31")
         await node.wait_until(lambda: "main:cores=10,memory=8,refused" in status_of(node, "web"), "refused as it is")
         assert size_of(node, "web") == (10, 8)
 
@@ -221,7 +203,7 @@ async def test_an_unreadable_annotation_keeps_no_size_that_the_setting_takes_bac
         async with open_agent(node, *FLAGS):
             await node.start_pods(share("web"))
             await resize(node, "web", "main:cores=50,memory=24", (50, 24))
-            await annotate(node, "web", "as much as there is")
+            annotate(node, "web", "as much as there is")
             await node.wait_until(lambda: "refused=InvalidRequest" in status_of(node, "web"), "refused")
             assert size_of(node, "web") == (50, 24)
         async with open_agent(node, "--gpus=1", "--isolation=vcuda", "--resize.mode=within-request"):
@@ -262,7 +244,7 @@ async def test_where_the_file_cannot_be_written_nothing_is_granted() -> None:
     """A restart would otherwise give the same capacity to another."""
     async with open_world(*FLAGS, "--state-directory=/proc/nowhere") as (node, agent):
         await node.start_pods(share("web"))
-        await annotate(node, "web", "main:cores=50")
+        annotate(node, "web", "main:cores=50")
         await node.wait_until(lambda: status_of(node, "web") == "main:cores=30,memory=8,pending", "pending")
         await agent.parts.kubelet.resizing.reconcile()
         assert size_of(node, "web") == (30, 8)
@@ -273,7 +255,7 @@ async def test_an_isolation_that_limits_nothing_is_not_resized() -> None:
     flags = ("--gpus=1", "--isolation=none", "--resize.mode=free-capacity")
     async with open_world(*flags) as (node, agent):
         await node.start_pods(share("web"))
-        await annotate(node, "web", "main:cores=50")
+        annotate(node, "web", "main:cores=50")
         await node.wait_until(lambda: "refused=ResizeUnsupported" in status_of(node, "web"), "refused")
         assert not agent.parts.node.cache.resized
 
@@ -282,9 +264,14 @@ async def test_whoever_flips_the_annotation_writes_few_events_and_files() -> Non
     """A round takes what is there by then, and an Event of a pod waits for the one before."""
     async with open_world() as (node, agent):
         await node.start_pods(share("web"))
-        for number in range(40):
-            await annotate(node, "web", f"main:cores={101 + number}")
-        await poll_until(lambda: agent.parts.node.pods.pods()[0].annotations[RESIZE] == "main:cores=140", "the last")
+
+        def seen() -> str | None:
+            (pod,) = agent.parts.node.pods.pods()
+            return pod.annotations.get(RESIZE)
+
+        for number in range(101, 141):
+            annotate(node, "web", f"main:cores={number}")
+            await poll_until(lambda: seen() == f"main:cores={number}", "the agent sees it")  # noqa: B023
         await agent.parts.kubelet.resizing.reconcile()
         assert len(events_of(node, "web")) <= 2
         await resize(node, "web", "main:cores=40", (40, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from aiohttp import ClientSession
 
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
 from tests.agent.support_agent import open_agent
@@ -16,7 +15,7 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot(monkeypa
     """Whatever is read, and however often, until something changes; then each shows the change."""
     made: list[NodeSnapshot] = []
     changes: list[None] = []
-    async with open_test_node() as node, open_agent(node, "--sample-period-s=60") as agent, ClientSession() as session:
+    async with open_test_node() as node, open_agent(node, "--sample-period-s=60") as agent:
         snapshots = agent.parts.observability.snapshots
         make = snapshots.make
 
@@ -31,21 +30,14 @@ async def test_everything_that_shows_the_node_is_made_from_one_snapshot(monkeypa
         expire = SnapshotCache.expire
         snapshots.make, snapshots.max_age_s = counted, 3600.0
         monkeypatch.setattr(SnapshotCache, "expire", changed)
-        url = f"http://localhost:{await agent.parts.observability.web.wait_listening()}"
-
-        async def read(path: str) -> str:
-            async with session.get(url + path) as answer:
-                assert answer.status == 200
-                return await answer.text()
-
         await node.start_pods(pod("shown", container(cores=30, blocks=10)))
         await agent.parts.observability.usage.sample_once()
         made.clear()
         changes.clear()
         for path in PATHS * 5:
-            await read(path)
+            assert (await agent.page(path))[0] == 200
         assert len(made) <= 1 + len(changes) < len(PATHS) * 5
         before = len(made)
         snapshots.expire()
-        assert '"shown"' in await read("/api/v1/node")
+        assert '"shown"' in (await agent.page("/api/v1/node"))[1]
         assert len(made) > before

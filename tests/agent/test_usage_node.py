@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent.core.kit.sockets import is_served
@@ -26,12 +25,9 @@ MIB = 1024 * 1024
 FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
 
 
-def pids_of(node: NodeUnderTest, name: str, container_name: str = "main") -> list[int]:
+def pids_of(node: NodeUnderTest, name: str) -> list[int]:
     """The container's processes on this machine."""
-    uid = node.uid_of(name)
-    run = node.kubelet.runtime.find(uid, container_name)
-    assert run is not None
-    return node.kubelet.runtime.pids(run)
+    return node.kubelet.runtime.pids(node.container_of(name))
 
 
 def put_usage(node: NodeUnderTest, *processes: Mapping[str, Any]) -> None:
@@ -41,8 +37,8 @@ def put_usage(node: NodeUnderTest, *processes: Mapping[str, Any]) -> None:
     new.replace(node.paths.usage)
 
 
-def key_of(node: NodeUnderTest, name: str, container_name: str = "main") -> ContainerKey:
-    return ContainerKey(node.uid_of(name), container_name)
+def key_of(node: NodeUnderTest, name: str) -> ContainerKey:
+    return ContainerKey(node.uid_of(name), "main")
 
 
 def index_of(node: NodeUnderTest, agent: InnerAgent, name: str) -> int:
@@ -53,10 +49,7 @@ def index_of(node: NodeUnderTest, agent: InnerAgent, name: str) -> int:
 
 async def scrape(agent: InnerAgent) -> dict[str, list[tuple[dict[str, str], float]]]:
     """All series by name."""
-    async with ClientSession() as session:
-        port = await agent.parts.observability.web.wait_listening()
-        async with session.get(f"http://127.0.0.1:{port}/metric") as response:
-            text = await response.text()
+    _, text = await agent.page("/metric")
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -80,9 +73,7 @@ async def next_round(agent: InnerAgent, since: UsageRound | None) -> UsageRound:
 async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator[tuple[NodeUnderTest, InnerAgent]]:
     """Two GPUs, and two pods with shares that run."""
     async with open_test_node(cgroups=cgroups) as node, open_agent(node, *FAST, "--simulated.gpus=2", *flags) as agent:
-        for name in ("a", "b"):
-            node.api.create_pod(pod(name, container(cores=30, blocks=8)))
-        await node.wait_running("a", "b")
+        await node.start_pods(*(pod(name, container(cores=30, blocks=8)) for name in ("a", "b")))
         yield node, agent
 
 
@@ -163,13 +154,11 @@ async def test_a_lost_driver_takes_the_used_series_away_and_brings_them_back() -
 async def test_a_restarted_containers_new_process_is_its_own() -> None:
     """Another PID and another container ID, and the use is still the container's."""
     async with sampled_node() as (node, agent):
-        run = node.kubelet.runtime.find(key_of(node, "a").pod_uid, "main")
-        assert run is not None
+        run = node.container_of("a")
         node.kubelet.runtime.kill(run)
 
         def runs_again() -> bool:
-            now = node.kubelet.runtime.find(run.pod_uid, "main")
-            return now is not None and now.id != run.id and bool(pids_of(node, "a"))
+            return node.container_of("a").id != run.id and bool(pids_of(node, "a"))
 
         await node.wait_until(runs_again, "the container to run again")
         (pid, *_) = pids_of(node, "a")
@@ -207,9 +196,7 @@ async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_pa
     """The driver gives each all of the GPU. Once one of them rests the other is as the driver says; its series stay."""
     flags = (*FAST, "--isolation=gpushare", "--simulated.gpus=1")
     async with open_test_node() as node, open_agent(node, *flags) as agent:
-        for name, cores in (("a", 30), ("b", 60)):
-            node.api.create_pod(pod(name, container(cores=cores, blocks=8)))
-        await node.wait_running("a", "b")
+        await node.start_pods(*(pod(name, container(cores=cores, blocks=8)) for name, cores in (("a", 30), ("b", 60))))
         put_usage(node, *({"pid": pids_of(node, name)[0], "gpu": 0, "sm": 0.9, "memory_bytes": MIB} for name in "ab"))
         containers = agent.parts.node.settings.virtual_manager.path
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aiohttp import ClientSession
-
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
+from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION
 from tests.agent.support_agent import open_agent, poll_until
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
@@ -23,9 +22,8 @@ async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> Non
         own = directory_of(node, "share")
         config = decode_config((own / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (30, 10 * 256 * 1024 * 1024, True)
-        process = node.kubelet.runtime.find(own.parent.name, "main")
-        assert process is not None  # its PID may have been found by now
-        assert config.hard_limit and set(decode_pids((own / "pids.config").read_bytes())) <= {process.pid}
+        pids = decode_pids((own / "pids.config").read_bytes())
+        assert config.hard_limit and set(pids) <= {node.container_of("share").pid}  # which may have been found by now
         assert (own / "vcuda.sock").is_socket()
         answer = next(c for c in node.calls_of("share") if b"/etc/vcuda" in c.response)
         assert str(own).encode() in answer.response
@@ -35,21 +33,13 @@ async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> Non
 async def test_an_elastic_limit_is_followed_and_a_bad_one_reported() -> None:
     """The annotation may change while the pod runs; one below the cores is ignored, with an Event."""
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
-        node.api.create_pod(
-            pod("share", container(cores=30, blocks=10), annotations={"tencent.com/vcuda-core-limit": "60"})
-        )
-        await node.wait_running("share")
+        await node.start_pods(pod("share", container(cores=30, blocks=10), annotations={CORE_LIMIT_ANNOTATION: "60"}))
         path = directory_of(node, "share") / "vcuda.config"
         assert (decode_config(path.read_bytes()).limit, decode_config(path.read_bytes()).hard_limit) == (60, False)
-        url = f"{node.api.url}/api/v1/namespaces/default/pods/share"
-        body = {"metadata": {"annotations": {"tencent.com/vcuda-core-limit": "20"}}}
-        headers = {**node.api.headers, "Content-Type": "application/merge-patch+json"}
-        async with ClientSession() as session, session.patch(url, json=body, headers=headers) as answer:
-            assert answer.status == 200
+        node.annotate("share", {CORE_LIMIT_ANNOTATION: "20"})
 
         def is_ignored() -> bool:
-            reasons = {raw.get("reason") for raw in node.api.events()}
-            return decode_config(path.read_bytes()).limit == 0 and "CoreLimitIgnored" in reasons
+            return decode_config(path.read_bytes()).limit == 0 and bool(node.messages("CoreLimitIgnored"))
 
         await poll_until(is_ignored, "the limit below the cores ignored and reported")
 
@@ -58,14 +48,13 @@ async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:
     """With the same files; directories of pods that are gone are removed."""
     async with open_test_node() as node:
         async with open_agent(node, "--isolation=vcuda"):
-            node.api.create_pod(pod("share", container(cores=30, blocks=10)))
-            node.api.create_pod(pod("gone", container(cores=30, blocks=10)))
-            await node.wait_running("share", "gone")
+            await node.start_pods(
+                pod("share", container(cores=30, blocks=10)), pod("gone", container(cores=30, blocks=10))
+            )
             own, other = directory_of(node, "share"), directory_of(node, "gone")
             before = (own / "vcuda.config").read_bytes()
         assert not (own / "vcuda.sock").exists()
-        node.api.delete_pod("default", "gone")
-        await node.wait_until(lambda: node.api.find_pod("default", "gone") is None, "the pod gone")
+        await node.remove_pod("gone")
         async with open_agent(node, "--isolation=vcuda"):
             await poll_until((own / "vcuda.sock").is_socket, "the socket back")
             assert (own / "vcuda.config").read_bytes() == before

@@ -70,6 +70,29 @@ class Cluster:
         answer: Object = json.loads(read_unix(self.api, path))
         return answer
 
+    def needs_claims(self) -> None:
+        """Skips where the API server has none."""
+        try:
+            self.run("get", "resourceslices.v1.resource.k8s.io")
+        except KubectlError:
+            pytest.skip("this cluster has no resource.k8s.io/v1")
+
+    def may(self, account: str, verb: str, resource: str, namespace: str = "") -> bool:
+        """What the API server says of a service account, `namespace:name`; `resource`: with its group and subresource, as
+        `leases.coordination.k8s.io` and `pods/exec`."""
+        kind, _, sub = resource.partition("/")
+        name, _, group = kind.partition(".")
+        attributes = {"verb": verb, "group": group, "resource": name, "subresource": sub, "namespace": namespace}
+        groups = [
+            "system:serviceaccounts",
+            f"system:serviceaccounts:{account.partition(':')[0]}",
+            "system:authenticated",
+        ]
+        spec = {"user": f"system:serviceaccount:{account}", "groups": groups, "resourceAttributes": attributes}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+        answer = json.loads(self.run("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))
+        return bool(answer["status"]["allowed"])
+
     def node_object(self) -> Object:
         return self.read(f"/api/v1/nodes/{self.node}")
 
@@ -81,7 +104,7 @@ class Cluster:
     def create_files(self, namespace: str, name: str, files: Mapping[str, bytes]) -> None:
         """A ConfigMap of them. Not by apply, whose annotation holds a quarter of a MiB."""
         data = {path: base64.b64encode(content).decode() for path, content in files.items()}
-        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "binaryData": data}
+        made = manifest("v1", "ConfigMap", name, binaryData=data)
         self.run("create", "-n", namespace, "-f", "-", stdin=json.dumps(made))
 
     def wait_for(self, what: str, poll: Callable[[], T | None], *, deadline_s: float = DEADLINE_S) -> T:
@@ -99,6 +122,16 @@ class Cluster:
         """By name."""
         path = f"/api/v1/namespaces/{namespace}/pods?labelSelector={urllib.parse.quote(selector)}"
         return {pod["metadata"]["name"]: pod for pod in self.read(path)["items"]}
+
+    def wait_gpushare_annotations(self, namespace: str) -> None:
+        """Until each of its pods says, as GPUShare's plugin has it, that it has its share of the first GPU."""
+        wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}
+
+        def are_there() -> bool:
+            annotations = [one["metadata"].get("annotations", {}) for one in self.pods(namespace).values()]
+            return all(wanted.items() <= one.items() for one in annotations)
+
+        self.wait_for("GPUShare's annotations", are_there)
 
     def wait_phase(self, namespace: str, *names: str, phase: str = "Running", deadline_s: float = DEADLINE_S) -> None:
         """Until each pod has the phase. Raises: DeadlineError, at once where a pod ended in another phase."""
@@ -125,16 +158,8 @@ class Cluster:
 
     def delete_pods(self, namespace: str) -> None:
         """All of a namespace, until their containers have ended and the kubelet gave their devices back."""
-        self.run(
-            "delete",
-            "pods",
-            "--all",
-            "-n",
-            namespace,
-            "--wait",
-            f"--timeout={DEADLINE_S:.0f}s",
-            timeout_s=DEADLINE_S + 20,
-        )
+        wait = ("--wait", f"--timeout={DEADLINE_S:.0f}s")
+        self.run("delete", "pods", "--all", "-n", namespace, *wait, timeout_s=DEADLINE_S + 20)
 
     def container(
         self, core: int = 0, memory: int = 0, *, name: str = "main", command: str = "", **more: Any
@@ -166,12 +191,7 @@ class Cluster:
         return self.pod_of(name, self.container(core, memory), **more)
 
     def pod_of(self, name: str, *containers: Object, **more: Any) -> Object:
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name},
-            "spec": self.pod_spec(*containers, **more),
-        }
+        return manifest("v1", "Pod", name, spec=self.pod_spec(*containers, **more))
 
     def hook(self, name: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Runs the command that the user gave as `--<name>`; skips the test where there is none."""
@@ -196,12 +216,7 @@ def kubectl(*arguments: str, stdin: str | None = None, timeout_s: float = 60.0) 
     shown = shlex.join(("kubectl", *arguments))
     try:
         done = subprocess.run(
-            ["kubectl", *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            ["kubectl", *arguments], input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise KubectlError(f"{shown}: not ended after {timeout_s:.0f} s") from error
@@ -273,6 +288,18 @@ def audited(log: Path, user: str, pods: Collection[str] | None = None) -> tuple[
         if entry.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid":
             forbidden.append(f"{entry['verb']} {resource}: {entry['requestURI']}")
     return used, forbidden
+
+
+def manifest(version: str, kind: str, metadata: str | Object, **fields: Any) -> Object:
+    """An object for the API server; its name alone, or more of its metadata."""
+    found = {"name": metadata} if isinstance(metadata, str) else metadata
+    return {"apiVersion": version, "kind": kind, "metadata": found, **fields}
+
+
+def claim_template(name: str, *requests: Object, **devices: Any) -> Object:
+    """A ResourceClaimTemplate; `devices`: what its claims have next to the requests."""
+    spec = {"spec": {"devices": {"requests": list(requests), **devices}}}
+    return manifest("resource.k8s.io/v1", "ResourceClaimTemplate", name, spec=spec)
 
 
 def message_of(pod: Object) -> str:

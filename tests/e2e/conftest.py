@@ -24,7 +24,17 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent import __version__
-from tests.e2e.cluster import DEADLINE_S, RUN_LABEL, Cluster, KubectlError, Object, kubectl, names_of, open_proxy
+from tests.e2e.cluster import (
+    DEADLINE_S,
+    RUN_LABEL,
+    Cluster,
+    KubectlError,
+    Object,
+    kubectl,
+    manifest,
+    names_of,
+    open_proxy,
+)
 from tests.e2e.installation import LABEL, MANIFESTS, NODE_LABEL, SYSTEM, Installation, found_installed, take_off_node
 from tests.native.build import NATIVE, CannotBuildError, build_fake_driver, build_program
 
@@ -150,13 +160,7 @@ def installed(installation: Installation) -> Installation:
 def namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace of its own; the pods are gone at the end, the rest goes on being deleted."""
     name = f"{_namespace_name(cluster)}{secrets.token_hex(2)}"
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Namespace",
-            "metadata": {"name": name, "labels": {RUN_LABEL: cluster.suffix}},
-        }
-    )
+    cluster.apply(manifest("v1", "Namespace", {"name": name, "labels": {RUN_LABEL: cluster.suffix}}))
     accounts = f"/api/v1/namespaces/{name}/serviceaccounts"
     cluster.wait_for("the service account of pods", lambda: cluster.read(accounts)["items"])
     yield name

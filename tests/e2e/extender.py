@@ -6,14 +6,15 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.e2e.cluster import DEADLINE_S, Cluster, Object, read_unix
-from tests.e2e.installation import MANIFESTS, SYSTEM
+from tests.e2e.installation import MANIFESTS, SYSTEM, Installation
 
 NAME, SCHEDULER = "gpushare-agent-extender", "gpushare-scheduler"
 APP = f"app.kubernetes.io/name={NAME}"
@@ -102,11 +103,7 @@ class ExtenderInstallation:
         }
 
     def _apply(
-        self,
-        directory: str,
-        images: list[Object],
-        patches: list[Object] | None = None,
-        components: Sequence[str] = (),
+        self, directory: str, images: list[Object], patches: list[Object] | None = None, components: Sequence[str] = ()
     ) -> None:
         own = self._folder / "own"
         own.mkdir(exist_ok=True)
@@ -163,3 +160,17 @@ class ExtenderInstallation:
 def _named(image: str) -> Object:
     name, _, tag = image.rpartition(":")
     return {"newName": name, "newTag": tag}
+
+
+@contextmanager
+def open_extender(
+    installation: Installation, request: pytest.FixtureRequest, folder: Path
+) -> Iterator[ExtenderInstallation]:
+    """Not installed yet; with the image and the scheduler's of the run. Removed at the end."""
+    option = request.config.getoption
+    image, scheduler_image = option("--image"), option("--scheduler-image")
+    extender = ExtenderInstallation(installation.cluster, folder=folder, image=image, scheduler_image=scheduler_image)
+    try:
+        yield extender
+    finally:
+        extender.remove()

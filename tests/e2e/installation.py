@@ -66,11 +66,7 @@ class Installation:
         self._installed: str | None = None
 
     def kustomization(
-        self,
-        *resources: str,
-        components: Sequence[str] = (),
-        patches: Sequence[Object] = (),
-        image: str | None = None,
+        self, *resources: str, components: Sequence[str] = (), patches: Sequence[Object] = (), image: str | None = None
     ) -> str:
         """The text of a user's kustomization of folders below manifests/, limited to the node of the run."""
         name, _, tag = (image or self.image).rpartition(":")

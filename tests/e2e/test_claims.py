@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, KubectlError, Object
+from tests.e2e.cluster import Cluster, Object, claim_template, manifest
 from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
@@ -29,12 +29,7 @@ def request(name: str = "gpu", **exactly: Any) -> Object:
 def template(name: str, *requests: Object, **devices: Any) -> Object:
     """Under isolation none, which every overlay can have: the limits are those of the other isolations' own tests."""
     opaque = {"opaque": {"driver": DRIVER, "parameters": UNLIMITED}}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {"name": name},
-        "spec": {"spec": {"devices": {"requests": list(requests), "config": [opaque], **devices}}},
-    }
+    return claim_template(name, *requests, **{"config": [opaque], **devices})
 
 
 def claiming(cluster: Cluster, name: str, claim: str, *uses: str, is_template: bool = True) -> Object:
@@ -51,10 +46,7 @@ def claiming(cluster: Cluster, name: str, claim: str, *uses: str, is_template: b
 @pytest.fixture(scope="module")
 def claims(installation: Installation) -> Iterator[Installation]:
     """Two GPUs are for claims. Skips where the API server has no claims."""
-    try:
-        installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
-    except KubectlError:
-        pytest.skip("this cluster has no resource.k8s.io/v1")
+    installation.cluster.needs_claims()
     installation.install(**kustomization(",".join(map(str, range(CLAIMED)))))
     yield installation
 
@@ -356,12 +348,8 @@ def test_an_agent_writes_slices_of_its_own_node_alone(cluster: Cluster, claims: 
     spec = slices(cluster)[0]["spec"]
 
     def created(**changes: str) -> str:
-        raw = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceSlice",
-            "metadata": {"name": f"e2e-{cluster.suffix}"},
-            "spec": {**spec, **changes},
-        }
+        name = f"e2e-{cluster.suffix}"
+        raw = manifest("resource.k8s.io/v1", "ResourceSlice", name, spec={**spec, **changes})
         return claims.exec("/opt/gpushare-agent/bin/python", "-c", CREATE_SLICE, json.dumps(raw))
 
     assert created() == "created\n"

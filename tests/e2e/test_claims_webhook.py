@@ -10,8 +10,8 @@ import pytest
 
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, ENV_VISIBLE_DEVICES
 from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
-from tests.e2e.extender import ExtenderInstallation
-from tests.e2e.installation import Installation
+from tests.e2e.extender import open_extender
+from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
 CLAIMED = 2
@@ -22,31 +22,14 @@ OWN = {ENV_VISIBLE_DEVICES, "HOSTNAME"}
 
 @pytest.fixture(scope="module")
 def webhook(
-    cluster: Cluster,
-    installation: Installation,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    installation: Installation, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    try:
-        cluster.run("get", "resourceslices.v1.resource.k8s.io")
-    except KubectlError:
-        pytest.skip("this cluster has no resource.k8s.io/v1")
-    env = [{"name": "GPUSHARE_DRA__GPUS", "value": ",".join(map(str, range(CLAIMED)))}]
-    patch = {"spec": {"template": {"spec": {"containers": [{"name": "agent", "env": env}]}}}}
-    document = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}, **patch}
-    target = {"kind": "DaemonSet", "name": "gpushare-agent"}
-    installation.install(components=["components/dra"], patches=[{"target": target, "patch": json.dumps(document)}])
-    extender = ExtenderInstallation(
-        cluster,
-        folder=tmp_path_factory.mktemp("extender"),
-        image=request.config.getoption("--image"),
-        scheduler_image=None,
-    )
-    try:
+    installation.cluster.needs_claims()
+    variables = {"GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED)))}
+    installation.install(components=["components/dra"], patches=[with_variables(variables)])
+    with open_extender(installation, request, tmp_path_factory.mktemp("extender")) as extender:
         extender.install_webhook()
         yield
-    finally:
-        extender.remove()
 
 
 @pytest.fixture

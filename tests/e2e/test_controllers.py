@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import CORE, Cluster, Object
+from tests.e2e.cluster import CORE, Cluster, Object, manifest
 from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
@@ -17,12 +17,8 @@ def workload(kind: str, cluster: Cluster, **spec: Any) -> Object:
     labels = {"app": "work"}
     selector = {} if kind == "Job" else {"selector": {"matchLabels": labels}}
     template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(20, 4))}
-    return {
-        "apiVersion": "batch/v1" if kind == "Job" else "apps/v1",
-        "kind": kind,
-        "metadata": {"name": "work"},
-        "spec": {"template": template} | selector | spec,
-    }
+    version = "batch/v1" if kind == "Job" else "apps/v1"
+    return manifest(version, kind, "work", spec={"template": template} | selector | spec)
 
 
 @pytest.mark.smoke

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object, manifest
 from tests.e2e.installation import BLOCK_BYTES, SYSTEM, Installation, is_ready, take_off_node
 
 pytestmark = pytest.mark.e2e
@@ -259,8 +259,7 @@ def test_a_node_that_boots_again(cluster: Cluster, installed: Installation, name
     number = installed.gpus()
     template = {"metadata": {"labels": {"app": "web"}}, "spec": cluster.pod_spec(cluster.container(60, 4))}
     spec = {"replicas": number, "selector": {"matchLabels": {"app": "web"}}, "template": template}
-    metadata = {"name": "web"}
-    web = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+    web = manifest("apps/v1", "Deployment", "web", spec=spec)
     cluster.apply(web, *(cluster.pod(f"bare-{index}", 20, 4) for index in range(3)), namespace=namespace)
     before = installed.wait_ledger(namespace, number + 3)
     cluster.wait_phase(namespace, *cluster.pods(namespace))

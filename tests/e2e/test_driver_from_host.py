@@ -78,6 +78,12 @@ def opened(cluster: Cluster, pod: str, *paths: str, namespace: str = SYSTEM) -> 
     return ""
 
 
+def assert_share_has_the_driver(cluster: Cluster, namespace: str) -> None:
+    cluster.start(namespace, cluster.pod("share", 30, 8))
+    for test in (("-c", "/dev/nvidia0"), ("-e", LIBRARY)):
+        cluster.run("-n", namespace, "exec", "share", "--", "test", *test)
+
+
 def test_the_overlay_cdi_needs_no_runtime_of_nvidias(
     cluster: Cluster, installation: Installation, namespace: str, stand_in: None
 ) -> None:
@@ -97,10 +103,7 @@ def test_the_overlay_cdi_needs_no_runtime_of_nvidias(
     )
     (plugin,) = cluster.pods(SYSTEM, selector="app.kubernetes.io/name=gpushare-driver-devices")
     assert os.strerror(errno.EPERM) in opened(cluster, plugin, "/host/dev/nvidiactl")
-    cluster.start(namespace, cluster.pod("share", 30, 8))
-    exec_ = ("-n", namespace, "exec", "share", "--")
-    cluster.run(*exec_, "test", "-c", "/dev/nvidia0")
-    cluster.run(*exec_, "test", "-e", LIBRARY)
+    assert_share_has_the_driver(cluster, namespace)
     greedy = cluster.container(resources={"limits": {"gpushare-agent/driver": 1}})
     with pytest.raises(KubectlError, match="for the pods of the GPU agent alone"):
         cluster.apply(cluster.pod_of("greedy", greedy), namespace=namespace)
@@ -131,10 +134,7 @@ def test_gpu_managers_daemonset_finds_the_driver_by_the_hosts_root(
         pytest.skip("/proc/1/root is closed on this node also for a privileged container")
     with running(cluster, installation, found) as pod:
         assert '"NVIDIA A10"' in answer(cluster, pod, "api/v1/node")
-        cluster.start(namespace, cluster.pod("share", 30, 8))
-        exec_ = ("-n", namespace, "exec", "share", "--")
-        cluster.run(*exec_, "test", "-c", "/dev/nvidia0")
-        cluster.run(*exec_, "test", "-e", LIBRARY)
+        assert_share_has_the_driver(cluster, namespace)
         log = cluster.run("-n", NAMESPACE, "logs", pod)
         assert "/proc/1/root/var/lib/kubelet/pod-resources/kubelet.sock" in log
         assert "mount_missing" in log and '"level": "error"' not in log

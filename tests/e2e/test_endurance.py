@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import share_program
-from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object, message_of
+from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object, claim_template, message_of, names_of
 from tests.e2e.endurance_snapshot import Snapshot, is_living
 from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation, is_ready, with_variables
 from tests.e2e.test_claims import DRIVER
@@ -71,15 +71,16 @@ def _share(share: tuple[int, int], name: str = "gpu", **more: Any) -> Object:
     return claim_request(name, cores=share[0], memory=f"{share[1]}Mi", **more)
 
 
-TEMPLATES: dict[str, Object] = {
-    **{name: {"requests": [_share(share)]} for name, share in CLAIMED.items()},
-    "whole": {"requests": [claim_request()]},
-    "two": {"requests": [_share((10, 1024), count=2)]},
-    "pair": {
-        "requests": [_share(share, name) for name, share in PAIR.items()],
-        "constraints": [{"distinctAttribute": f"{DRIVER}/uuid"}],
-    },
-}
+TEMPLATES = [
+    *(claim_template(name, _share(share)) for name, share in CLAIMED.items()),
+    claim_template("whole", claim_request()),
+    claim_template("two", _share((10, 1024), count=2)),
+    claim_template(
+        "pair",
+        *(_share(share, name) for name, share in PAIR.items()),
+        constraints=[{"distinctAttribute": f"{DRIVER}/uuid"}],
+    ),
+]
 STAYS = "stays-"
 HOSTILE = {
     "tencent.com/vcuda-core-limit": "x" * 20_000,
@@ -168,10 +169,7 @@ def claiming(installation: Installation, minutes: float) -> Iterator[Installatio
     """Skips where the API server has no claims, and with real GPUs, which nothing here could lose and heal."""
     if installation.overlay != "overlays/simulated":
         pytest.skip("its programs and the GPUs that are lost are simulated ones")
-    try:
-        installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
-    except KubectlError:
-        pytest.skip("this cluster has no resource.k8s.io/v1")
+    installation.cluster.needs_claims()
     installation.install(components=["components/dra"], patches=[with_variables(SETTINGS)])
     yield installation
     installation.exec("rm", "-f", FAULTS)
@@ -189,7 +187,7 @@ def test_pods_come_and_go_under_faults(
     """No over-commit, no wrong container, no limit lost, nothing left, memory flat."""
     program = Path(share_program.__file__)
     cluster.create_files(namespace, "driver", driver_files | {program.name: program.read_bytes()})
-    cluster.apply(*claim_templates(), namespace=namespace)
+    cluster.apply(*TEMPLATES, namespace=namespace)
     run = Run(cluster, claiming, namespace)
     try:
         seen = run.endure(minutes)
@@ -301,7 +299,7 @@ class Run:
         """Of shares, one container or two, or one behind an init container with a share; or of a claim."""
         annotations: dict[str, str] = {}
         if self.chance.random() < CLAIM_PODS:
-            pod = self.pod_of_claim(name, self.chance.choice(sorted(TEMPLATES)))
+            pod = self.pod_of_claim(name, self.chance.choice(names_of(TEMPLATES)))
         else:
             shares = [self.chance.choice(REQUESTS) for _ in range(self.chance.choice((1, 1, 2)))]
             pod = self.pod_of_shares(name, *shares)
@@ -432,18 +430,6 @@ class Run:
         self.seen.over += snapshot.over()
         self.seen.checks |= {container: one["checks"] for container, one in said.items()}
         self.seen.lost_limits |= {container: one["wrong"] for container, one in said.items() if one["wrong"]}
-
-
-def claim_templates() -> list[Object]:
-    return [
-        {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaimTemplate",
-            "metadata": {"name": name},
-            "spec": {"spec": {"devices": devices}},
-        }
-        for name, devices in TEMPLATES.items()
-    ]
 
 
 def kill_agent(installed: Installation) -> bool:

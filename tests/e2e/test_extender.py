@@ -18,7 +18,7 @@ from gpushare_agent.core.model.names import (
 )
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from tests.e2e.cluster import Cluster, KubectlError, Object, audited
-from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation
+from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation, open_extender
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation, rights_of_component
 from tests.manifests.support_manifests import rendered
 
@@ -29,23 +29,12 @@ QUOTA = ("-n", "kube-system", "configmap", "gpuquota")
 
 @pytest.fixture(scope="module")
 def extender(
-    cluster: Cluster,
-    installation: Installation,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    installation: Installation, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ExtenderInstallation]:
     installation.install()
-    found = ExtenderInstallation(
-        cluster,
-        folder=tmp_path_factory.mktemp("extender"),
-        image=request.config.getoption("--image"),
-        scheduler_image=request.config.getoption("--scheduler-image"),
-    )
-    try:
+    with open_extender(installation, request, tmp_path_factory.mktemp("extender")) as found:
         found.install("fgd")
         yield found
-    finally:
-        found.remove()
 
 
 @pytest.fixture

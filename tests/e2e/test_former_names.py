@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
-from tests.e2e.extender import ExtenderInstallation
+from tests.e2e.extender import open_extender
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation
 from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
@@ -58,36 +58,19 @@ def test_gpushares_demo_runs_on_a_node_with_its_label(cluster: Cluster, gpu_mem:
     status = cluster.node_object()["status"]
     for shown in (status["capacity"], status["allocatable"]):
         assert int(shown["aliyun.com/gpu-mem"]) == size * int(shown["aliyun.com/gpu-count"])
-
-    def annotated() -> bool:
-        annotations = [pod["metadata"].get("annotations", {}) for pod in cluster.pods(namespace).values()]
-        wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}
-        return all(wanted.items() <= one.items() for one in annotations)
-
-    cluster.wait_for("GPUShare's annotations", annotated)
+    cluster.wait_gpushare_annotations(namespace)
     daemonset = cluster.get("daemonset", "gpushare-agent", "-n", SYSTEM)
     assert daemonset["status"]["desiredNumberScheduled"] == 1
 
 
 @pytest.fixture(scope="module")
 def webhook(
-    cluster: Cluster,
-    installation: Installation,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    installation: Installation, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     installation.install()
-    extender = ExtenderInstallation(
-        cluster,
-        folder=tmp_path_factory.mktemp("extender"),
-        image=request.config.getoption("--image"),
-        scheduler_image=None,
-    )
-    try:
+    with open_extender(installation, request, tmp_path_factory.mktemp("extender")) as extender:
         extender.install_webhook()
         yield
-    finally:
-        extender.remove()
 
 
 def test_a_pod_with_hamis_names_gets_its_share(
@@ -102,10 +85,7 @@ def test_a_pod_with_hamis_names_gets_its_share(
         return cluster.pod_of(name, cluster.container(resources={"limits": asked}))
 
     cluster.start(
-        namespace,
-        pod("share", gpu=1, gpumem=3000, gpucores=30),
-        pod("memory", gpu=1, gpumem=3000),
-        pod("whole", gpu=1),
+        namespace, pod("share", gpu=1, gpumem=3000, gpucores=30), pod("memory", gpu=1, gpumem=3000), pod("whole", gpu=1)
     )
     ledger = installation.wait_ledger(namespace, 3)
     found = {name.split("/")[1]: (cores, memory / GIB) for name, (cores, memory, _) in ledger.items()}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, read_unix
+from tests.e2e.cluster import CORE, DEADLINE_S, Cluster, KubectlError, Object, manifest, read_unix
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation, in_place_of, is_ready
 
 pytestmark = pytest.mark.e2e
@@ -62,37 +62,25 @@ def objects(image: str, extra_flags: str) -> list[Object]:
             {"name": name, "hostPath": {"type": kind, "path": path}} for name, (_, path, kind) in MOUNTS.items()
         ],
     }
-    annotations = {"scheduler.alpha.kubernetes.io/critical-pod": ""}
+    metadata = {"annotations": {"scheduler.alpha.kubernetes.io/critical-pod": ""}, "labels": LABELS}
+    daemon_set = {
+        "updateStrategy": {"type": "RollingUpdate"},
+        "selector": {"matchLabels": LABELS},
+        "template": {"metadata": metadata, "spec": spec},
+    }
+    ports = [{"name": "metrics", "port": 5678, "protocol": "TCP", "targetPort": 5678}]
+    service = {"clusterIP": "None", "ports": ports, "selector": LABELS}
+    group = "rbac.authorization.k8s.io"
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": "gpu-manager-role"},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
-            "subjects": [{"kind": "ServiceAccount", **account}],
-        },
-        {
-            "apiVersion": "apps/v1",
-            "kind": "DaemonSet",
-            "metadata": {"name": NAME, "namespace": NAMESPACE},
-            "spec": {
-                "updateStrategy": {"type": "RollingUpdate"},
-                "selector": {"matchLabels": LABELS},
-                "template": {"metadata": {"annotations": annotations, "labels": LABELS}, "spec": spec},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "gpu-manager-metric", "namespace": NAMESPACE},
-            "spec": {
-                "clusterIP": "None",
-                "ports": [{"name": "metrics", "port": 5678, "protocol": "TCP", "targetPort": 5678}],
-                "selector": LABELS,
-            },
-        },
-    ]
+        manifest("v1", "ServiceAccount", account),
+        manifest(
+            f"{group}/v1", "ClusterRoleBinding", "gpu-manager-role",
+            roleRef={"apiGroup": group, "kind": "ClusterRole", "name": "cluster-admin"},
+            subjects=[{"kind": "ServiceAccount", **account}],
+        ),
+        manifest("apps/v1", "DaemonSet", {"name": NAME, "namespace": NAMESPACE}, spec=daemon_set),
+        manifest("v1", "Service", {"name": "gpu-manager-metric", "namespace": NAMESPACE}, spec=service),
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import DEADLINE_S, Cluster, KubectlError, Object
+from tests.e2e.cluster import DEADLINE_S, Cluster, KubectlError, Object, manifest
 from tests.e2e.installation import Installation, in_place_of
 
 pytestmark = pytest.mark.e2e
@@ -59,22 +59,17 @@ def objects(image: str, *, is_simulated: bool) -> list[Object]:
     template = {"metadata": {"annotations": annotations, "labels": labels}, "spec": spec}
     role = {"kind": "ClusterRole", "name": ACCOUNT}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
-        {"apiVersion": f"{group}/v1", "kind": "ClusterRole", "metadata": {"name": ACCOUNT}, "rules": rules},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": ACCOUNT},
-            "roleRef": {"apiGroup": group, **role},
-            "subjects": [{"kind": "ServiceAccount", **account}],
-        },
-        {
-            "apiVersion": "apps/v1",
-            "kind": "DaemonSet",
-            "metadata": {"name": NAME, "namespace": NAMESPACE},
-            "spec": {"selector": {"matchLabels": labels}, "template": template},
-        },
-    ]
+        manifest("v1", "ServiceAccount", account),
+        manifest(f"{group}/v1", "ClusterRole", ACCOUNT, rules=rules),
+        manifest(
+            f"{group}/v1", "ClusterRoleBinding", ACCOUNT,
+            roleRef={"apiGroup": group, **role}, subjects=[{"kind": "ServiceAccount", **account}],
+        ),
+        manifest(
+            "apps/v1", "DaemonSet", {"name": NAME, "namespace": NAMESPACE},
+            spec={"selector": {"matchLabels": labels}, "template": template},
+        ),
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -112,22 +107,16 @@ def test_gpushares_daemonset_serves_with_this_image(cluster: Cluster, plugin: st
     def pod(name: str, units: int) -> Object:
         return cluster.pod_of(name, cluster.container(resources={"limits": {RESOURCE: units}}))
 
-    cluster.start(namespace, pod("share-0", 2))
-    cluster.start(namespace, pod("share-1", 2))
-    cluster.start(namespace, pod("share-2", 3))
-    shares = {f"share-{number}": [units << 30, [0]] for number, units in enumerate((2, 2, 3))}
+    shares = {}
+    for number, units in enumerate((2, 2, 3)):
+        cluster.start(namespace, pod(f"share-{number}", units))
+        shares[f"share-{number}"] = [units << 30, [0]]
     assert ledger(cluster, plugin) == shares
     environment = cluster.run("-n", namespace, "exec", "share-2", "--", "env").splitlines()
     assert {"ALIYUN_COM_GPU_MEM_IDX=0", "ALIYUN_COM_GPU_MEM_CONTAINER=3"} <= set(environment)
     status = cluster.node_object()["status"]
     assert int(status["allocatable"]["aliyun.com/gpu-count"]) >= 1
-
-    def annotated() -> bool:
-        annotations = [one["metadata"].get("annotations", {}) for one in cluster.pods(namespace).values()]
-        wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}
-        return all(wanted.items() <= one.items() for one in annotations)
-
-    cluster.wait_for("GPUShare's annotations", annotated)
+    cluster.wait_gpushare_annotations(namespace)
     logged = [json.loads(line) for line in cluster.run("-n", NAMESPACE, "logs", plugin).splitlines()]
     missing = {one.get("mount", one.get("right")) for one in logged if one["event"].endswith("_missing")}
     mounts = {"/var/lib/kubelet/pod-resources", "/var/lib/gpushare-agent", "/etc/gpu-manager"}

@@ -10,10 +10,7 @@ from tests.e2e.cluster import Cluster, KubectlError
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
-BEHIND = {
-    "driver-container": ["vcuda"],
-    "prune-driver-volume": ["vcuda"],
-}
+BEHIND = {"driver-container": ["vcuda"], "prune-driver-volume": ["vcuda"]}
 """The components that a component's own text says it is to be listed behind."""
 KUSTOMIZATIONS = sorted(
     str(path.parent.relative_to(MANIFESTS))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.core.formats.mig_profiles import mig_profiles
-from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object
+from tests.e2e.cluster import Cluster, DeadlineError, Object, claim_template
 from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
@@ -95,10 +95,7 @@ class Divided:
 
 @pytest.fixture(scope="module")
 def divided(installation: Installation) -> Iterator[Divided]:
-    try:
-        installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
-    except KubectlError:
-        pytest.skip("this cluster has no resource.k8s.io/v1")
+    installation.cluster.needs_claims()
     if not installation.overlay.endswith("simulated"):
         pytest.skip("needs GPUs that tests may divide: the overlay is not of simulated ones")
     yield Divided(installation)
@@ -114,12 +111,7 @@ def suite() -> Path:
 def template(name: str, profile: str) -> Object:
     chosen = {"cel": {"expression": f"device.attributes['gpushare-agent'].profile == '{profile}'"}}
     exactly = {"deviceClassName": CLASS, "selectors": [chosen]}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {"name": name},
-        "spec": {"spec": {"devices": {"requests": [{"name": "mig", "exactly": exactly}]}}},
-    }
+    return claim_template(name, {"name": "mig", "exactly": exactly})
 
 
 def claiming(cluster: Cluster, name: str, claim: str) -> Object:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, message_of
+from tests.e2e.cluster import Cluster, Object, manifest, message_of
 from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation
 
 PODS = 50
@@ -33,11 +33,8 @@ def configured(cluster: Cluster, installation: Installation) -> Iterator[Install
         "broken": "nvidia: {enabled: perhaps}",
     }
     cluster.run("label", "node", cluster.node, f"{LABEL}=sixteen", "--overwrite")
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "gpushare-agent-nodes"}, "data": files},
-        namespace=SYSTEM,
-    )
+    cluster.apply(manifest("v1", "Namespace", SYSTEM))
+    cluster.apply(manifest("v1", "ConfigMap", "gpushare-agent-nodes", data=files), namespace=SYSTEM)
     installation.install(components=["components/node-configuration"])
     yield installation
     installation.remove()
@@ -46,8 +43,7 @@ def configured(cluster: Cluster, installation: Installation) -> Iterator[Install
 
 def _wait_offered(cluster: Cluster, number: int) -> None:
     cluster.wait_for(
-        f"{number} of {RESOURCE}",
-        lambda: cluster.node_object()["status"]["capacity"].get(RESOURCE) == str(number),
+        f"{number} of {RESOURCE}", lambda: cluster.node_object()["status"]["capacity"].get(RESOURCE) == str(number)
     )
 
 
@@ -80,8 +76,7 @@ def test_the_nodes_label_is_switched_during_a_burst_and_no_pod_is_rejected(
     names = [f"burst-{number}" for number in range(PODS)]
     cluster.apply(*(_pod(cluster, name) for name in names[: PODS // 2]), namespace=namespace)
     cluster.wait_for(
-        "the first is admitted",
-        lambda: any(pod["status"].get("startTime") for pod in cluster.pods(namespace).values()),
+        "the first is admitted", lambda: any(pod["status"].get("startTime") for pod in cluster.pods(namespace).values())
     )
     cluster.run("label", "node", cluster.node, f"{LABEL}=eight", "--overwrite")
     cluster.apply(*(_pod(cluster, name) for name in names[PODS // 2 :]), namespace=namespace)

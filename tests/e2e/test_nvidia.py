@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object
+from tests.e2e.cluster import Cluster, Object, manifest
 from tests.e2e.installation import SYSTEM, Installation, with_variables
 from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
 
@@ -146,8 +146,11 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.wait_for("the others are whole", lambda: offered(cluster) == gpus - 1)
     cluster.start(namespace, *(asking(cluster, name, 1, small) for name in ("small-1", "small-2")))
     seen = {one for name in ("small-1", "small-2") for one in visible(cluster, namespace, name)}
-    cards = {card["uuid"]: card for card in installation.view()["gpus"]}
-    assert len(seen) == 2 and {cards[one]["mig"]["profile"] for one in seen} == {"1g.10gb"}
+
+    def profile(uuid: str) -> str:
+        return next(gpu["mig"]["profile"] for gpu in installation.view()["gpus"] if gpu["uuid"] == uuid)
+
+    assert len(seen) == 2 and set(map(profile, seen)) == {"1g.10gb"}
     labels = cluster.wait_for("the labels", lambda: counted(cluster))
     assert labels == {f"{small}.count": "2", f"{middle}.count": "1", f"{GPU}.count": str(gpus)}
 
@@ -157,7 +160,7 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.start(namespace, asking(cluster, "large", 1, large))
     (given,) = visible(cluster, namespace, "large")
     assert installation.wait_ledger(namespace, 3)
-    assert {card["uuid"]: card for card in installation.view()["gpus"]}[given]["mig"]["profile"] == "3g.20gb"
+    assert profile(given) == "3g.20gb"
     assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
     cluster.wait_for(
         "the labels follow", lambda: f"{large}.count" in counted(cluster) and f"{middle}.count" not in counted(cluster)
@@ -180,12 +183,7 @@ def number_free(cluster: Cluster, installation: Installation, total: int) -> int
 
 def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, replicas: int, gpus: list[str]) -> None:
     """In a pod of the agent's image, with the kubelet's directory."""
-    source = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "stand-in"},
-        "data": {"p.py": STAND_IN.read_text()},
-    }
+    source = manifest("v1", "ConfigMap", "stand-in", data={"p.py": STAND_IN.read_text()})
     container = {
         "name": "main", "image": installation.image, "imagePullPolicy": "IfNotPresent", "securityContext": {"runAsUser": 0},
         "command": ["/opt/gpushare-agent/bin/python", "/source/p.py", str(replicas), *gpus],

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, DeadlineError, KubectlError
+from tests.e2e.cluster import Cluster, DeadlineError
 from tests.e2e.installation import Installation, with_variables
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING, Example
 
@@ -96,10 +96,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(suite: Path, installation: Installation) -> Iterator[Served]:
-    try:
-        installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
-    except KubectlError:
-        pytest.skip("this cluster has no resource.k8s.io/v1")
+    installation.cluster.needs_claims()
     cluster = installation.cluster
     listening = {"image": installation.image, "command": ["python3", "-c", LISTENER]}
     mounts = {"volumeMounts": [{"name": "mps", "mountPath": MPS_DIRECTORY}], "securityContext": {"runAsUser": 0}}

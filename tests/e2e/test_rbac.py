@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, Right, audited
+from tests.e2e.cluster import Cluster, Object, Right, audited, manifest
 from tests.e2e.installation import SYSTEM, Installation, rights_of_component
 
 pytestmark = pytest.mark.e2e
-USER = f"system:serviceaccount:{SYSTEM}:gpushare-agent"
+ACCOUNT = f"{SYSTEM}:gpushare-agent"
+USER = f"system:serviceaccount:{ACCOUNT}"
 FORBIDDEN = [
     *(("get", one) for one in ("secrets", "configmaps", "services", "nodes/proxy", "leases.coordination.k8s.io")),
     *(("create", one) for one in ("pods", "pods/exec", "pods/binding", "serviceaccounts/token", "pods/eviction")),
@@ -43,30 +44,9 @@ def _bound_roles(cluster: Cluster) -> list[str]:
 
 def test_the_agent_has_no_right_that_leads_to_others(cluster: Cluster, installed: Installation) -> None:
     """What the API server says to the service account, whatever else of the cluster grants to all of them."""
-    allowed = [one for one in FORBIDDEN if _may(cluster, *one)]
+    allowed = [one for one in FORBIDDEN if cluster.may(ACCOUNT, *one)]
     assert not allowed
-    assert _may(cluster, "patch", "pods")
-
-
-def _may(cluster: Cluster, verb: str, resource: str) -> bool:
-    name, _, sub = resource.partition("/")
-    group = name.partition(".")[2]
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SubjectAccessReview",
-        "spec": {
-            "user": USER,
-            "groups": ["system:serviceaccounts", f"system:serviceaccounts:{SYSTEM}", "system:authenticated"],
-            "resourceAttributes": {
-                "verb": verb,
-                "resource": name.partition(".")[0],
-                "group": group,
-                "subresource": sub,
-            },
-        },
-    }
-    answer = json.loads(cluster.run("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))
-    return bool(answer["status"]["allowed"])
+    assert cluster.may(ACCOUNT, "patch", "pods")
 
 
 def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
@@ -104,12 +84,8 @@ def _refused(cluster: Cluster) -> Object:
     """A ReplicaSet of one pod with a share without memory, which the agent refuses."""
     labels = {"app": "refused"}
     template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(1))}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "ReplicaSet",
-        "metadata": {"name": "refused"},
-        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": template},
-    }
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
+    return manifest("apps/v1", "ReplicaSet", "refused", spec=spec)
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 from grpclib.client import Channel
 from msgspec import Struct
 
 from gpushare_agent.core.formats.vdevice import decode_config
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire.v1beta1 import DevicePluginStub, Empty
-from tests.agent.support_agent import open_child
+from tests.agent.support_agent import open_child, page_of_child
 from tests.gpus.support_nvml import ONE_GPU, fake_library
 from tests.isolation.support_library import fake_library as limiting_library
 from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, open_test_node, pod
@@ -67,9 +66,7 @@ class Running(Struct, frozen=True):
 
     async def page(self, path: str) -> tuple[int, str]:
         """Status and text."""
-        port = self.node.log_lines("web_listening")[-1]["port"]
-        async with ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
-            return answer.status, await answer.text()
+        return await page_of_child(self.node, path)
 
     async def containers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads((await self.page("/api/v1/node"))[1])["containers"]

@@ -19,27 +19,9 @@ from msgspec.structs import replace
 from gpushare_agent.agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.resources import ResourceNames
-from gpushare_agent.core.wire import v1
-from gpushare_agent.core.wire.v1beta1 import (
-    AllocateRequest,
-    AllocateResponse,
-    ContainerAllocateResponse,
-    ContainerPreferredAllocationResponse,
-    Device,
-    DevicePluginBase,
-    DevicePluginOptions,
-    Empty,
-    ListAndWatchResponse,
-    NumaNode,
-    PreferredAllocationRequest,
-    PreferredAllocationResponse,
-    PreStartContainerRequest,
-    PreStartContainerResponse,
-    RegisterRequest,
-    RegistrationStub,
-    TopologyInfo,
-)
+from gpushare_agent.core.wire import v1, v1beta1
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api.patch import MERGE, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.controller import NodeController
@@ -73,29 +55,8 @@ HELD_ADMISSIONS = replace(SHORT_TIMES, admission_delay_s=3600.0)
 
 
 @asynccontextmanager
-async def open_embedded_node(
-    state: Path,
-    *,
-    node_name: str = "sandbox",
-    kubelet_version: str = "1.36",
-    seed: int = 0,
-    times: KubeletTimes | None = None,
-    cgroups: str | None = None,
-) -> AsyncIterator[NodeUnderTest]:
-    """A node with an API server and a scheduler of its own. `cgroups` insists on a kind: v2, v1 or none."""
-    paths = prepare_state_directory(state)
-    async with (
-        EmbeddedApiServer(version=kubelet_version) as api,
-        running_task("scheduler", EmbeddedScheduler(api=api).run),
-        open_node_on(
-            api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
-        ) as node,
-    ):
-        yield under_test(node)
-
-
-@asynccontextmanager
 async def open_test_node(
+    state: Path | None = None,
     *,
     kubelet_version: str = "1.36",
     seed: int = 0,
@@ -103,17 +64,24 @@ async def open_test_node(
     node_name: str = "node-a",
     cgroups: str | None = None,
 ) -> AsyncIterator[NodeUnderTest]:
-    """An embedded node in a short directory below /tmp, which is removed afterwards. Use it inside a test, not as a fixture:
-    a TaskGroup must be left by the task that entered it.
+    """A node with an API server and a scheduler of its own, in `state` or a short directory below /tmp, which is removed
+    afterwards. `cgroups` insists on a kind: v2, v1 or none. Use it inside a test, not as a fixture: a TaskGroup must be left
+    by the task that entered it.
     """
-    state = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
+    own = None if state is not None else Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     try:
-        async with open_embedded_node(
-            state, node_name=node_name, kubelet_version=kubelet_version, seed=seed, times=times, cgroups=cgroups
-        ) as node:
-            yield node
+        paths = prepare_state_directory(own or state)
+        async with (
+            EmbeddedApiServer(version=kubelet_version) as api,
+            running_task("scheduler", EmbeddedScheduler(api=api).run),
+            open_node_on(
+                api, paths, name=node_name, seed=seed, times=times, cgroups=cgroups, calls=CallLog(api.signal)
+            ) as node,
+        ):
+            yield under_test(node)
     finally:
-        remove_directory(state)
+        if own is not None:
+            remove_directory(own)
 
 
 def pod(name: str, *containers: dict[str, Any], init: tuple[dict[str, Any], ...] = (), **extra: Any) -> dict[str, Any]:
@@ -155,7 +123,7 @@ def limits_of(name: str, limits: dict[str, int], **extra: Any) -> dict[str, Any]
 
 
 @dataclass
-class SmallPlugin(DevicePluginBase):
+class SmallPlugin(v1beta1.DevicePluginBase):
     """A device plugin that prefers the first IDs, answers with `answer`, and notes what it was asked.
 
     `on_allocate` and `on_preferred` run inside the handlers, before the answer.
@@ -166,7 +134,7 @@ class SmallPlugin(DevicePluginBase):
     """ID -> health, NUMA node."""
     prefers: bool = True
     wants_pre_start: bool = False
-    answer: ContainerAllocateResponse = field(default_factory=ContainerAllocateResponse)
+    answer: v1beta1.ContainerAllocateResponse = field(default_factory=v1beta1.ContainerAllocateResponse)
     preferred: Callable[[list[str], list[str], int], list[str]] | None = None
     on_preferred: Callable[[], Awaitable[None]] | None = None
     on_allocate: Callable[[list[str]], Awaitable[None]] | None = None
@@ -195,22 +163,24 @@ class SmallPlugin(DevicePluginBase):
             self.devices, self._version = devices, self._version + 1
             self._changed.notify_all()
 
-    async def get_device_plugin_options(self, message: Empty) -> DevicePluginOptions:
+    async def get_device_plugin_options(self, message: v1beta1.Empty) -> v1beta1.DevicePluginOptions:
         self.seen.append(("GetDevicePluginOptions", []))
-        return DevicePluginOptions(
+        return v1beta1.DevicePluginOptions(
             pre_start_required=self.wants_pre_start, get_preferred_allocation_available=self.prefers
         )
 
-    async def list_and_watch(self, message: Empty) -> AsyncIterator[ListAndWatchResponse]:
+    async def list_and_watch(self, message: v1beta1.Empty) -> AsyncIterator[v1beta1.ListAndWatchResponse]:
         self.seen.append(("ListAndWatch", []))
         sent = -1
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._version != sent)  # noqa: B023 - evaluated at once
                 sent, devices = self._version, dict(self.devices)
-            yield ListAndWatchResponse(devices=[_device(name, *state) for name, state in devices.items()])
+            yield v1beta1.ListAndWatchResponse(devices=[device_of(name, *state) for name, state in devices.items()])
 
-    async def get_preferred_allocation(self, message: PreferredAllocationRequest) -> PreferredAllocationResponse:
+    async def get_preferred_allocation(
+        self, message: v1beta1.PreferredAllocationRequest
+    ) -> v1beta1.PreferredAllocationResponse:
         request = message.container_requests[0]
         self.seen.append(("GetPreferredAllocation", list(request.available_device_ids)))
         if self.on_preferred is not None:
@@ -222,25 +192,27 @@ class SmallPlugin(DevicePluginBase):
             order = {name: position for position, name in enumerate(self.devices)}
             free = sorted(set(available) - set(must), key=order.__getitem__)
             ids = [*must, *free][: request.allocation_size]
-        return PreferredAllocationResponse(container_responses=[ContainerPreferredAllocationResponse(device_ids=ids)])
+        return v1beta1.PreferredAllocationResponse(
+            container_responses=[v1beta1.ContainerPreferredAllocationResponse(device_ids=ids)]
+        )
 
-    async def allocate(self, message: AllocateRequest) -> AllocateResponse:
+    async def allocate(self, message: v1beta1.AllocateRequest) -> v1beta1.AllocateResponse:
         ids = list(message.container_requests[0].device_ids)
         self.seen.append(("Allocate", ids))
         if self.on_allocate is not None:
             await self.on_allocate(ids)
-        return AllocateResponse(container_responses=[self.answer])
+        return v1beta1.AllocateResponse(container_responses=[self.answer])
 
-    async def pre_start_container(self, message: PreStartContainerRequest) -> PreStartContainerResponse:
+    async def pre_start_container(self, message: v1beta1.PreStartContainerRequest) -> v1beta1.PreStartContainerResponse:
         self.seen.append(("PreStartContainer", list(message.device_ids)))
         if self.on_pre_start is not None:
             await self.on_pre_start(list(message.device_ids))
-        return PreStartContainerResponse()
+        return v1beta1.PreStartContainerResponse()
 
 
-def _device(name: str, health: str, numa: int | None) -> Device:
-    topology = None if numa is None else TopologyInfo(nodes=[NumaNode(id=numa)])
-    return Device(id=name, health=health, topology=topology)
+def device_of(name: str, health: str, numa: int | None) -> v1beta1.Device:
+    topology = None if numa is None else v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=numa)])
+    return v1beta1.Device(id=name, health=health, topology=topology)
 
 
 def key_of(gpu: str) -> str:
@@ -286,9 +258,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         """Until they run."""
         for one in pods:
             self.api.create_pod(one)
-        for one in pods:
-            status = (await self.wait_phase(one["metadata"]["name"], "Running", "Failed"))["status"]
-            assert status["phase"] == "Running", (one["metadata"]["name"], status)
+        await self.wait_running(*(one["metadata"]["name"] for one in pods))
 
     async def remove_pod(self, name: str, **how: Any) -> None:
         """Until it is gone."""
@@ -317,6 +287,16 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         """Those of the Events with that reason."""
         return [event["message"] for event in self.api.events() if event["reason"] == reason]
 
+    def events_of(self, name: str) -> list[tuple[str, str]]:
+        """Reason and message of the Events about an object of that name."""
+        events = [event for event in self.api.events() if event["involvedObject"]["name"] == name]
+        return [(event["reason"], event["message"]) for event in events]
+
+    def annotate(self, name: str, annotations: dict[str, str | None]) -> None:
+        """As a client's patch of a pod: None takes one away."""
+        raw = self.api.pod("default", name)
+        self.api.store.replace("pods", patched(raw, {"metadata": {"annotations": annotations}}, MERGE))
+
     def healthy(self, resource: str) -> int:
         """How many healthy devices the kubelet has of a resource that was registered."""
         return self.kubelet.devices.capacity()[resource][1]
@@ -333,8 +313,8 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
     async def register(self, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:
         channel = Channel(path=str(self.paths.device_plugin_path / "kubelet.sock"))
         try:
-            request = RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
-            await RegistrationStub(channel).register(request)
+            request = v1beta1.RegisterRequest(version=version, endpoint=socket_name, resource_name=plugin.resource)
+            await v1beta1.RegistrationStub(channel).register(request)
         finally:
             channel.close()
 
@@ -350,9 +330,8 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         socket_name = socket_name or f"{plugin.resource.rpartition('/')[2]}.sock"
         async with self.serving(plugin, socket_name):
             await self.register(plugin, socket_name)
-            await self.wait_allocatable(
-                plugin.resource, sum(health == "Healthy" for health, _ in plugin.devices.values())
-            )
+            healthy = sum(health == "Healthy" for health, _ in plugin.devices.values())
+            await self.wait_allocatable(plugin.resource, healthy)
             yield plugin
 
     @asynccontextmanager
@@ -397,7 +376,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         found: dict[tuple[str, str], dict[str, frozenset[str]]] = {}
         for record in self.active_records():
             found.setdefault((record.pod_uid, record.container), {})[record.resource] = frozenset(record.ids)
-        return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+        return _held(found)
 
     def given(self) -> Held:
         """What living containers have been given by the answered Allocates, whatever anybody has noted of it."""
@@ -409,7 +388,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         for (uid, container, resource), call in last.items():
             if self.kubelet.runtime.is_running(uid, container):
                 found.setdefault((uid, container), {})[resource] = frozenset(call.device_ids)
-        return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in found.items()}
+        return _held(found)
 
     def gpus_of(self, name: str, container: str = "main") -> set[str]:
         """The UUIDs of the GPUs whose vcore IDs a running container was given."""
@@ -444,12 +423,26 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
     async def wait_allocatable(self, resource: str, count: int) -> None:
         def is_shown() -> bool:
             raw = self.api.store.find("nodes", ("", self.name)) or {}
-            is_known = (
-                self.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
-            )  # the Node object outlives the kubelet
+            # The Node object outlives the kubelet.
+            is_known = self.kubelet.devices.capacity().get(resource, (0, 0))[1] == count
             return is_known and raw.get("status", {}).get("allocatable", {}).get(resource) == str(count)
 
         await self.kubelet.wait_for(is_shown, DEADLINE_S, f"{count} {resource} allocatable on the node")
+
+    async def wait_devices(self, resource: str, known: int, healthy: int) -> None:
+        """The kubelet knows so many devices of it, of them so many are healthy."""
+        devices = self.kubelet.devices
+        what = f"{healthy} of {known} {resource} healthy"
+        await self.wait_until(lambda: devices.capacity().get(resource) == (known, healthy), what)
+
+    async def wait_annotation(self, name: str, key: str, value: str) -> dict[str, str]:
+        """All annotations of a pod, once this one has the value."""
+
+        def found() -> dict[str, str]:
+            return dict(self.api.pod("default", name)["metadata"].get("annotations", {}))
+
+        await self.wait_until(lambda: found().get(key) == value, f"annotation {key} of pod {name}")
+        return found()
 
     async def wait_registered(self) -> None:
         """The kubelet has healthy devices of both resources, and the scheduler knows it."""
@@ -499,6 +492,15 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
             await self.wait_until(lambda: agent.held() == self.kubelet_held(), "books like the kubelet's records")
         except TimeoutError as error:
             raise AssertionError(f"agent: {_brief(agent.held())}\nkubelet: {_brief(self.kubelet_held())}") from error
+
+    async def wait_sound(self, agent: InnerAgent) -> None:
+        """The ledger is the kubelet's, and nothing is given twice."""
+        await self.wait_ledger_equal(agent)
+        self.assert_nothing_shared()
+
+
+def _held(by_resource: dict[tuple[str, str], dict[str, frozenset[str]]]) -> Held:
+    return {key: (ids.get(CORE, frozenset()), ids.get(MEMORY, frozenset())) for key, ids in by_resource.items()}
 
 
 def _brief(held: Held) -> dict[str, tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -44,6 +45,14 @@ async def ended(process: asyncio.subprocess.Process, text: str = "") -> Ended:
 
 async def sandbox(*arguments: str | Path, cwd: Path = ROOT, text: str = "") -> Ended:
     return await ended(await start(*arguments, cwd=cwd), text)
+
+
+async def once(state: Path, *flags: str) -> dict[str, Any]:
+    """The report of a sandbox whose pods run, and which then ends."""
+    done = await sandbox("--state-dir", state, "--port", "0", "--once", "-o", "json", *flags)
+    assert done.code == 0, done.err
+    document: dict[str, Any] = json.loads(done.out)
+    return document
 
 
 @asynccontextmanager

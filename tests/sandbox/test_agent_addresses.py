@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -19,15 +18,7 @@ from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.sandbox.run import addresses_of, live_words
 from gpushare_agent.sandbox.state_directory import NodePaths
 from tests.kit.support_http import free_port
-from tests.sandbox.support_sandbox_cli import (
-    ROOT,
-    document_of,
-    ended,
-    live,
-    read_until,
-    registered,
-    sandbox,
-)
+from tests.sandbox.support_sandbox_cli import ROOT, document_of, ended, live, read_until, registered, sandbox
 from tests.support_process import output_of
 
 
@@ -50,30 +41,27 @@ async def printed_by(line: str) -> str:
 
 
 @pytest.mark.slow
-async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> None:
+async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works(short_dir: Path) -> None:
     """The lines can be used as they stand; the debug pages stay where they are when the agent is started again."""
-    with ExitStack() as stack:
-        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gs", dir="/tmp"))) / "s"
-        async with live(state, "--samples", "none", "--gpus", "2") as process:
-            assert process.stdout is not None
-            await read_until(process, "its agent:")
-            top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]
-            await registered(state)
-            reported = (await document_of(state))["node"]["addresses"]
-            await read_until(
-                process, f"next: {reported['web']}/  export KUBECONFIG={state}/kubeconfig; kubectl get pods"
-            )
-            assert reported["control_socket"] == str(NodePaths(state=state).agent_control_socket)
-            given = f"--server {reported['web']} --kubeconfig {state}/kubeconfig"
-            assert explain == f"{sys.executable} -m gpushare_agent explain POD {given}"
-            assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
-            assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))
-            assert " Cordoned " in await printed_by(f"{top} --once")
-            status = (await sandbox("status", "--state-dir", state)).out
-            assert f"web {reported['web']}  control socket {reported['control_socket']}" in status
-            await sandbox("kill-agent", "--state-dir", state)
-            await read_until(process, "starting it again")
-            assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
+    state = short_dir / "s"
+    async with live(state, "--samples", "none", "--gpus", "2") as process:
+        assert process.stdout is not None
+        await read_until(process, "its agent:")
+        top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]
+        await registered(state)
+        reported = (await document_of(state))["node"]["addresses"]
+        await read_until(process, f"next: {reported['web']}/  export KUBECONFIG={state}/kubeconfig; kubectl get pods")
+        assert reported["control_socket"] == str(NodePaths(state=state).agent_control_socket)
+        given = f"--server {reported['web']} --kubeconfig {state}/kubeconfig"
+        assert explain == f"{sys.executable} -m gpushare_agent explain POD {given}"
+        assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
+        assert "is cordoned" in await printed_by(cordon.replace("GPU", "1"))
+        assert " Cordoned " in await printed_by(f"{top} --once")
+        status = (await sandbox("status", "--state-dir", state)).out
+        assert f"web {reported['web']}  control socket {reported['control_socket']}" in status
+        await sandbox("kill-agent", "--state-dir", state)
+        await read_until(process, "starting it again")
+        assert "/debug/tasks" in await page_of(f"{reported['web']}/debug/")
 
 
 SAMPLES = re.search(r'^SAMPLES = "(.*)"', (ROOT / "noxfile.py").read_text(), re.M)[1]  # type: ignore[index]
@@ -151,22 +139,20 @@ def test_the_live_sandbox_has_the_pods_of_the_first_and_one_that_waits(words: st
 
 
 @pytest.mark.slow
-async def test_the_guides_explanation_is_what_a_first_sandbox_shows() -> None:
+async def test_the_guides_explanation_is_what_a_first_sandbox_shows(short_dir: Path) -> None:
     """Word for word."""
     guide = (ROOT / "docs/how-to/find-out-why-refused.md").read_text()
     shown = re.search(r"^\$ kubectl gpushare (explain .*)\n((?:.+\n)+)```$", guide, re.M)
     assert shown is not None
-    with tempfile.TemporaryDirectory(prefix="gs", dir="/tmp") as folder:
-        state = Path(folder) / "s"
-        async with live(state) as process:
-            waits_for = {"share", "two-shares", "pair"}
-            while waits_for:
-                assert process.stdout is not None
-                line = (await process.stdout.readline()).decode()
-                waits_for = {name for name in waits_for if f"pod default/{name} Running" not in line}
-            code = "import sys; from gpushare_agent.__main__ import run_plugin; sys.exit(run_plugin())"
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": f"{state}/kubeconfig"}
-            _, out, _ = await output_of(sys.executable, "-c", code, *shown[1].split(), env=environment)
+    async with live(short_dir / "s") as process:
+        waits_for = {"share", "two-shares", "pair"}
+        while waits_for:
+            assert process.stdout is not None
+            line = (await process.stdout.readline()).decode()
+            waits_for = {name for name in waits_for if f"pod default/{name} Running" not in line}
+        code = "import sys; from gpushare_agent.__main__ import run_plugin; sys.exit(run_plugin())"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": f"{short_dir}/s/kubeconfig"}
+        _, out, _ = await output_of(sys.executable, "-c", code, *shown[1].split(), env=environment)
     assert out.decode() == shown[2]
 
 

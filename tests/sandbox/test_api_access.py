@@ -13,10 +13,10 @@ import yaml
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.responses import MAX_VALUES
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.fakes.api_server import PODS
 from tests.sandbox.support_containers import host_container
 from tests.sandbox.support_sandbox import open_test_node, pod
 
-PODS = "/api/v1/namespaces/default/pods"
 JSON = {"Content-Type": "application/json"}
 COMMAND = json.dumps({**pod("theirs"), "spec": {"containers": [host_container("main", "true")]}})
 

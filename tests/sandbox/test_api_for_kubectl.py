@@ -46,20 +46,15 @@ async def test_lists_are_filtered_by_labels(selector: str, names: str) -> None:
 
 @pytest.mark.parametrize("selector", ["=x", "app in x", "app in (x", "!app=x", "app=x y", "a,,b"])
 async def test_a_label_selector_that_cannot_be_read_is_refused(selector: str) -> None:
-    """400 with what was found, for lists and watches; never an empty filter."""
-    with pytest.raises(Rejected):
-        parse_label_selector(selector)
+    """400 with what was found, for lists and watches; never an empty filter. No pattern tries every cut: a hundred thousand
+    blanks or dashes are refused at once."""
+    for text in (selector, "a" + " " * 100_000 + "(", "a in (" + "x," * 50_000, "a=" + "-" * 100_000 + "!"):
+        with pytest.raises(Rejected):
+            parse_label_selector(text)
     async with open_client() as client:
         for watch in ("", "true"):
             status, body = await client.call("GET", PODS, labelSelector=selector, watch=watch)
             assert (status, body["reason"]) == (400, "BadRequest")
-
-
-def test_a_long_label_selector_is_read_in_time_that_grows_with_its_length() -> None:
-    """No pattern that tries every cut: a hundred thousand blanks or dashes are refused or read at once."""
-    for text in ("a" + " " * 100_000 + "(", "a in (" + "x," * 50_000, "a=" + "-" * 100_000 + "!"):
-        with pytest.raises(Rejected):
-            parse_label_selector(text)
 
 
 async def test_a_table_has_the_columns_that_kubectl_prints() -> None:
@@ -128,12 +123,8 @@ def test_ages_are_written_as_kubectl_writes_them(seconds: int, text: str) -> Non
 def test_the_age_is_counted_from_the_creation() -> None:
     """An object of two hours ago is 120m old; one without a time is unknown."""
     born = (datetime.now(UTC) - timedelta(hours=2, seconds=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    rows = table(
-        "configmaps",
-        [{"metadata": {"name": n, **t}} for n, t in (("a", {"creationTimestamp": born}), ("b", {}))],
-        "1",
-        "None",
-    )["rows"]
+    maps = [{"metadata": {"name": "a", "creationTimestamp": born}}, {"metadata": {"name": "b"}}]
+    rows = table("configmaps", maps, "1", "None")["rows"]
     assert [row["cells"] for row in rows] == [["a", 0, "120m"], ["b", 0, "<unknown>"]]
 
 
@@ -160,10 +151,7 @@ async def test_an_unknown_field_is_refused_or_warned_of_as_asked() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (
-            {"metadata": {"name": "a", "annotations": {"x": 1}}},
-            "cannot unmarshal number into field metadata.annotations.x",
-        ),
+        ({"metadata": {"name": "a", "annotations": {"x": 1}}}, "number into field metadata.annotations.x"),
         ({"spec": {"containers": {"name": "x"}}}, "cannot unmarshal object into field spec.containers"),
         ({"spec": {"hostNetwork": "yes", "containers": []}}, "cannot unmarshal string into field spec.hostNetwork"),
     ],
@@ -251,13 +239,9 @@ async def test_an_unchanged_manifest_can_be_applied_again() -> None:
     """kubectl sends 40 for the stored "40" each time: one quantity. Another number is refused, with what to do."""
     async with open_client() as client:
         client.api.create_pod(pod("a", container(cores=40)))
-        limits = {"tencent.com/vcuda-core": 40}
         for count, code in ((40, 200), (41, 422)):
-            patch = {
-                "spec": {
-                    "containers": [{"name": "main", "resources": {"limits": {**limits, next(iter(limits)): count}}}]
-                }
-            }
+            limits = {"tencent.com/vcuda-core": count}
+            patch = {"spec": {"containers": [{"name": "main", "resources": {"limits": limits}}]}}
             status, body = await client.call("PATCH", f"{PODS}/a", patch, STRATEGIC)
             assert (status, "create it again" in body.get("message", "")) == (code, code == 422)
 
@@ -292,28 +276,15 @@ def test_a_strategic_patch_follows_its_directives(patch: dict[str, Any], after: 
     """As kubectl writes them when a list has lost, gained or reordered an entry."""
     env = [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]
     assert patched({"spec": {"env": env}}, {"spec": patch}, STRATEGIC) == {"spec": after}
-
-
-def test_texts_are_taken_out_of_a_list_one_by_one() -> None:
-    """$deleteFromPrimitiveList."""
-    found = patched(
-        {"metadata": {"finalizers": ["a", "b"]}},
-        {"metadata": {"$deleteFromPrimitiveList/finalizers": ["a"], "finalizers": ["c"]}},
-        STRATEGIC,
-    )
-    assert found == {"metadata": {"finalizers": ["b", "c"]}}
+    texts = {"$deleteFromPrimitiveList/finalizers": ["a"], "finalizers": ["c"]}
+    assert patched({"finalizers": ["a", "b"]}, texts, STRATEGIC) == {"finalizers": ["b", "c"]}
 
 
 @pytest.mark.parametrize(
     ("method", "path", "content_type", "body"),
     [
         ("POST", PODS, JSON, "[" * 40_000),
-        (
-            "POST",
-            PODS,
-            JSON,
-            '{"metadata":{"name":"b","annotations":' + '{"a":' * 400 + "1" + "}" * 400 + '},"spec":{}}',
-        ),
+        ("POST", PODS, JSON, '{"metadata":{"name":"b","annotations":' + '{"a":' * 400 + "1" + "}" * 400 + "}}"),
         ("POST", PODS, JSON, '{"metadata":1}'),
         ("PATCH", f"{PODS}/a", MERGE, '{"metadata":{"ownerReferences":[1]}}'),
         ("PATCH", f"{PODS}/a", MERGE, '{"metadata":{"labels":{"app":1}}}'),

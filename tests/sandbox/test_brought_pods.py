@@ -11,13 +11,14 @@ from aiohttp import ClientSession
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.sandbox.kubelet.container_config import is_harmless
 from gpushare_agent.sandbox.manifests import read_manifests
-from gpushare_agent.sandbox.node import EmbeddedNode, open_embedded_cluster
+from gpushare_agent.sandbox.node import open_embedded_cluster
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.report import reason_and_message
 from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SHORT_TIMES,
+    NodeUnderTest,
     SmallPlugin,
     device_ids,
     limits_of,
@@ -25,6 +26,7 @@ from tests.sandbox.support_sandbox import (
     pod,
     under_test,
 )
+from tests.support_deadline import poll_until
 
 CLAIMS_SAMPLE = Path(__file__).parents[2] / "manifests/samples/claims/share.yaml"
 
@@ -69,10 +71,8 @@ def test_a_program_is_run_by_its_name(command: tuple[str, ...], is_run: bool) ->
     assert is_harmless(command) is is_run
 
 
-def log_of(node: EmbeddedNode, uid: str) -> str:
-    run = node.kubelet.runtime.find(uid, "main")
-    assert run is not None
-    return node.kubelet.runtime.log_of(run).read_text()
+def log_of(node: NodeUnderTest, name: str) -> str:
+    return node.kubelet.runtime.log_of(node.container_of(name)).read_text()
 
 
 def of_image(*command: str, **extra: Any) -> dict[str, Any]:
@@ -84,9 +84,9 @@ async def test_an_ordinary_images_command_ends_with_its_code() -> None:
     async with open_test_node() as node:
         for name, code, phase in (("good", 0, "Succeeded"), ("bad", 3, "Failed")):
             script = of_image("sh", "-c", f"echo {name}; exit {code}")
-            raw = node.api.create_pod(pod(name, script, restartPolicy="Never"))
+            node.api.create_pod(pod(name, script, restartPolicy="Never"))
             await node.wait_phase(name, phase)
-            assert log_of(node, raw["metadata"]["uid"]) == f"{name}\n"
+            assert log_of(node, name) == f"{name}\n"
         assert node.messages("CommandNotRun") == []
 
 
@@ -94,16 +94,15 @@ async def test_what_is_not_run_sleeps_and_says_so() -> None:
     """In an Event and in the log; a time from the annotation wins over a command that could be run."""
     timed = {"sandbox.gpushare/run-seconds": "0"}
     async with open_test_node() as node:
-        raw = node.api.create_pod(pod("a", of_image("python", "train.py")))
-        await node.wait_phase("a", "Running")
-        said = "The sandbox runs no image: instead of `python train.py` of busybox:1.36 this container sleeps "
-        said += "until it is deleted"
-        assert node.messages("CommandNotRun") == [said] and log_of(node, raw["metadata"]["uid"]) == f"{said}\n"
+        await node.start_pods(pod("a", of_image("python", "train.py")))
+        said = "The sandbox runs no image: instead of `{}` of busybox:1.36 this container sleeps {}"
+        first = said.format("python train.py", "until it is deleted")
+        assert node.messages("CommandNotRun") == [first] and log_of(node, "a") == f"{first}\n"
+        shown = Path(f"/proc/{node.container_of('a').pid}/cmdline")
+        await poll_until(lambda: shown.read_bytes() == b"sleep\0infinity\0", "the stand-in")
         node.api.create_pod(pod("b", of_image("sleep", "infinity"), annotations=timed))
         await node.wait_phase("b", "Succeeded")
-        assert node.messages("CommandNotRun")[1:] == [
-            "The sandbox runs no image: instead of `sleep infinity` of busybox:1.36 this container sleeps 0 s and ends well"
-        ]
+        assert node.messages("CommandNotRun")[1:] == [said.format("sleep infinity", "0 s and ends well")]
 
 
 async def test_a_jobs_container_ends_though_its_command_is_not_run() -> None:
@@ -195,9 +194,7 @@ async def test_a_resource_that_no_agent_offers_names_the_setting() -> None:
             node.api.create("deviceclasses", {"metadata": {"name": "gpu.nvidia.com"}, "spec": served})
             node.api.create_pod(pod("last", asked))
             by_class = " A sandbox with --dra.nvidia_names=true offers nvidia.com/gpu."
-            await node.kubelet.wait_for(
-                lambda: any(one.endswith(by_class) for one in node.messages("FailedScheduling"))
-            )
+            await node.kubelet.wait_for(lambda: any(m.endswith(by_class) for m in node.messages("FailedScheduling")))
 
 
 async def test_a_wrong_request_is_told_what_to_write(short_dir: Path) -> None:

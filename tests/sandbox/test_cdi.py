@@ -87,7 +87,7 @@ async def test_the_agents_answers_name_what_the_agents_spec_has(strategy: str) -
             await node.wait_phase("p", "Succeeded")
         inside = printed(node)
         assert set(inside["SANDBOX_DEVICE_NODES"].split(",")) == {
-            *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"),
+            *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm")
         }
         assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
 

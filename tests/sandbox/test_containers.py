@@ -20,54 +20,32 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime
 from tests.runtime.support_cgroups import find_cgroup
-from tests.sandbox.support_containers import (
-    KINDS,
-    UID,
-    config,
-    is_alive,
-    open_containers,
-    shell,
-    wait_ended,
-)
+from tests.sandbox.support_containers import KINDS, UID, config, is_alive, open_containers, shell, wait_ended
 from tests.support_deadline import DEADLINE_S, poll_until
 
-TWO_CHILDREN = "sleep 600 & sleep 600 & wait"
 LEAVES_A_CHILD = "(trap '' TERM; sleep 600 & echo $! > {file}.new; mv {file}.new {file}; wait) & wait"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: str) -> None:
-    """The process is alive, its cgroup holds it, and both container and pod are told from its PID."""
+async def test_a_containers_processes_are_found_by_the_agents_own_adapters(kind: str) -> None:
+    """Its cgroup holds them, those that it forks too; container and pod are told from each PID."""
     async with open_containers(kind) as runtime:
-        container = runtime.start(config())
+        container = runtime.start(shell("sleep 600 & sleep 600 & wait"))
         assert is_alive(container.pid)
-        assert runtime.pids(container) == [container.pid]
         cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
-        assert cgroups.identify(container.pid) == PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)
-        assert cgroups.identify(os.getpid()) == NOBODY
         found = find_cgroup(cgroups, container.id, PodUid(UID))
         assert found is not None and found.path == container.cgroup
-        assert cgroups.processes(found).pids == [container.pid]
+        await poll_until(lambda: len(cgroups.processes(found).pids) == 3, "three processes")
+        pids = cgroups.processes(found).pids
+        assert runtime.pids(container) == pids and container.pid in pids
+        assert {cgroups.identify(pid) for pid in pids} == {PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)}
+        assert cgroups.identify(os.getpid()) == NOBODY
         processes = Cgroups(runtime.cgroup_root)
         assert await processes.has_processes_in_thread(PodUid(UID))
         runtime.stop(container, 30)
         assert await wait_ended(runtime, container) == 143
         assert await processes.has_processes_in_thread(PodUid(UID)) is False
         assert find_cgroup(cgroups, container.id) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
-    """An agent sees it in the files, without asking the sandbox."""
-    async with open_containers(kind) as runtime:
-        container = runtime.start(shell(TWO_CHILDREN))
-        cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
-        directory = find_cgroup(cgroups, container.id)
-        assert directory is not None
-        await poll_until(lambda: len(cgroups.processes(directory).pids) == 3, "three processes")
-        pids = cgroups.processes(directory).pids
-        assert runtime.pids(container) == pids and container.pid in pids
-        assert {cgroups.identify(pid) for pid in pids} == {PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)}
 
 
 @pytest.mark.parametrize(
@@ -81,13 +59,8 @@ async def test_the_exit_code_is_the_processs_own(script: str, code: int) -> None
         assert await wait_ended(runtime, container) == code
         assert container.finished_at and container.ended_at >= container.created_at
         assert runtime.pids(container) == [] and not container.cgroup.exists()
-
-
-async def test_a_stand_in_ends_well_after_its_time() -> None:
-    """Code 0, at once where the time is 0."""
-    async with open_containers() as runtime:
-        assert await wait_ended(runtime, runtime.start(config(run_s=0.0))) == 0
-        assert await wait_ended(runtime, runtime.start(config(run_s=0.02))) == 0
+        for run_s in (0.0, 0.02):  # a stand-in ends well after its time
+            assert await wait_ended(runtime, runtime.start(config(run_s=run_s))) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,9 +117,15 @@ async def test_nobody_gets_out_of_a_cgroup_by_leaving_session_and_parent(kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_process_from_outside_joins_a_container_with_its_children(kind: str) -> None:
-    """It ends with the container, as one that was executed in it."""
+    """It ends with the container, as one that was executed in it. One that does not exist, or is the node's own, cannot: the
+    sandbox would be killed with the container."""
     async with open_containers(kind) as runtime:
         container = runtime.start(config())
+        with pytest.raises(NotFound, match="there is no such process here"):
+            runtime.join(container, 2**22 + 1)
+        for pid in (os.getpid(), 1, 0):
+            with pytest.raises(Unavailable, match="cannot be put into container main of pod default/train"):
+                runtime.join(container, pid)
         with subprocess.Popen(["sh", "-c", "read -r _; sleep 600 & exec sleep 600"], stdin=subprocess.PIPE) as outsider:
             runtime.join(container, outsider.pid)
             cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
@@ -160,18 +139,6 @@ async def test_a_process_from_outside_joins_a_container_with_its_children(kind: 
             assert outsider.wait(DEADLINE_S) == -signal.SIGKILL
         with pytest.raises(NotFound, match="does not run: it ended with exit code 143"):
             runtime.join(container, outsider.pid)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_only_a_process_that_exists_and_is_not_the_nodes_own_can_join(kind: str) -> None:
-    """The sandbox would be killed with the container."""
-    async with open_containers(kind) as runtime:
-        container = runtime.start(config())
-        with pytest.raises(NotFound, match="there is no such process here"):
-            runtime.join(container, 2**22 + 1)
-        for pid in (os.getpid(), 1, 0):
-            with pytest.raises(Unavailable, match="cannot be put into container main of pod default/train"):
-                runtime.join(container, pid)
 
 
 async def test_another_run_is_another_container() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
-from tests.sandbox.support_sandbox import controller_of, open_test_node, pod
+from tests.sandbox.support_sandbox import controller_of, open_test_node
 
 NOBODY = 65_534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -27,7 +28,8 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become som
 # --- who is asked ---
 
 
-async def _obeys(request: Request, _peer_pid: int) -> Answer:
+async def _obeys(request: Request, peer_pid: int) -> Answer:
+    assert peer_pid == os.getpid()
     return {"ok": True, "lines": [request.command], "errors": []}
 
 
@@ -147,10 +149,13 @@ def test_a_directory_without_rights_is_refused_with_advice(mode: int, name: str,
 
 
 async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> None:
-    """As mkdir makes it."""
-    state = _open_to(0o755, short_dir / "s")
-    async with open_control(state / "control.sock", _obeys):
-        assert (await ask(state / "control.sock", {"command": "hello"}))["lines"] == ["hello"]
+    """As mkdir makes it. The socket is the owner's alone, and goes with its sandbox."""
+    path = _open_to(0o755, short_dir / "s") / "control.sock"
+    async with open_control(path, _obeys):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"], "errors": []}
+    with pytest.raises(Unavailable, match=r"no sandbox runs in .*start one with"):
+        await ask(path, {"command": "hello"})
 
 
 # --- what is asked ---
@@ -237,11 +242,3 @@ async def test_an_asker_that_says_nothing_gets_an_answer_or_goes(short_dir: Path
         with socket.socket(socket.AF_UNIX) as mute:
             mute.connect(str(short_dir / "control.sock"))
         assert (await ask(short_dir / "control.sock", {"command": "hello"}))["ok"]
-
-
-async def test_apply_and_delete_do_what_they_are_asked(short_dir: Path) -> None:
-    """The well-formed requests next to the malformed ones."""
-    async with open_controller() as (_, path):
-        assert (await ask(path, {"command": "apply", "pods": [pod("a")]}))["lines"] == ["pod default/a created"]
-        gone = await ask(path, {"command": "delete", "names": ["a"], "namespace": "default"})
-        assert gone["lines"] == ["pod default/a deleted"]

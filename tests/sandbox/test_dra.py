@@ -21,8 +21,8 @@ from gpushare_agent.sandbox.api.validation import completed
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import running_task
-from tests.sandbox.support_sandbox import SHORT_TIMES, NodeUnderTest, open_test_node, pod
-from tests.sandbox.support_sandbox_cli import sandbox
+from tests.sandbox.support_sandbox import SHORT_TIMES, NodeUnderTest, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox_cli import once
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
 DRIVER, CLASS = "gpushare-agent", "gpu.gpushare-agent"
@@ -201,8 +201,7 @@ async def test_a_claim_of_a_template_is_the_pods_and_reaches_its_container() -> 
         assert metadata["ownerReferences"][0]["uid"] == raw["metadata"]["uid"]
         assert raw["status"]["resourceClaimStatuses"] == [{"name": "g", "resourceClaimName": metadata["name"]}]
         assert claim["status"]["reservedFor"] == [{"resource": "pods", "name": "p", "uid": raw["metadata"]["uid"]}]
-        run = node.kubelet.runtime.find(raw["metadata"]["uid"], "c")
-        assert run is not None and run.env[f"CLAIM_{metadata['name'].replace('-', '_')}"] == "yes"
+        assert node.container_of("p", "c").env[f"CLAIM_{metadata['name'].replace('-', '_')}"] == "yes"
 
 
 async def test_a_failed_prepare_waits_for_a_change_of_the_pod() -> None:
@@ -210,9 +209,8 @@ async def test_a_failed_prepare_waits_for_a_change_of_the_pod() -> None:
     async with open_dra_node() as (node, driver):
         driver.error = "the GPU is away"
         node.api.create_pod(claiming("p", SHARED))
-        await node.kubelet.wait_for(lambda: [one for one in node.api.events() if one["reason"] == PREPARE_FAILED])
-        message = node.api.events()[-1]["message"]
-        assert message == (
+        await node.kubelet.wait_for(lambda: node.messages(PREPARE_FAILED))
+        assert node.messages(PREPARE_FAILED)[0] == (
             "Failed to prepare dynamic resources: prepare dynamic resources: NodePrepareResources failed for ResourceClaim"
             " shared: the GPU is away"
         )
@@ -228,9 +226,7 @@ async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
     async with open_dra_node(RETRIED) as (node, driver):
         driver.error = "the GPU is away"
         node.api.create_pod(claiming("p", SHARED))
-        await node.kubelet.wait_for(
-            lambda: len([name for name, _ in node.calls.dra_calls if name.startswith("NodeP")]) > 2
-        )
+        await node.kubelet.wait_for(lambda: sum(name.startswith("NodeP") for name, _ in node.calls.dra_calls) > 2)
         driver.error = ""
         await node.wait_phase("p", "Running")
 
@@ -256,10 +252,8 @@ async def test_a_pod_that_ended_while_the_kubelet_was_down_is_unprepared() -> No
 async def test_a_pod_waits_for_a_share_and_for_its_claim() -> None:
     """Ten shares of ten cores are all there are; a claim that does not exist is named."""
     async with open_dra_node() as (node, _driver):
-        for number in range(11):
-            node.api.create_pod(claiming(f"p{number}", FROM_TEMPLATE))
-        for number in range(10):
-            await node.wait_phase(f"p{number}", "Running")
+        await node.start_pods(*(claiming(f"p{number}", FROM_TEMPLATE) for number in range(10)))
+        node.api.create_pod(claiming("p10", FROM_TEMPLATE))
         await node.kubelet.wait_for(lambda: "1 cannot allocate all claims" in scheduling(node, "p10"))
         node.api.create_pod(claiming("other", {"name": "g", "resourceClaimName": "none"}))
         await node.kubelet.wait_for(lambda: 'resourceclaim "none" not found' in scheduling(node, "other"))
@@ -279,23 +273,23 @@ async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
         assert "deletionTimestamp" in claims_of(node)[0]["metadata"]
         node.api.delete_pod("default", "p")
         await node.kubelet.wait_for(lambda: not claims_of(node))
-        try:
+        with pytest.raises(NotFound):
             node.api.delete("resourceclaims", ("default", "shared"))
-        except NotFound:
-            return
-        raise AssertionError("it is gone")
+
+
+def gpus_of(document: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """The indexes of the GPUs of each pod's containers."""
+    return {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
 
 
 async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     """The real agent: registered, slice published, claims prepared, and what they use is within their limits."""
-    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "-o", "json", "--gpus", "4")
-    assert done.code == 0, done.err
-    document = json.loads(done.out)
-    cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
-    assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
-    assert [card["cores"]["allocated"] for card in document["node"]["gpus"]] == [40, 100, 100, 100]
-    assert [card["memory"]["allocated_bytes"] >> 20 for card in document["node"]["gpus"]] == [8192, 24576, 24576, 24576]
-    assert {card["is_healthy"] for card in document["node"]["gpus"]} == {True}
+    document = await once(short_dir / "s", "--dra", "--gpus", "4")
+    assert gpus_of(document) == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
+    gpus = document["node"]["gpus"]
+    assert [gpu["cores"]["allocated"] for gpu in gpus] == [40, 100, 100, 100]
+    assert [gpu["memory"]["allocated_bytes"] >> 20 for gpu in gpus] == [8192, 24576, 24576, 24576]
+    assert {gpu["is_healthy"] for gpu in gpus} == {True}
     shared = next(one for one in document["node"]["containers"] if one["pod"] == "share")
     assert (shared["cores"], shared["memory_bytes"] >> 20) == (40, 8192)
     assert 0 < shared["gpus"][0]["usage"]["sm_ratio"] <= 0.4
@@ -303,14 +297,12 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
 
 async def test_instances_are_made_on_demand_in_the_sandbox(short_dir: Path) -> None:
     """By a claim for two profiles of one GPU, by a plain pod, and a whole GPU next to them: the real agent makes them."""
-    done = await sandbox("--state-dir", short_dir / "s", "--port", "0", "--mig", "--once", "-o", "json", "--gpus", "2")
-    assert done.code == 0, done.err
-    document = json.loads(done.out)
-    cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
-    assert cards == {"small-and-large": [[0], [0]], "plain": [[0]], "whole": [[1]]}
-    found = [(card["mig"]["profile"], card["is_healthy"]) for card in document["node"]["gpus"] if card.get("mig")]
+    document = await once(short_dir / "s", "--mig", "--gpus", "2")
+    assert gpus_of(document) == {"small-and-large": [[0], [0]], "plain": [[0]], "whole": [[1]]}
+    gpus = document["node"]["gpus"]
+    found = [(gpu["mig"]["profile"], gpu["is_healthy"]) for gpu in gpus if gpu.get("mig")]
     assert sorted(found) == [("1g.10gb", True), ("1g.10gb", True), ("3g.40gb", True)]
-    assert all(card["usage"]["memory_used_bytes"] for card in document["node"]["gpus"])
+    assert all(gpu["usage"]["memory_used_bytes"] for gpu in gpus)
 
 
 async def test_a_class_stands_for_an_extended_resource() -> None:
@@ -320,17 +312,16 @@ async def test_a_class_stands_for_an_extended_resource() -> None:
     async with open_dra_node() as (node, driver):
         driver.request = "container-1-request-1"
         node.api.create("deviceclasses", {"metadata": {"name": "part"}, "spec": {"extendedResourceName": resource}})
-        limits = {"resources": {"limits": {resource: "2", "cpu": "1"}}}
-        plain = {"name": "plain", "image": "x"}
-        node.api.create_pod(pod("p", plain, {"name": "asks", "image": "x", **limits}, terminationGracePeriodSeconds=1))
-        await node.kubelet.wait_for(lambda: "cannot allocate all claims" in condition_of(node, "p"))
+
+        def asking(name: str, count: int) -> dict[str, Any]:
+            plain, asks = limits_of("plain", {}), limits_of("asks", {resource: count, "cpu": 1})
+            return pod(name, plain, asks, terminationGracePeriodSeconds=1)
+
+        node.api.create_pod(asking("p", 2))
+        await node.kubelet.wait_for(lambda: "cannot allocate all claims" in scheduling(node, "p"))
         assert [one["metadata"]["name"] for one in claims_of(node)] == ["shared"]
-        node.api.delete_pod("default", "p")
-        await node.wait_gone("p")
-        limits = {"resources": {"limits": {resource: "1", "cpu": "1"}}}
-        await node.start_pods(
-            pod("q", plain, {"name": "asks", "image": "x", **limits}, terminationGracePeriodSeconds=1)
-        )
+        await node.remove_pod("p")
+        await node.start_pods(asking("q", 1))
         (claim,) = [one for one in claims_of(node) if one["metadata"]["name"] != "shared"]
         assert claim["metadata"]["name"].startswith("q-extended-resources-")
         assert claim["metadata"]["annotations"] == {"resource.kubernetes.io/extended-resource-claim": "true"}
@@ -343,18 +334,12 @@ async def test_a_class_stands_for_an_extended_resource() -> None:
                 {"containerName": "asks", "resourceName": resource, "requestName": "container-1-request-1"}
             ],
         }
-        uid, name = node.api.pod("default", "q")["metadata"]["uid"], claim["metadata"]["name"].replace("-", "_")
-        runs = [node.kubelet.runtime.find(uid, container) for container in ("plain", "asks")]
-        assert [run is not None and run.env.get(f"CLAIM_{name}") for run in runs] == [None, "yes"]
-        node.api.delete_pod("default", "q")
-        await node.wait_gone("q")
+        name = claim["metadata"]["name"].replace("-", "_")
+        runs = [node.container_of("q", container) for container in ("plain", "asks")]
+        assert [run.env.get(f"CLAIM_{name}") for run in runs] == [None, "yes"]
+        await node.remove_pod("q")
         await node.kubelet.wait_for(lambda: [one["metadata"]["name"] for one in claims_of(node)] == ["shared"])
         assert not node.kubelet.claims
-
-
-def condition_of(node: NodeUnderTest, name: str) -> str:
-    conditions = node.api.pod("default", name)["status"].get("conditions") or [{}]
-    return str(conditions[0].get("message", ""))
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,7 @@ from gpushare_agent.sandbox.command import split_inner_command
 from gpushare_agent.sandbox.run import NODE_NAME
 from tests.sandbox.support_containers import needs_processes
 from tests.sandbox.support_sandbox import container, pod
-from tests.sandbox.support_sandbox_cli import (
-    ROOT,
-    document_of,
-    ended,
-    live,
-    read_until,
-    sandbox,
-    start,
-)
+from tests.sandbox.support_sandbox_cli import ROOT, document_of, ended, live, read_until, sandbox, start
 
 CLIENT = (sys.executable, "-m", "gpushare_agent", "vdevice")
 """Found in the directory in which the tests run `exec`: the checkout."""
@@ -52,9 +44,8 @@ async def test_a_process_in_a_container_registers_and_reads_its_limits_and_its_o
         assert (reported["utilization"], reported["memory_bytes"], reported["enable"]) == (25, 16 * 256 * 2**20, True)
         assert set(reported["pids"]) == {process.pid, shown["pid"]}
 
-        other = await sandbox(
-            "exec", "--state-dir", state, "-c", "evaluator", "two-shares", "--", *CLIENT, "-o", "json"
-        )
+        where = ("--state-dir", state, "-c", "evaluator", "two-shares")
+        other = await sandbox("exec", *where, "--", *CLIENT, "-o", "json")
         assert json.loads(other.out)["container"] == "evaluator", other.err
 
         stays = await start("exec", "--state-dir", state, "default/share", "sleep", "600")
@@ -129,54 +120,41 @@ async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(sho
     """1 where there is no such running container, 126 and 127 where there is no such program, 2 without a command."""
     state = short_dir / "s"
     (short_dir / "text").write_text("no program\n")
-    (short_dir / "pods.yaml").write_text(
-        yaml.safe_dump_all(
-            [
-                pod("share", container("main", cores=25, blocks=16), init=(container("setup"),)),
-                pod("large", container("main", cores=900)),
-                pod("done", container("main"), annotations={"sandbox.gpushare/run-seconds": "0"}),
-            ]
-        )
-    )
+    pods = [
+        pod("share", container("main", cores=25, blocks=16), init=(container("setup"),)),
+        pod("large", container("main", cores=900)),
+        pod("done", container("main"), annotations={"sandbox.gpushare/run-seconds": "0"}),
+    ]
+    (short_dir / "pods.yaml").write_text(yaml.safe_dump_all(pods))
     async with live(state, "--apply", short_dir / "pods.yaml") as node:
         await read_until(node, "default/done Succeeded")
 
-        async def fails(*arguments: str | Path) -> tuple[int, str]:
+        async def fails(*arguments: str) -> tuple[int, str]:
             done = await sandbox("exec", "--state-dir", state, *arguments)
             assert done.out == ""
             return done.code, done.err.removeprefix("gpushare-agent sandbox: ").rstrip("\n")
 
-        assert await fails("absent", "true") == (1, 'pods "absent" not found')
-        assert await fails("-n", "elsewhere", "share", "true") == (1, 'pods "share" not found')
-        assert await fails("-c", "other", "share", "true") == (
-            1,
-            "container other not found in pod share; it has main, setup (init)",
-        )
+        for words, code, text in (
+            ("absent true", 1, 'pods "absent" not found'),
+            ("-n elsewhere share true", 1, 'pods "share" not found'),
+            ("-c other share true", 1, "container other not found in pod share; it has main, setup (init)"),
+            ("done true", 1, "cannot exec into a container in a completed pod; current phase is Succeeded"),
+            (
+                "-c setup share true",
+                1,
+                "container setup of pod default/share is not running: it ended with exit code 0",
+            ),
+            ("-c main share no-such-program", 127, "no-such-program: command not found"),
+            (f"-c main share {short_dir}/text", 126, f"{short_dir}/text: cannot be run: Permission denied"),
+            ("share --qqqqq -- true", 2, "unknown arguments for exec: --qqqqq"),
+        ):
+            assert await fails(*words.split()) == (code, text), words
         code, text = await fails("-n", "gpushare-system", f"gpushare-agent-{NODE_NAME}", "top")
         assert code == 1 and "type the command here as it stands behind `--`" in text
-        code, text = await fails("-c", "main", "large", "true")
-        assert code == 1
-        assert text.startswith(
-            "container main of pod default/large is not running: the pod is Pending, Unschedulable: 0/1"
-        )
-        assert await fails("done", "true") == (
-            1,
-            "cannot exec into a container in a completed pod; current phase is Succeeded",
-        )
-        assert await fails("-c", "setup", "share", "true") == (
-            1,
-            "container setup of pod default/share is not running: it ended with exit code 0",
-        )
-        assert await fails("-c", "main", "share", "no-such-program") == (127, "no-such-program: command not found")
-        assert await fails("-c", "main", "share", short_dir / "text") == (
-            126,
-            f"{short_dir / 'text'}: cannot be run: Permission denied",
-        )
-        code, text = await fails("share")
-        assert code == 2
-        assert text.startswith("exec: no command")
-        code, text = await fails("share", "--qqqqq", "--", "true")
-        assert (code, text) == (2, "unknown arguments for exec: --qqqqq")
+        waits = "container main of pod default/large is not running: the pod is Pending, Unschedulable: 0/1"
+        for words, code, begin in (("-c main large true", 1, waits), ("share", 2, "exec: no command")):
+            found, text = await fails(*words.split())
+            assert found == code and text.startswith(begin), words
     gone = await sandbox("exec", "--state-dir", state, "share", "true")
     assert gone.code == 1
     assert "no sandbox runs in" in gone.err

@@ -1,13 +1,12 @@
-"""What a scheduler extender needs of the embedded API server: bindings, leases, watched config maps."""
+"""What a scheduler extender needs of the embedded API server: bindings and leases."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.fakes.api_server import open_client
+from tests.fakes.api_server import PODS, open_client
 from tests.sandbox.support_sandbox import pod
 
-PODS = "/api/v1/namespaces/default/pods"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases"
 
 
@@ -17,12 +16,7 @@ async def test_a_binding_names_pod_and_node_and_is_taken_once() -> None:
         uid = client.api.create_pod(pod("p"))["metadata"]["uid"]
 
         async def bind(name: str = "p", node: str = "n", uid: str = uid) -> tuple[int, str]:
-            body = {
-                "apiVersion": "v1",
-                "kind": "Binding",
-                "metadata": {"name": name, "uid": uid},
-                "target": {"name": node},
-            }
+            body = {"kind": "Binding", "metadata": {"name": name, "uid": uid}, "target": {"name": node}}
             status, answer = await client.call("POST", f"{PODS}/{name}/binding", body)
             return status, answer.get("message", "")
 
@@ -43,10 +37,8 @@ async def test_a_binding_may_insist_on_the_version_and_brings_annotations() -> N
         assert old["resourceVersion"] != new["resourceVersion"]
 
         async def bind(version: str, **metadata: Any) -> tuple[int, str]:
-            body = {
-                "metadata": {"name": "p", "uid": old["uid"], "resourceVersion": version, **metadata},
-                "target": {"name": "n"},
-            }
+            known = {"name": "p", "uid": old["uid"], "resourceVersion": version}
+            body = {"metadata": {**known, **metadata}, "target": {"name": "n"}}
             status, answer = await client.call("POST", f"{PODS}/p/binding", body)
             return status, answer.get("reason", "")
 
@@ -83,18 +75,3 @@ async def test_a_lease_is_replaced_only_at_the_version_that_was_read() -> None:
         assert (await client.call("PUT", f"{LEASES}/l", taken))[0] == 200
         assert (await client.call("PUT", f"{LEASES}/l", {**made, "spec": {"holderIdentity": "three"}}))[0] == 409
         assert (await client.call("GET", f"{LEASES}/l"))[1]["spec"] == {"holderIdentity": "two"}
-
-
-async def test_a_config_map_is_watched_by_its_name() -> None:
-    """As the quota is."""
-    maps = "/api/v1/namespaces/kube-system/configmaps"
-    async with open_client() as client:
-        await client.call("POST", maps, {"metadata": {"name": "other"}, "data": {}})
-        _, listed = await client.call("GET", maps, fieldSelector="metadata.name=gpuquota")
-        assert (listed["kind"], listed["items"]) == ("ConfigMapList", [])
-        version = listed["metadata"]["resourceVersion"]
-        async with client.watch(maps, resourceVersion=version, fieldSelector="metadata.name=gpuquota") as watch:
-            await client.call("POST", maps, {"metadata": {"name": "third"}, "data": {}})
-            await client.call("POST", maps, {"metadata": {"name": "gpuquota"}, "data": {"a": "{}"}})
-            kind, raw = await watch.next()
-        assert (kind, raw["metadata"]["name"], raw["data"]) == ("ADDED", "gpuquota", {"a": "{}"})

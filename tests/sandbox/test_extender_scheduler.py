@@ -12,8 +12,20 @@ from aiohttp.test_utils import TestServer
 
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.sandbox.scheduler.scheduler import ExtenderCalls, SchedulerTimes
-from tests.extender.support_extender_nodes import ReportedExtender, open_cluster, open_reported, serving
+from tests.extender.support_extender_nodes import (
+    ClusterUnderTest,
+    ReportedExtender,
+    open_cluster,
+    open_reported,
+    serving,
+)
 from tests.sandbox.support_sandbox import CORE, container, pod
+
+
+async def scheduled(cluster: ClusterUnderTest) -> dict[str, Any]:
+    """The scheduler's first word about pod p: its condition."""
+    found: dict[str, Any] = await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
+    return found
 
 
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
@@ -32,17 +44,14 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
     extender = ReportedExtender(fits=lambda pod, node: reasons[node])
     async with open_reported(extender, ["a", "b", "c"]) as cluster, cluster.with_plugins(a=10, b=10, c=1):
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
-        reported = cluster.condition_of("p")
+        reported = await scheduled(cluster)
         assert (reported["status"], reported["reason"]) == ("False", "Unschedulable")
         assert reported["message"] == (
             f"0/3 nodes are available: 1 Insufficient {CORE}, 1 cores are free on two GPUs, and it needs one whole GPU, "
             "1 no GPU is healthy."
         )
         assert cluster.api.pod("default", "p")["status"]["phase"] == "Pending"
-        assert [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"] == [
-            reported["message"]
-        ]
+        assert cluster.nodes[0].messages("FailedScheduling") == [reported["message"]]
         await cluster.wait_until(lambda: len(extender.asked("filter", "p")) >= 3, "further tries")
         reasons["b"] = ""
         assert await cluster.wait_bound("p") == "b"
@@ -64,8 +73,7 @@ async def test_a_pod_with_claims_is_not_bound_without_them() -> None:
     """It would wait on the node for ever; the reason says how to start the sandbox."""
     async with open_reported(ReportedExtender(), ["a"]) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}]))
-        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
-        assert "start it without --extender, with --dra" in cluster.condition_of("p")["message"]
+        assert "start it without --extender, with --dra" in (await scheduled(cluster))["message"]
 
 
 async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_on() -> None:
@@ -79,8 +87,7 @@ async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_
 
         cordon(True)
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
-        assert cluster.condition_of("p")["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
+        assert (await scheduled(cluster))["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
         assert extender.seen == []
         cordon(False)
         assert await cluster.wait_bound("p") == "a"
@@ -96,9 +103,8 @@ async def test_a_pod_waits_for_a_node_with_the_labels_that_it_selects(demand: di
     extender = ReportedExtender()
     async with open_reported(extender, ["a"]) as cluster, cluster.with_plugins(a=10):
         cluster.api.create_pod(pod("p", container(cores=5), **demand))
-        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
         why = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
-        assert cluster.condition_of("p")["message"] == why and extender.seen == []
+        assert (await scheduled(cluster))["message"] == why and extender.seen == []
         raw = cluster.api.node("a")
         labels = {**raw["metadata"].get("labels", {}), "zone": "b"}
         cluster.api.store.replace("nodes", {**raw, "metadata": {**raw["metadata"], "labels": labels}})
@@ -111,8 +117,7 @@ async def test_a_taint_keeps_pods_off_that_do_not_tolerate_it() -> None:
         raw = cluster.api.node("a")
         cluster.api.store.replace("nodes", {**raw, "spec": {**(raw.get("spec") or {}), "taints": [taint]}})
         cluster.api.create_pod(pod("p", container(cores=5)))
-        await cluster.wait_until(lambda: cluster.condition_of("p"), "the scheduler's word")
-        assert "1 node(s) had untolerated taint(s)" in cluster.condition_of("p")["message"]
+        assert "1 node(s) had untolerated taint(s)" in (await scheduled(cluster))["message"]
         cluster.api.create_pod(pod("q", container(cores=5), tolerations=[{"key": "gpu", "operator": "Exists"}]))
         assert await cluster.wait_bound("q") == "a"
 
@@ -150,7 +155,7 @@ async def test_a_bind_that_fails_is_reported_and_tried_again() -> None:
         cluster.api.create_pod(pod("p", container(cores=10)))
         assert await cluster.wait_bound("p") == "a"
         assert len(extender.asked("bind", "p")) == 2
-        (reported,) = [e["message"] for e in cluster.api.events() if e["reason"] == "FailedScheduling"]
+        (reported,) = cluster.nodes[0].messages("FailedScheduling")
         assert "binding to node a: the extender refused to bind: the node has no such GPU any more" in reported
 
 

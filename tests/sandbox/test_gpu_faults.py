@@ -1,4 +1,4 @@
-"""GPUs that fail: what `fail-gpu` and `heal-gpu` do, what the kubelet then shows, and where pods go."""
+"""GPUs that fail: what `fail-gpu` and `heal-gpu` do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.sandbox import command as app
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
-from tests.agent.support_agent import open_agent
-from tests.sandbox.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
+from tests.sandbox.support_sandbox import container, pod
 from tests.sandbox.support_sandbox_cli import document_of, live, read_until, sandbox
 
 QUICK = ("--health.check-period-s=0.2", "--health.recovery-period-s=0.2", "--health.recovery-probes=1")
@@ -93,18 +92,13 @@ def test_the_file_keeps_no_more_than_a_thousand_events(tmp_path: Path) -> None:
     assert (len(xids), xids[0]["id"], xids[-1]) == (1000, 2, {"id": 1001, "gpu": 1, "xid": 79})
 
 
-def test_a_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
-    """It says how to go on."""
+def test_a_file_that_cannot_be_used_is_left_alone(tmp_path: Path) -> None:
+    """It says how to go on: where it cannot be read, without the setting, and where the directory has gone."""
     path = tmp_path / "faults.json"
     path.write_text("{")
-    faults = GpuFaults(path, 3)
     with pytest.raises(Rejected, match=r"cannot be read.*Correct it, or remove it"):
-        faults.lose(0)
+        GpuFaults(path, 3).lose(0)
     assert path.read_text() == "{"
-
-
-def test_where_there_is_no_file_nothing_fails(tmp_path: Path) -> None:
-    """Without the setting, and where the directory has gone."""
     with pytest.raises(Rejected, match=r"empty --simulated\.faults"):
         GpuFaults(None, 3).lose(0)
     with pytest.raises(Unavailable, match="cannot be written"):
@@ -142,36 +136,6 @@ async def test_a_reset_is_shown_only_where_the_gpu_is_out_of_service(
     assert [event.xid for event in await driver.events()] == [79]
 
 
-# --- the kubelet ---
-
-
-@pytest.mark.parametrize("gpu", [0, 1])
-async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) -> None:
-    """Allocatable drops by that GPU alone, its pod runs on, and the next pod gets another GPU."""
-    async with open_test_node() as node, open_agent(node, "--gpus=3", *QUICK) as agent:
-        faults = GpuFaults(node.paths.faults, 3)
-        keys = [key_of(c.uuid) for c in agent.parts.node.inventory.current.gpus]
-        for name in ("first", "second") if gpu == 1 else ("second",):
-            await node.start_pods(pod(name, container("main", cores=60, blocks=8)))
-        [held] = [r.ids for r in node.active_records() if r.resource == CORE and _is_of(node, r, "second")]
-        assert {name.rpartition("-")[0] for name in held} == {keys[gpu]}
-        faults.lose(gpu)
-        await node.wait_allocatable(CORE, 200)
-        await node.wait_allocatable(MEMORY, 192)
-        assert not any(ok for name, ok in node.kubelet.devices.health(CORE).items() if name.startswith(keys[gpu]))
-        assert all(ok for name, ok in node.kubelet.devices.health(CORE).items() if not name.startswith(keys[gpu]))
-        await node.start_pods(pod("next", container("main", cores=30, blocks=8)))
-        [given] = [r.ids for r in node.active_records() if r.resource == CORE and _is_of(node, r, "next")]
-        assert keys[gpu] not in {name.rpartition("-")[0] for name in given}
-        assert node.api.pod("default", "second")["status"]["phase"] == "Running"
-        faults.heal(gpu)
-        await node.wait_allocatable(CORE, 300)
-
-
-def _is_of(node: Any, record: Any, name: str) -> bool:
-    return bool(record.pod_uid == node.uid_of(name))
-
-
 # --- the commands ---
 
 
@@ -179,11 +143,8 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 async def test_fail_gpu_and_heal_gpu_from_another_terminal(short_dir: Path) -> None:
     """`status` shows what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
     state = short_dir / "s"
-    (short_dir / "p.yaml").write_text(
-        yaml.safe_dump(
-            pod("mine", container("main", cores=40, blocks=8), annotations={"sandbox.gpushare-agent/load": "0.5"})
-        )
-    )
+    load = {"sandbox.gpushare-agent/load": "0.5"}
+    (short_dir / "p.yaml").write_text(yaml.safe_dump(pod("mine", container(cores=40, blocks=8), annotations=load)))
     async with live(state, "--apply", short_dir / "p.yaml", "--gpus", "2", *QUICK) as process:
         await read_until(process, "pod default/mine Running")
         lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
@@ -196,9 +157,7 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(short_dir: Path) -> N
         assert re.search(r"^1 .* Unhealthy .*\n +a cable; recovers ", status.out, flags=re.M)
         assert re.search(r"^  default/mine/main +Running +40 +20 +1/2", status.out, flags=re.M)
         healed = await sandbox("heal-gpu", "1", "--state-dir", state)
-        assert healed.out == (
-            "GPU 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
-        )
+        assert healed.out == f"GPU 1 is no longer lost (a cable){TAKEN_BACK}\n"
         document = await shown_until(state, 1, is_healthy=True)
         assert reasons(document) == ["", ""]
         xid = await sandbox("fail-gpu", "0", "--xid", "79", "--state-dir", state)
@@ -213,29 +172,18 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(short_dir: Path) -> N
         await shown_until(state, 0, is_healthy=True)
         await sandbox("fail-gpu", "0", "--xid", "31", "--state-dir", state)
         spared = await sandbox("heal-gpu", "0", "--state-dir", state)
-        assert spared.out == ("GPU 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
-            spared.err
-        )
+        assert spared.out.startswith("GPU 0 is not ill (Xid 31: "), spared.err
         resets = json.loads((state / "faults.json").read_text())["resets"]
         assert len(resets) == 1  # that after Xid 79
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["fail-gpu"],
-        ["fail-gpu", "one"],
-        ["fail-gpu", "0", "--xid", "79", "--lost", "x"],
-        ["heal-gpu", "0", "--xid", "79"],
-    ],
-    ids=" ".join,
-)
-def test_a_gpu_command_that_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", ["fail-gpu", "fail-gpu one", "fail-gpu 0 --xid 79 --lost x", "heal-gpu 0 --xid 79"])
+def test_a_gpu_command_that_makes_no_sense_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With exit code 2 and the usage."""
     parser = argparse.ArgumentParser()
     app.add_arguments(parser)
     with pytest.raises(SystemExit, match="2"):
-        parser.parse_args(words)
+        parser.parse_args(words.split())
     assert "usage:" in capsys.readouterr().err
 
 

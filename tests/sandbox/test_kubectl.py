@@ -27,6 +27,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None or shutil.which("openssl") is None, reason="kubectl or openssl is not installed"
 )
+WAIT = f"--timeout={DEADLINE_S:g}s"
 SAMPLES = Path(__file__).parents[2] / "manifests" / "samples"
 
 
@@ -40,7 +41,7 @@ class Kubectl:
             "KUBECONFIG": str(cluster.paths.kubeconfig), "HOME": str(cluster.paths.state), "PATH": os.environ["PATH"],
         }  # fmt: skip
 
-    async def run(self, *words: str, stdin: Any = None) -> tuple[int, str, str]:
+    async def _run(self, words: tuple[str, ...], stdin: Any) -> tuple[int, str, str]:
         """Exit code, standard output, standard error. `stdin` is one object for `-f -`."""
         given = b"" if stdin is None else json.dumps(stdin).encode()
         code, out, err = await output_of(
@@ -49,28 +50,33 @@ class Kubectl:
         return code, out.decode(), err.decode()
 
     async def ok(self, *words: str, stdin: Any = None) -> str:
-        code, out, err = await self.run(*words, stdin=stdin)
+        code, out, err = await self._run(words, stdin)
         assert code == 0, err
         return out
 
     async def refused(self, *words: str, stdin: Any = None) -> str:
-        code, out, err = await self.run(*words, stdin=stdin)
+        code, out, err = await self._run(words, stdin)
         assert code != 0, out
         return err
 
 
 @asynccontextmanager
-async def open_kubectl(state: Path) -> AsyncIterator[Kubectl]:
+async def open_desk(state: Path) -> AsyncIterator[EmbeddedCluster]:
     async with open_embedded_cluster(state, node_names=["desk"], times=SHORT_TIMES) as cluster:
         await cluster.api.signal.wait_until(lambda: bool(cluster.api.store.all("nodes")), DEADLINE_S)
+        yield cluster
+
+
+@asynccontextmanager
+async def open_kubectl(state: Path) -> AsyncIterator[Kubectl]:
+    async with open_desk(state) as cluster:
         yield Kubectl(cluster)
 
 
 async def test_without_openssl_a_sandbox_runs_on_plain_http(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the README asks for is enough to start it; the kubeconfig serves the agents."""
     monkeypatch.setenv("PATH", str(short_dir))
-    async with open_embedded_cluster(short_dir / "s", node_names=["desk"], times=SHORT_TIMES) as cluster:
-        await cluster.api.signal.wait_until(lambda: bool(cluster.api.store.all("nodes")), DEADLINE_S)
+    async with open_desk(short_dir / "s") as cluster:
         (shown,) = yaml.safe_load(cluster.paths.kubeconfig.read_text())["clusters"]
         assert shown["cluster"] == {"server": cluster.api.url} and cluster.api.url.startswith("http://127.0.0.1:")
 
@@ -78,7 +84,7 @@ async def test_without_openssl_a_sandbox_runs_on_plain_http(short_dir: Path, mon
 @needs_openssl
 async def test_the_api_is_on_tls_with_a_certificate_of_its_own_and_for_its_token_alone(short_dir: Path) -> None:
     """Key and kubeconfig have mode 0600; without the token 401, without the certificate no connection."""
-    async with open_embedded_cluster(short_dir, node_names=["desk"], times=SHORT_TIMES) as cluster:
+    async with open_desk(short_dir) as cluster:
         kubeconfig = yaml.safe_load(cluster.paths.kubeconfig.read_text())["clusters"][0]["cluster"]
         trusted = Path(kubeconfig["certificate-authority"])
         assert kubeconfig["server"] == cluster.api.url == f"https://127.0.0.1:{cluster.api.port}"
@@ -104,7 +110,7 @@ async def test_get_and_describe_show_what_they_show_of_a_cluster(short_dir: Path
         raw = pod("web")
         raw["metadata"]["labels"] = {"app": "web"}
         assert await kubectl.ok("apply", "-f", "-", stdin=raw) == "pod/web created\n"
-        await kubectl.ok("wait", "pod/web", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("wait", "pod/web", "--for=condition=Ready", WAIT)
         header, line = (await kubectl.ok("get", "pods", "-A", "-o", "wide")).splitlines()
         assert header.split()[:7] == ["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE", "IP"]
         assert line.split()[:5] == ["default", "web", "1/1", "Running", "0"]
@@ -115,14 +121,8 @@ async def test_get_and_describe_show_what_they_show_of_a_cluster(short_dir: Path
         kubectl.api.record_event(kubectl.api.pod("default", "web"), reason="Seen", message="by a test", source="test")
         assert "by a test" in await kubectl.ok("get", "events")
         told = (await kubectl.ok("describe", "pod", "web")).partition("Events:")[2].splitlines()[3:]
-        assert [line.split()[1] for line in told] == [
-            "Scheduled",
-            "Pulled",
-            "Created",
-            "Started",
-            "CommandNotRun",
-            "Seen",
-        ]
+        reasons = ["Scheduled", "Pulled", "Created", "Started", "CommandNotRun", "Seen"]
+        assert [line.split()[1] for line in told] == reasons
         described = await kubectl.ok("describe", "node", "desk")
         assert "Kubelet Version:" in described and "web" in described
         assert "0001" not in described  # the year of a time that is missing
@@ -168,21 +168,20 @@ def workload(kind: str, version: str, name: str, command: str, **spec: Any) -> d
 @needs_kubectl
 async def test_a_deployment_is_rolled_out_scaled_changed_and_rolled_back(short_dir: Path) -> None:
     """With the words of every day; its pods have names, labels and owners as on a cluster."""
-    wait = f"--timeout={DEADLINE_S:g}s"
     async with open_kubectl(short_dir) as kubectl:
         web = workload("Deployment", "apps/v1", "web", "sleep 1000", replicas=2)
         web["spec"]["template"]["spec"]["containers"][0] = {"name": "main", "image": "one"}
         await kubectl.ok("apply", "-f", "-", stdin=web)
-        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        await kubectl.ok("rollout", "status", "deployment/web", WAIT)
         await kubectl.ok("scale", "deployment/web", "--replicas=3")
-        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        await kubectl.ok("rollout", "status", "deployment/web", WAIT)
         assert "web    3/3     3            3" in await kubectl.ok("get", "deployments")
         await kubectl.ok("set", "image", "deployment/web", "main=two")
-        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        await kubectl.ok("rollout", "status", "deployment/web", WAIT)
         images = ("get", "pods", "-l", "app=web", "-o", "jsonpath={.items[*].spec.containers[*].image}")
         assert set((await kubectl.ok(*images)).split()) >= {"two"}
         await kubectl.ok("rollout", "undo", "deployment/web")
-        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        await kubectl.ok("rollout", "status", "deployment/web", WAIT)
         assert len(kubectl.api.store.all("replicasets")) == 2
         await kubectl.ok("delete", "deployment", "web")
         await kubectl.api.signal.wait_until(lambda: not kubectl.api.pods(), DEADLINE_S)
@@ -193,13 +192,13 @@ async def test_a_job_runs_and_its_output_is_read(short_dir: Path) -> None:
     """logs of the ended pod, its tail, and of one that runs, followed to its end."""
     async with open_kubectl(short_dir) as kubectl:
         await kubectl.ok("apply", "-f", "-", stdin=workload("Job", "batch/v1", "train", "echo one; echo two"))
-        await kubectl.ok("wait", "job/train", "--for=condition=complete", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("wait", "job/train", "--for=condition=complete", WAIT)
         assert await kubectl.ok("logs", "job/train") == "one\ntwo\n"
         assert await kubectl.ok("logs", "job/train", "--tail=1") == "two\n"
         gate = short_dir / "gate"
         command = f"echo begun; while [ ! -e {gate} ]; do sleep 0.05; done; echo ended"
         await kubectl.ok("apply", "-f", "-", stdin=workload("Job", "batch/v1", "slow", command))
-        await kubectl.ok("wait", "pod", "-l", "app=slow", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("wait", "pod", "-l", "app=slow", "--for=condition=Ready", WAIT)
         async with asyncio.TaskGroup() as group:
             followed = group.create_task(kubectl.ok("logs", "-f", "job/slow"))
             gate.write_text("")
@@ -216,7 +215,7 @@ async def test_a_cordoned_node_takes_no_pod_until_it_is_uncordoned(short_dir: Pa
         await kubectl.api.signal.wait_until(lambda: bool(kubectl.api.events()), DEADLINE_S)
         assert "1 node(s) were unschedulable" in await kubectl.ok("describe", "pod", "a")
         await kubectl.ok("uncordon", "desk")
-        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", WAIT)
 
 
 @needs_kubectl
@@ -225,8 +224,8 @@ async def test_a_node_is_drained(short_dir: Path) -> None:
     async with open_kubectl(short_dir) as kubectl:
         for way in ((), ("--disable-eviction",)):
             await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
-            await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
-            out = await kubectl.ok("drain", "desk", "--force", f"--timeout={DEADLINE_S:g}s", *way)
+            await kubectl.ok("wait", "pod/a", "--for=condition=Ready", WAIT)
+            out = await kubectl.ok("drain", "desk", "--force", WAIT, *way)
             assert ("pod/a deleted" if way else "pod/a evicted") in out and "node/desk drained" in out
             assert kubectl.api.pods() == []
             assert "Ready,SchedulingDisabled" in await kubectl.ok("get", "nodes")
@@ -249,7 +248,7 @@ async def test_objects_are_created_without_a_file(short_dir: Path) -> None:
         assert "kubernetes.io/metadata.name=team" in await kubectl.ok("get", "ns", "team", "--show-labels")
         assert "web" in await kubectl.ok("get", "hpa") and "most" in await kubectl.ok("get", "quota")
         assert "[*]" in await kubectl.ok("auth", "can-i", "--list")
-        await kubectl.ok("rollout", "status", "deployment/web", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("rollout", "status", "deployment/web", WAIT)
         assert "could not find the requested resource" in await kubectl.refused("create", "serviceaccount", "x")
 
 
@@ -262,9 +261,8 @@ async def test_logs_of_a_container_without_any_say_why(short_dir: Path) -> None:
         assert 'container "main" in pod "a" is waiting to start' in await kubectl.refused("logs", "a")
         refused = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "150 cores"}
         kubectl.api.set_pod_status("default", "a", refused)
-        assert "never started: the pod is Failed: UnexpectedAdmissionError: 150 cores" in await kubectl.refused(
-            "logs", "a"
-        )
+        said = await kubectl.refused("logs", "a")
+        assert "never started: the pod is Failed: UnexpectedAdmissionError: 150 cores" in said
 
 
 @needs_kubectl
@@ -272,7 +270,7 @@ async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: P
     """exec, attach and port-forward name the sandbox's own command; so do logs of a run before the last."""
     async with open_kubectl(short_dir) as kubectl:
         await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
-        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", WAIT)
         for words, cure in (
             (("exec", "a", "--", "ls"), "gpushare-agent sandbox exec a -- COMMAND"),
             (("attach", "a"), "gpushare-agent sandbox exec a -- COMMAND"),
@@ -281,9 +279,8 @@ async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: P
             said = await kubectl.refused(*words)
             assert f"the sandbox has no {words[0]}" in said and cure in said
         kubectl.api.add_agent("desk", AgentServer(url="http://127.0.0.1:1", log=short_dir / "agent.log"))
-        said = await kubectl.refused(
-            "exec", "-n", AGENT_NAMESPACE, "gpushare-agent-desk", "--", "gpushare-agent", "top"
-        )
+        agent = ("-n", AGENT_NAMESPACE, "gpushare-agent-desk")
+        said = await kubectl.refused("exec", *agent, "--", "gpushare-agent", "top")
         assert "type the command here as it stands behind `--`" in said and "COMMAND" not in said
         assert "may not be deleted" in await kubectl.refused("delete", "namespace", "default")
         assert "one log of a container" in await kubectl.refused("logs", "a", "--previous")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from tests.sandbox.support_sandbox import (
     FOO,
     HELD_ADMISSIONS,
     NodeUnderTest,
+    SmallPlugin,
     bound,
     foo,
     foo_plugin,
@@ -34,8 +38,7 @@ async def test_a_deletion_keeps_the_devices_until_the_processes_have_gone() -> N
         assert await node.list_pods() == {"slow/main": {FOO: {"foo-0", "foo-1"}}}
         node.kubelet.runtime.kill(process)
         await node.wait_gone("slow")
-        node.api.create_pod(bound(pod("later", foo(count=2))))
-        await node.wait_phase("later", "Running")
+        await node.start_pods(bound(pod("later", foo(count=2))))
 
 
 @needs_processes
@@ -46,8 +49,7 @@ async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives(
         await node.start_pods(pod("slow", foo(count=2), annotations=slow))
         process = node.container_of("slow")
         node.api.delete_pod("default", "slow", grace_period_s=0)
-        node.api.create_pod(bound(pod("next", foo(count=2))))
-        await node.wait_phase("next", "Running")
+        await node.start_pods(bound(pod("next", foo(count=2))))
         assert process.is_running
         assert (process.cgroup / "cgroup.events").read_text().startswith("populated 1\n")
         assert set(await node.list_pods()) == {"next/main"}
@@ -56,24 +58,16 @@ async def test_a_forced_deletion_gives_the_devices_away_while_the_process_lives(
 
 
 async def test_a_succeeded_pods_devices_are_free_while_its_object_stands() -> None:
-    """The next pod gets them at once."""
-    async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
-        node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0.05"}))
-        await node.wait_phase("done", "Succeeded")
-        await node.start_pods(pod("next", foo(count=2)))
-        assert node.api.find_pod("default", "done") is not None
-
-
-async def test_the_checkpoint_keeps_ended_pods_until_the_next_allocation() -> None:
-    """Whoever reads it as truth believes in devices that are free."""
+    """The checkpoint keeps it until the next allocation: whoever reads it as truth believes in devices that are free."""
     async with open_test_node() as node, node.open_plugin(foo_plugin(2)):
         checkpoint = node.paths.device_plugin_path / "kubelet_internal_checkpoint"
         raw = node.api.create_pod(pod("done", foo(count=2), annotations={"sandbox.gpushare/run-seconds": "0"}))
         await node.wait_phase("done", "Succeeded")
         assert await node.list_pods() == {}
         assert raw["metadata"]["uid"] in checkpoint.read_text()
-        await node.start_pods(pod("next", foo()))
+        await node.start_pods(pod("next", foo(count=2)))
         assert raw["metadata"]["uid"] not in checkpoint.read_text()
+        assert node.api.find_pod("default", "done") is not None
 
 
 async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> None:
@@ -129,8 +123,7 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
         async with node.open_plugin(foo_plugin(4)):
-            for name in ("a", "b"):
-                await node.start_pods(pod(name, foo(count=2)))
+            await node.start_pods(pod("a", foo(count=2)), pod("b", foo(count=2)))
             before, calls = await node.list_pods(), len(node.calls.calls)
             process = node.container_of("a")
         await node.kubelet.restart()
@@ -145,76 +138,76 @@ async def test_running_pods_are_taken_up_again_without_a_call() -> None:
         assert node.api.node("node-a")["status"]["allocatable"][FOO] == "0"
 
 
-async def test_a_completed_gpu_init_container_and_a_late_plugin_kill_the_pod() -> None:
-    """The plugin has not come back when the running pod is admitted again: rejected, and its container is killed."""
-    async with open_test_node() as node:
-        async with node.open_plugin(foo_plugin(2)):
-            await node.start_pods(pod("p", foo("m"), init=(foo("i"),)))
-            process = node.container_of("p", "m")
-        await node.kubelet.restart()
-        status = (await node.wait_phase("p", "Failed"))["status"]
-        assert "cannot allocate unhealthy devices" in status["message"]
-        await node.kubelet.wait_for(lambda: not process.is_running)
-
-
-async def test_a_completed_gpu_init_container_and_a_plugin_in_time_leave_the_pod_alone() -> None:
-    """Registered again before the first admission: the same pod goes on."""
-    async with open_test_node(times=HELD_ADMISSIONS) as node:
-        node.kubelet.begin_admissions()
-        plugin = foo_plugin(2)
-        async with node.serving(plugin, "foo.sock"):
-            await node.register(plugin, "foo.sock")
-            await node.wait_allocatable(FOO, 2)
-            await node.start_pods(pod("p", foo("m"), init=(foo("i"),)))
-        await node.kubelet.stop()
-        await node.kubelet.start()
-        async with node.serving(plugin, "foo.sock"):
-            await node.register(plugin, "foo.sock")
-            await node.wait_allocatable(FOO, 2)
-            node.kubelet.begin_admissions()
-            await node.kubelet.wait_for(node.kubelet.listed_pods)
-            assert node.api.pod("default", "p")["status"]["phase"] == "Running"
-            assert set(await node.list_pods()) == {"p/m"}
-
-
-async def _reboot(node: NodeUnderTest, name: str) -> None:
-    """The kubelet stopped, the container killed, the kubelet started."""
-    process = node.container_of(name)
+async def _again(node: NodeUnderTest, is_reboot: bool) -> None:
+    """Another kubelet; a reboot has killed pod p's main container too."""
+    process = node.container_of("p")
     await node.kubelet.stop()
-    node.kubelet.runtime.kill(process)
+    if is_reboot:
+        node.kubelet.runtime.kill(process)
     await node.kubelet.start()
 
 
-async def test_after_a_reboot_without_the_plugin_the_pod_is_rejected_for_good() -> None:
-    """It does not recover when the plugin comes later."""
+WITH_INIT = pod("p", foo(), init=(foo("i"),))
+"""An init container that has used a device and completed."""
+
+
+@pytest.mark.parametrize(
+    ("made", "is_reboot", "why"),
+    [
+        pytest.param(WITH_INIT, False, "cannot allocate unhealthy devices", id="a completed init container"),
+        pytest.param(pod("p", foo()), True, "no healthy devices present", id="a reboot"),
+    ],
+)
+async def test_a_pod_is_rejected_where_the_plugin_is_late(made: dict[str, Any], is_reboot: bool, why: str) -> None:
+    """It has not come back when the pod is admitted again: the container is killed, and stays so when it comes later."""
     async with open_test_node() as node:
         async with node.open_plugin(foo_plugin(2)):
-            await node.start_pods(pod("p", foo()))
-        await _reboot(node, "p")
+            await node.start_pods(made)
+            process = node.container_of("p")
+        await _again(node, is_reboot)
         status = (await node.wait_phase("p", "Failed"))["status"]
-        assert "no healthy devices present" in status["message"]
+        assert why in status["message"]
+        await node.kubelet.wait_for(lambda: not process.is_running)
         async with node.open_plugin(foo_plugin(2)):
             assert node.api.pod("default", "p")["status"]["phase"] == "Failed"
 
 
-async def test_after_a_reboot_with_the_plugin_in_time_the_pod_gets_its_old_ids_without_an_allocate() -> None:
-    """It comes back Running with a new container."""
+@pytest.mark.parametrize(
+    ("made", "is_reboot"),
+    [
+        pytest.param(WITH_INIT, False, id="a completed init container"),
+        pytest.param(pod("p", foo()), True, id="a reboot"),
+    ],
+)
+async def test_a_pod_goes_on_where_the_plugin_is_in_time(made: dict[str, Any], is_reboot: bool) -> None:
+    """Registered again before the first admission: the old IDs, without an Allocate; after a reboot in a new container."""
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         node.kubelet.begin_admissions()
         plugin = foo_plugin(2)
         async with node.open_plugin(plugin, "foo.sock"):
-            await node.start_pods(pod("p", foo()))
-            before = await node.list_pods()
-        await _reboot(node, "p")
-        async with node.serving(plugin, "foo.sock"):
-            await node.register(plugin, "foo.sock")
-            await node.wait_allocatable(FOO, len(plugin.devices))
-            node.kubelet.begin_admissions()
-            await node.kubelet.wait_for(
-                lambda: node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"] == 1
-            )
+            await node.start_pods(made)
+            before, calls = await node.list_pods(), len(node.calls.of("Allocate"))
+        await _again(node, is_reboot)
+        async with _serving_again(node, plugin):
+            await node.kubelet.wait_for(node.kubelet.listed_pods)
+
+            def restarts() -> int:
+                return int(node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"])
+
+            await node.kubelet.wait_for(lambda: restarts() == is_reboot)
+            assert node.api.pod("default", "p")["status"]["phase"] == "Running"
             assert await node.list_pods() == before
-            assert len(node.calls.of("Allocate")) == 1
+            assert len(node.calls.of("Allocate")) == calls
+
+
+@asynccontextmanager
+async def _serving_again(node: NodeUnderTest, plugin: SmallPlugin) -> AsyncIterator[None]:
+    """Known to the kubelet before its first admission, which then begins."""
+    async with node.serving(plugin, "foo.sock"):
+        await node.register(plugin, "foo.sock")
+        await node.wait_allocatable(FOO, len(plugin.devices))
+        node.kubelet.begin_admissions()
+        yield
 
 
 async def test_a_failed_pod_is_not_admitted_again() -> None:
@@ -264,10 +257,7 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         assert node.calls.calls[-1].error
         plugin.on_allocate = None
         await node.kubelet.start()
-        async with node.serving(plugin, "foo.sock"):
-            await node.register(plugin, "foo.sock")
-            await node.wait_allocatable(plugin.resource, len(plugin.devices))
-            node.kubelet.begin_admissions()
+        async with _serving_again(node, plugin):
             await node.wait_phase("p", "Running")
 
 

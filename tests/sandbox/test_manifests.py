@@ -15,11 +15,7 @@ LAUGHS = "a: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [
-        (LAUGHS, "values"),
-        ("kind: &a [*a]\n", "names itself"),
-        ("[" * 5000, "nested too deeply"),
-    ],
+    [(LAUGHS, "values"), ("kind: &a [*a]\n", "names itself"), ("[" * 5000, "nested too deeply")],
     ids=["aliases of aliases", "an alias of itself", "deep"],
 )
 def test_a_manifest_that_stands_for_more_than_it_says_is_refused(text: str, problem: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -111,6 +109,8 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
         ):
             with pytest.raises(Rejected, match=why):
                 await controller.handle(Request(command="fail-gpu", gpu=0, **request), 1)
+        with pytest.raises(AgentError, match="started without --extender"):
+            await controller.handle(Request(command="kill-extender"), 1)
         answer = await controller.handle(Request(command="fail-gpu", gpu=1, node="b"), 1)
         assert answer["lines"] == ["GPU 1 is lost"]
         assert [node.paths.faults.exists() for node in cluster.nodes] == [False, True]
@@ -139,55 +139,40 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
 
 
 @pytest.mark.slow
-async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
+async def test_the_whole_command_with_two_nodes_and_the_extender(short_dir: Path) -> None:
     """What fits by count and on no GPU waits with the extender's reason; the rest runs, and it is said where."""
-    folder = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    try:
-        shares = [pod(f"share-{n}", container("main", cores=60, blocks=8)) for n in range(4)]
-        (folder / "pods.yaml").write_text(yaml.safe_dump_all(shares))
-        done = await sandbox(
-            *("--once", "-o", "json", "--nodes", "2", "--node-gpus", "2x16384,1x24576", "--extender"),
-            *("--apply", folder / "pods.yaml", "--state-dir", folder / "s", "--port", "0"),
-        )
-        assert done.code == 1, done.err
-        document = json.loads(done.out)
-        assert [len(node["gpus"]) for node in document["nodes"]] == [2, 1]
-        asked_at = [where for node in document["nodes"] for where in node["addresses"].values()]
-        assert len(set(asked_at)) == 4  # web and control socket of each
-        assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]
-        (waits,) = (shown for shown in document["pods"] if not shown["node"])
-        assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")
-        assert f"1 Insufficient {CORE}" in waits["message"] and "no GPU has more than 40 cores free" in waits["message"]
-        assert f"default/{waits['name']} is Pending: Unschedulable" in done.err
-        assert not (folder / "s").exists()
-    finally:
-        shutil.rmtree(folder)
+    shares = [pod(f"share-{n}", container("main", cores=60, blocks=8)) for n in range(4)]
+    (short_dir / "pods.yaml").write_text(yaml.safe_dump_all(shares))
+    done = await sandbox(
+        *("--once", "-o", "json", "--nodes", "2", "--node-gpus", "2x16384,1x24576", "--extender"),
+        *("--apply", short_dir / "pods.yaml", "--state-dir", short_dir / "s", "--port", "0"),
+    )
+    assert done.code == 1, done.err
+    document = json.loads(done.out)
+    assert [len(node["gpus"]) for node in document["nodes"]] == [2, 1]
+    asked_at = [where for node in document["nodes"] for where in node["addresses"].values()]
+    assert len(set(asked_at)) == 4  # web and control socket of each
+    assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]
+    (waits,) = (shown for shown in document["pods"] if not shown["node"])
+    assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")
+    assert f"1 Insufficient {CORE}" in waits["message"] and "no GPU has more than 40 cores free" in waits["message"]
+    assert f"default/{waits['name']} is Pending: Unschedulable" in done.err
+    assert not (short_dir / "s").exists()
 
 
-async def test_pods_wait_while_a_killed_extender_is_started_again() -> None:
+async def test_pods_wait_while_a_killed_extender_is_started_again(short_dir: Path) -> None:
     """None is lost, and none goes past it."""
-    folder = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
-    state = folder / "s"
-    try:
-        (folder / "pod.yaml").write_text(yaml.safe_dump(pod("p", container("main", cores=60, blocks=8))))
-        async with live(state, "--extender", "--samples", "none", "--gpus", "1") as process:
-            await read_until(process, "Ctrl-C ends the sandbox")
-            await registered(state)
-            killed = await sandbox("kill-extender", "--state-dir", state)
-            assert killed.out == "the extender was killed; the sandbox starts it again\n", killed.err
-            assert (await sandbox("apply", "-f", folder / "pod.yaml", "--state-dir", state)).code == 0
-            await read_until(process, "pod default/p Running")
-            (shown,) = (await document_of(state))["pods"]
-            assert shown["annotations"]["tencent.com/predicate-node"] == shown["node"] == "sandbox"
-    finally:
-        shutil.rmtree(folder)
-
-
-async def test_there_is_nothing_to_kill_without_an_extender() -> None:
-    """It says why."""
-    async with open_controller("a") as (controller, _):
-        with pytest.raises(AgentError, match="started without --extender"):
-            await controller.handle(Request(command="kill-extender"), 1)
+    state = short_dir / "s"
+    (short_dir / "pod.yaml").write_text(yaml.safe_dump(pod("p", container("main", cores=60, blocks=8))))
+    async with live(state, "--extender", "--samples", "none", "--gpus", "1") as process:
+        await read_until(process, "Ctrl-C ends the sandbox")
+        await registered(state)
+        killed = await sandbox("kill-extender", "--state-dir", state)
+        assert killed.out == "the extender was killed; the sandbox starts it again\n", killed.err
+        assert (await sandbox("apply", "-f", short_dir / "pod.yaml", "--state-dir", state)).code == 0
+        await read_until(process, "pod default/p Running")
+        (shown,) = (await document_of(state))["pods"]
+        assert shown["annotations"]["tencent.com/predicate-node"] == shown["node"] == "sandbox"
 
 
 @needs_processes

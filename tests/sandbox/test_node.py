@@ -1,4 +1,4 @@
-"""Scheduler, manifests, state directory, control socket and report of the embedded node."""
+"""Scheduler, manifests, state directory and report of the embedded node."""
 
 from __future__ import annotations
 
@@ -10,28 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.core.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
-from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
+from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.render import pod_line
 from gpushare_agent.sandbox.report import ReportedNode, is_offered, reason_and_message, report
-from gpushare_agent.sandbox.run import build_node, check_driver
+from gpushare_agent.sandbox.run import RunningNode, build_node, check_driver
 from gpushare_agent.sandbox.state_directory import owned_state_directory
-from tests.sandbox.support_sandbox import (
-    CORE,
-    MEMORY,
-    SmallPlugin,
-    container,
-    device_ids,
-    open_embedded_node,
-    open_test_node,
-    pod,
-)
+from tests.sandbox.support_sandbox import CORE, MEMORY, SmallPlugin, container, device_ids, open_test_node, pod
 
 # --- scheduler ---
 
@@ -73,6 +64,10 @@ def test_a_file_may_hold_several_documents_and_lists() -> None:
     assert [m.raw["metadata"]["name"] for m in parse_manifests(text, "x.yaml")] == ["b", "a", "c"]
 
 
+def asking(**resources: Any) -> str:
+    return yaml.safe_dump(pod("a", {"name": "m", "resources": resources}))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -80,20 +75,14 @@ def test_a_file_may_hold_several_documents_and_lists() -> None:
         *((f"a: {odd}", "x.yaml: no valid YAML") for odd in ("9999-99-99", "!!timestamp x", "!!bool x", "9" * 5000)),
         ("- just\n- a list", "x.yaml: not a manifest"),
         ("kind: CronJob\n", "x.yaml: kind 'CronJob' cannot be applied"),
+        (f"{asking()}---\nkind: Pod\nmetadata: {{name: b}}\n", "x.yaml, document 2: Pod 'b' is not valid: spec"),
+        (asking(limits={CORE: "half"}), "must be an integer"),
+        (asking(limits={CORE: "0.5"}), f"Write {CORE}: 50, in"),
+        (asking(limits={CORE: "30%"}), f"Write {CORE}: 30, in"),
+        (asking(limits={MEMORY: "0.5"}), "Write whole blocks, of 256"),
         (
-            yaml.safe_dump(pod("a")) + "---\nkind: Pod\nmetadata: {name: b}\n",
-            "x.yaml, document 2: Pod 'b' is not valid: spec",
-        ),
-        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "half"}}})), "must be an integer"),
-        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "0.5"}}})), f"Write {CORE}: 50, in"),
-        (yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: "30%"}}})), f"Write {CORE}: 30, in"),
-        (
-            yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {MEMORY: "0.5"}}})),
-            "Write whole blocks, of 256",
-        ),
-        (
-            yaml.safe_dump(pod("a", {"name": "m", "resources": {"limits": {CORE: 5}, "requests": {CORE: 4}}})),
-            r"containers\[0\].resources.requests\[tencent.com/vcuda-core\]: Invalid value: 4: must be equal",
+            asking(limits={CORE: 5}, requests={CORE: 4}),
+            rf"\[0\].resources.requests\[{CORE}\]: Invalid value: 4: must be",
         ),
         (yaml.safe_dump(pod("a", container("x"), container("x"))), "Duplicate value: 'x'"),
     ],
@@ -168,46 +157,25 @@ def test_somebodys_directory_is_not_touched(short_dir: Path) -> None:
     assert (short_dir / "thesis.txt").exists()
 
 
-@pytest.mark.parametrize("kind", ["file", "below a file", "too long"])
-def test_a_state_directory_that_cannot_serve_is_refused(short_dir: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", ["file", "file/x", "x" * 90], ids=["a file", "below a file", "too long"])
+def test_a_state_directory_that_cannot_serve_is_refused(short_dir: Path, name: str) -> None:
     """A file, an impossible path, or a path too long for sockets: named, with what to do."""
     (short_dir / "file").write_text("")
-    state = {"file": short_dir / "file", "below a file": short_dir / "file" / "x", "too long": short_dir / ("x" * 90)}[
-        kind
-    ]
+    state = short_dir / name
     with pytest.raises(StartupError, match=r"state directory .*--state-dir"), owned_state_directory(state):
         pass
-
-
-# --- control socket ---
-
-
-async def test_the_control_socket_answers_its_owner_only(short_dir: Path) -> None:
-    """Mode 0600; errors come back as text; it goes with its sandbox."""
-
-    async def handle(request: Request, peer_pid: int) -> Answer:
-        assert peer_pid == os.getpid()
-        if request.command == "fail":
-            raise Rejected("that cannot be")
-        return {"ok": True, "lines": [request.command], "errors": []}
-
-    path = short_dir / "control.sock"
-    async with open_control(path, handle):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"], "errors": []}
-        refused = {"ok": False, "lines": [], "errors": ["that cannot be"], "is_rejected": True}
-        assert await ask(path, {"command": "fail"}) == refused
-    with pytest.raises(Unavailable, match=r"no sandbox runs in .*start one with"):
-        await ask(path, {"command": "hello"})
 
 
 # --- report ---
 
 
-def _gpu(index: int, uuid: str) -> Gpu:
-    return Gpu(
-        index=index, minor=index + 3, uuid=GpuUuid(uuid), bus_id="", name="Test", memory_mib=1024, numa_node=index
+def _shown(node: EmbeddedNode, *uuids: str) -> ReportedNode:
+    """With GPUs of these UUIDs."""
+    gpus = tuple(
+        Gpu(index=index, minor=index + 3, uuid=GpuUuid(uuid), bus_id="", name="Test", memory_mib=1024, numa_node=index)
+        for index, uuid in enumerate(uuids)
     )
+    return ReportedNode(node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY))
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Running", "Failed"])
@@ -215,11 +183,8 @@ def test_a_container_that_waits_or_has_failed_is_the_reason_in_any_phase(phase: 
     """What waits first, with the last exit code; else what ended badly; a container that ended well is none."""
     well = {"name": "a", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
     badly = {"name": "b", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
-    waits = {
-        "name": "c",
-        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}},
-        "lastState": badly["state"],
-    }
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}
+    waits = {"name": "c", "state": {"waiting": waiting}, "lastState": badly["state"]}
 
     def reported(*statuses: dict[str, Any]) -> tuple[str, str]:
         return reason_and_message({"status": {"phase": phase, "containerStatuses": statuses}})
@@ -235,7 +200,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     plugin = SmallPlugin(CORE, device_ids("a", count=100), answer=answer)
     async with open_test_node() as node, node.open_plugin(plugin):
         await node.start_pods(pod("p", container("main", cores=30), restartPolicy="Never"))
-        shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
+        shown = _shown(node, "a")
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
         node.kill_container("p")
         await node.wait_phase("p", "Failed")
@@ -261,9 +226,7 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
             await node.start_pods(pod("p", container("main", cores=30, blocks=3), annotations={"n": "1"}))
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
-            shown = ReportedNode(
-                node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), names=ResourceNames(vcore=CORE, vmemory=MEMORY)
-            )
+            shown = _shown(node, "a", "b")
             shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}]
             document = report(shown)
             process = node.container_of("p")
@@ -273,12 +236,8 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
     assert document["node"]["is_offered"]
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]
-    assert (p["phase"], p["annotations"], q["phase"], q["reason"]) == (
-        "Running",
-        {"n": "1"},
-        "Pending",
-        "Unschedulable",
-    )
+    assert (p["phase"], p["annotations"]) == ("Running", {"n": "1"})
+    assert (q["phase"], q["reason"]) == ("Pending", "Unschedulable")
     assert p["containers"] == [{
         "name": "main", "gpus": [1],
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
@@ -293,12 +252,12 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
 
 async def test_a_node_in_a_used_directory_begins_with_new_gpus(short_dir: Path) -> None:
     """What an earlier node's agent noted of cordons, and what failed and was used there, is not this one's."""
-    async with open_embedded_node(short_dir) as node:
+    async with open_test_node(short_dir) as node:
         left = (node.paths.health_state, node.paths.faults, node.paths.usage)
         for path in left:
             path.write_text("{}")
     assert all(path.exists() for path in left)
-    async with open_embedded_node(short_dir):
+    async with open_test_node(short_dir):
         assert not any(path.exists() for path in left)
 
 
@@ -322,23 +281,23 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
         await node.start_pods(pod("good"))
 
 
+async def _built(*flags: str) -> RunningNode:
+    """Of an agent on simulated GPUs that is given these flags."""
+    flags = ("--driver=simulated", "--web.port=0", *flags)
+    async with open_test_node() as node:
+        return await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
+
+
 async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:
     """`--web.port=0`: the sandbox chooses it, because the agent would write it only into its own log."""
-    flags = ("--driver=simulated", "--web.port=0")
-    async with open_test_node() as node:
-        built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
-        assert built.settings.web.port > 0
-        assert built.addresses["web"].endswith(f":{built.settings.web.port}")
+    built = await _built()
+    assert built.settings.web.port > 0
+    assert built.addresses["web"].endswith(f":{built.settings.web.port}")
 
 
 async def test_the_resources_of_mig_instances_are_shown(tmp_path: Path) -> None:
     """Their health too: by NVIDIA's resources, where the node's isolation keeps no share in an instance."""
     faults = tmp_path / "faults.json"
     faults.write_text('{"mig": {"0": ["1g.10gb"]}}')
-    flags = (
-        "--driver=simulated", "--web.port=0", "--nvidia.enabled", "--nvidia.mig_strategy=mixed",
-        f"--simulated.faults={faults}",
-    )  # fmt: skip
-    async with open_test_node() as node:
-        built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
-        assert built.names.gpu == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")
+    built = await _built("--nvidia.enabled", "--nvidia.mig_strategy=mixed", f"--simulated.faults={faults}")
+    assert built.names.gpu == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")

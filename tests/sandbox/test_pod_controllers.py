@@ -81,13 +81,8 @@ async def test_a_deployment_has_its_pods_and_replaces_what_is_lost(cluster: Clus
     for raw in cluster.api.pods():
         assert raw["metadata"]["ownerReferences"][0]["uid"] == one["metadata"]["uid"]
         assert raw["metadata"]["labels"] == one["spec"]["selector"]["matchLabels"]
-    status = cluster.get("deployments", "web")["status"]
-    assert [status[name] for name in ("replicas", "updatedReplicas", "readyReplicas", "unavailableReplicas")] == [
-        3,
-        3,
-        3,
-        0,
-    ]
+    expected = {"replicas": 3, "updatedReplicas": 3, "readyReplicas": 3, "unavailableReplicas": 0}
+    assert cluster.get("deployments", "web")["status"].items() >= expected.items()
     lost, failed, kept = cluster.api.pods()
     cluster.api.delete("pods", key_of(lost))
     cluster.set_status(failed, {"phase": "Failed"})
@@ -156,10 +151,7 @@ async def test_a_rollback_takes_the_set_of_before(cluster: Cluster) -> None:
     sets = {raw["metadata"]["name"]: raw for raw in cluster.api.store.all("replicasets")}
     assert len(sets) == 2
     again = sets[first["metadata"]["name"]]
-    assert (again["spec"]["replicas"], again["metadata"]["annotations"]) == (
-        1,
-        {"deployment.kubernetes.io/revision": "3"},
-    )
+    assert again["spec"]["replicas"] == 1 and again["metadata"]["annotations"] == {REVISION: "3"}
 
 
 async def test_what_is_owned_goes_with_its_owner(cluster: Cluster) -> None:
@@ -231,29 +223,27 @@ async def test_what_cannot_work_is_refused_at_once(
     assert cluster.api.store.all(resource) == []
 
 
-async def test_what_may_not_change_stays() -> None:
-    """A Job's template and a Deployment's selector: 422, as on a cluster."""
+async def test_the_scale_is_an_object_of_its_own() -> None:
+    """Read and patched as `kubectl scale` and autoscalers do; a wrong number is refused, and so is what may not change: a
+    Job's template and a Deployment's selector."""
     async with open_client() as client:
         client.api.create("jobs", job())
         client.api.create("deployments", deployment())
-        for path, patch in (
-            ("batch/v1/namespaces/default/jobs/train", {"spec": {"completions": 5}}),
-            ("apps/v1/namespaces/default/deployments/web", {"spec": {"selector": {"matchLabels": {"app": None}}}}),
+        train, web = (
+            "/apis/batch/v1/namespaces/default/jobs/train",
+            "/apis/apps/v1/namespaces/default/deployments/web",
+        )
+        for path, spec in (
+            (train, {"completions": 5}),
+            (web, {"selector": {"matchLabels": {"app": None}}}),
+            (f"{web}/scale", {"replicas": "5"}),
         ):
-            assert (await client.call("PATCH", f"/apis/{path}", patch, MERGE))[0] == 422
-
-
-async def test_the_scale_is_an_object_of_its_own() -> None:
-    """Read and patched as `kubectl scale` and autoscalers do; a wrong number is refused."""
-    async with open_client() as client:
-        client.api.create("deployments", deployment())
-        path = "/apis/apps/v1/namespaces/default/deployments/web/scale"
-        _, scale = await client.call("GET", path)
+            assert (await client.call("PATCH", path, {"spec": spec}, MERGE))[0] == 422
+        _, scale = await client.call("GET", f"{web}/scale")
         assert (scale["kind"], scale["spec"]) == ("Scale", {"replicas": 3})
-        assert (await client.call("PATCH", path, {"spec": {"replicas": 5}}, MERGE))[0] == 200
+        assert (await client.call("PATCH", f"{web}/scale", {"spec": {"replicas": 5}}, MERGE))[0] == 200
         assert client.api.store.get("deployments", ("default", "web"))["spec"]["replicas"] == 5
-        assert (await client.call("PATCH", path, {"spec": {"replicas": "5"}}, MERGE))[0] == 422
-        assert (await client.call("GET", path.replace("web", "none")))[0] == 404
+        assert (await client.call("GET", f"{web}/scale".replace("web", "none")))[0] == 404
 
 
 async def test_a_null_in_a_spec_is_an_absent_field(cluster: Cluster) -> None:
@@ -312,11 +302,7 @@ async def test_a_stateful_set_has_its_pods_one_after_the_other(cluster: Cluster)
     cluster.api.delete("statefulsets", key_of(made))
     cluster.settle()
     assert cluster.pods() == []
-
-
-async def test_a_parallel_stateful_set_has_its_pods_at_once(cluster: Cluster) -> None:
-    """GPUShare's guide has it so."""
-    cluster.api.create("statefulsets", stateful_set(podManagementPolicy="Parallel"))
+    cluster.api.create("statefulsets", stateful_set(podManagementPolicy="Parallel"))  # as GPUShare's guide has it
     cluster.controllers.reconcile()
     assert cluster.pods() == ["web-0", "web-1", "web-2"]
 

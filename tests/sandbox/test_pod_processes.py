@@ -42,16 +42,6 @@ async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plug
         assert node.container_of("p").env["GPUSHARE_VDEVICE"] == "/vm/u/main/vcuda.sock"
 
 
-async def test_other_images_only_sleep() -> None:
-    """Their command is not for this machine."""
-    async with open_test_node() as node:
-        await node.start_pods(pod("p", {"name": "main", "image": "busybox", "command": ["mkdir", "x"]}))
-        found = node.container_of("p")
-        await poll_until(
-            lambda: Path(f"/proc/{found.pid}/cmdline").read_bytes() == b"sleep\0infinity\0", "the stand-in"
-        )
-
-
 async def test_a_host_container_without_a_command_waits_with_the_reason() -> None:
     """As a runtime refuses an image without an entry point."""
     async with open_test_node() as node:
@@ -64,10 +54,8 @@ async def test_a_host_container_without_a_command_waits_with_the_reason() -> Non
 
         message = (await node.kubelet.wait_for(waiting))["message"]
         assert "no command specified" in message
-        failed = node.messages("Failed")
-        assert failed == [f"Error: {message}"], (
-            "kubectl describe pod shows Events, and no message of a state that waits"
-        )
+        # kubectl describe pod shows Events, and no message of a state that waits.
+        assert node.messages("Failed") == [f"Error: {message}"]
         assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
 
 
@@ -76,10 +64,8 @@ async def test_exit_codes_reach_the_pods_status() -> None:
     async with open_test_node() as node:
         node.api.create_pod(pod("p", host_container("main", "sh", "-c", "exit 3"), restartPolicy="Never"))
         status = (await node.wait_phase("p", "Failed"))["status"]["containerStatuses"][0]
-        assert (status["state"]["terminated"]["exitCode"], status["containerID"]) == (
-            3,
-            f"containerd://{node.container_of('p').id}",
-        )
+        assert status["state"]["terminated"]["exitCode"] == 3
+        assert status["containerID"] == f"containerd://{node.container_of('p').id}"
         init = host_container("setup", "sh", "-c", "exit 4")
         node.api.create_pod(pod("q", container("main"), init=(init,), restartPolicy="Never"))
         raw = (await node.wait_phase("q", "Failed"))["status"]
@@ -160,6 +146,11 @@ async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> No
         await node.kubelet.wait_for(lambda: not node.kubelet.runtime.containers(), what="the pod forgotten")
 
 
+def reported(node: NodeUnderTest, container: Any) -> list[int]:
+    """The processes that the agent has written for a container."""
+    return list(decode_pids((node.paths.virtual_manager / container.pod_uid / "main" / "pids.config").read_bytes()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_agent_writes_the_real_pids_of_a_share(kind: str) -> None:
     """All processes of its container and no others, also those that it forks later."""
@@ -167,29 +158,32 @@ async def test_the_agent_writes_the_real_pids_of_a_share(kind: str) -> None:
         shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
         go = node.paths.state / "go"
         script = f"mkfifo {go}; sleep 600 & cat {go}; sleep 600 & wait"
-        node.api.create_pod(pod("share", {**host_container("main", "sh", "-c", script), "resources": shared}))
-        node.api.create_pod(pod("other", container(cores=20, blocks=10)))
-        await node.wait_running("share", "other")
+        await node.start_pods(
+            pod("share", {**host_container("main", "sh", "-c", script), "resources": shared}),
+            pod("other", container(cores=20, blocks=10)),
+        )
         for name, count in (("share", 3), ("other", 1)):
             found = node.container_of(name)
-            path = node.paths.virtual_manager / found.pod_uid / "main" / "pids.config"
 
-            def is_right(found: Any = found, path: Path = path, count: int = count) -> bool:
-                pids = list(decode_pids(path.read_bytes()))
+            def is_right(found: Any = found, count: int = count) -> bool:
+                pids = reported(node, found)
                 return len(pids) == count and pids == node.kubelet.runtime.pids(found)
 
             await poll_until(is_right, f"the {count} PIDs of {name}")
-            assert found.env["GPUSHARE_VDEVICE"] == str(path.with_name("vcuda.sock"))
+            assert found.env["GPUSHARE_VDEVICE"] == str(
+                node.paths.virtual_manager / found.pod_uid / "main" / "vcuda.sock"
+            )
         await poll_until(lambda: _open_gate(go), "the container at the gate")
-        path = node.paths.virtual_manager / node.container_of("share").pod_uid / "main" / "pids.config"
-        sleeps = lambda: [p for p in decode_pids(path.read_bytes()) if _name(p) == "sleep"]  # noqa: E731
-        await poll_until(lambda: len(sleeps()) == 2, "the PID of the second child")
+        share = node.container_of("share")
+        await poll_until(
+            lambda: [_name(pid) for pid in reported(node, share)].count("sleep") == 2, "the PID of the second child"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
     """The agent knows the process by its cgroup; what it reads back are its own limits and PIDs."""
-    async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda") as agent:
+    async with open_test_node(cgroups=kind) as node, open_agent(node, "--isolation=vcuda"):
         shared = {"limits": {CORE: "30", "tencent.com/vcuda-memory": "10"}}
         command = [sys.executable, "-P", "-m", "gpushare_agent", "vdevice", "-o", "json"]
         env = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2])}]
@@ -200,7 +194,6 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
         assert found.exit_code == 0, printed(node, "share")
         said = json.loads(printed(node, "share"))
         assert found.pid in said["pids"], said
-        assert agent.parts.node.pods is not None
 
 
 def _name(pid: int) -> str:

@@ -124,35 +124,33 @@ async def test_a_partly_allocated_rejected_pod_keeps_its_devices_in_an_old_list(
         assert await node.list_pods() == {"bad/a": {}, "bad/b": {}, "next/main": {FOO: {"foo-0", "foo-1"}}}
 
 
-class Gate:
-    """Holds a plugin's Allocate open until it is told."""
+async def _admit_two_around(
+    node: NodeUnderTest, plugin: SmallPlugin, *, during: str, asked: str = "List"
+) -> tuple[set[str], set[str]]:
+    """Admits two pods; while the first's `during` call is open a device pod ends and somebody asks. The pods' IDs."""
+    is_open = asyncio.Event()
+    is_open.set()
 
-    def __init__(self) -> None:
-        self.is_shut = False
-        self.opened = asyncio.Event()
+    async def hold(*_ids: object) -> None:
+        await is_open.wait()
 
-    async def __call__(self, _ids: list[str]) -> None:
-        if self.is_shut:
-            await self.opened.wait()
-
-
-async def _admit_two_around(node: NodeUnderTest, plugin: SmallPlugin, *, during: str) -> tuple[set[str], set[str]]:
-    """Admits two pods; while the first's `during` call is open a device pod ends and somebody calls List. Their IDs."""
-    gate = Gate()
     if during == "Allocate":
-        plugin.on_allocate = gate
+        plugin.on_allocate = hold
     else:
-        plugin.on_preferred = lambda: gate([])
+        plugin.on_preferred = hold
     await node.start_pods(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
-    gate.is_shut = True
+    is_open.clear()
     node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
     await node.kubelet.wait_for(lambda: any(c.method == during for c in node.calls.open_calls))
     node.kill_container("old")
     await node.wait_phase("old", "Failed")
-    await node.list_pods()
+    async with node.pod_resources() as stub:
+        if asked == "List":
+            await stub.list()
+        else:
+            await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
     assert node.calls.pod_resources_calls[-1].inside[-1].method == during
-    gate.is_shut = False
-    gate.opened.set()
+    is_open.set()
     await node.wait_phase("first", "Running")
     await node.start_pods(pod("second", limits_of("main", {FOO: 2})))
     calls = {c.pod_name: set(c.device_ids) for c in node.calls.of("Allocate")}
@@ -168,31 +166,9 @@ async def test_a_list_during_an_open_allocate_gives_the_same_ids_out_twice() -> 
         assert (await node.list_pods())["first/main"] == {FOO: first}
 
 
-async def test_a_list_during_a_preference_does_no_harm() -> None:
-    """The same play with the List in GetPreferredAllocation: no ID goes out twice."""
+@pytest.mark.parametrize(("during", "asked"), [("GetPreferredAllocation", "List"), ("Allocate", "Get")])
+async def test_at_another_moment_and_by_get_no_id_goes_out_twice(during: str, asked: str) -> None:
+    """The same play with the List in a preference; Get does not rebuild anything."""
     async with open_test_node() as node, node.open_plugin(foo_plugin(5, node=0)) as plugin:
-        first, second = await _admit_two_around(node, plugin, during="GetPreferredAllocation")
-        assert not first & second
-
-
-async def test_get_during_an_open_allocate_does_no_harm() -> None:
-    """Get does not rebuild anything."""
-    gate = Gate()
-    async with (
-        open_test_node() as node,
-        node.open_plugin(foo_plugin(5, node=0)) as plugin,
-        node.pod_resources() as stub,
-    ):
-        plugin.on_allocate = gate
-        await node.start_pods(pod("old", limits_of("main", {FOO: 1}), restartPolicy="Never"))
-        gate.is_shut = True
-        node.api.create_pod(pod("first", limits_of("main", {FOO: 2})))
-        await node.kubelet.wait_for(lambda: any(c.method == "Allocate" for c in node.calls.open_calls))
-        node.kill_container("old")
-        await node.wait_phase("old", "Failed")
-        await stub.get(v1.GetPodResourcesRequest(pod_name="first", pod_namespace="default"))
-        gate.is_shut = False
-        gate.opened.set()
-        await node.start_pods(pod("second", limits_of("main", {FOO: 2})))
-        first, second = (set(c.device_ids) for c in node.calls.of("Allocate")[-2:])
+        first, second = await _admit_two_around(node, plugin, during=during, asked=asked)
         assert not first & second

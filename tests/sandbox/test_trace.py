@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +24,7 @@ from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.core.wire import v1
-from gpushare_agent.core.wire.v1beta1 import (
-    AllocateRequest,
-    ContainerPreferredAllocationResponse,
-    Device,
-    DevicePluginOptions,
-    ListAndWatchResponse,
-    NumaNode,
-    PreferredAllocationRequest,
-    PreferredAllocationResponse,
-    PreStartContainerRequest,
-    RegisterRequest,
-    TopologyInfo,
-)
+from gpushare_agent.core.wire import v1, v1beta1
 from gpushare_agent.sandbox.pod_manifest import containers_of
 from tests.kit.support_grpc import served_at
 from tests.sandbox.support_sandbox import (
@@ -46,6 +34,7 @@ from tests.sandbox.support_sandbox import (
     NodeUnderTest,
     by_container,
     container,
+    device_of,
     open_test_node,
     pod,
 )
@@ -87,14 +76,14 @@ class Step:
 def step_of(method: str, resource: str, request: bytes, response: bytes) -> Step:
     step = Step(method=method, resource=resource, ids=frozenset(), request_bytes=len(request))
     if method == "GetPreferredAllocation":
-        asked = PreferredAllocationRequest.parse(request).container_requests[0]
+        asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
         step.ids, step.size = frozenset(asked.available_device_ids), asked.allocation_size
         step.must = frozenset(asked.must_include_device_ids)
-        step.answer = frozenset(PreferredAllocationResponse.parse(response).container_responses[0].device_ids)
+        step.answer = frozenset(v1beta1.PreferredAllocationResponse.parse(response).container_responses[0].device_ids)
     elif method == "Allocate":
-        step.ids = frozenset(AllocateRequest.parse(request).container_requests[0].device_ids)
+        step.ids = frozenset(v1beta1.AllocateRequest.parse(request).container_requests[0].device_ids)
     elif method == "PreStartContainer":
-        step.ids = frozenset(PreStartContainerRequest.parse(request).device_ids)
+        step.ids = frozenset(v1beta1.PreStartContainerRequest.parse(request).device_ids)
     return step
 
 
@@ -151,11 +140,11 @@ class RecordingPlugin:
         return Handler(handle, Cardinality.UNARY_UNARY, bytes, bytes)
 
     def _preferred(self, request: bytes) -> bytes:
-        asked = PreferredAllocationRequest.parse(request).container_requests[0]
+        asked = v1beta1.PreferredAllocationRequest.parse(request).container_requests[0]
         available = set(asked.available_device_ids)
         chosen = [i for i in self.order if i in available][: asked.allocation_size]
-        answer = ContainerPreferredAllocationResponse(device_ids=chosen)
-        return bytes(PreferredAllocationResponse(container_responses=[answer]))
+        answer = v1beta1.ContainerPreferredAllocationResponse(device_ids=chosen)
+        return bytes(v1beta1.PreferredAllocationResponse(container_responses=[answer]))
 
     async def _list(self) -> bytes:
         """Again when the rate limit refuses, as the recorder did."""
@@ -174,13 +163,9 @@ class RecordingPlugin:
 
     async def _list_and_watch(self, stream: Any) -> None:
         await stream.recv_message()
-        devices = [_device(name, 0 if name.startswith("GPU-4404041a") else 1) for name in self.order]
-        await stream.send_message(bytes(ListAndWatchResponse(devices=devices)))
+        devices = [device_of(name, "Healthy", 0 if name.startswith("GPU-4404041a") else 1) for name in self.order]
+        await stream.send_message(bytes(v1beta1.ListAndWatchResponse(devices=devices)))
         await self._stop.wait()
-
-
-def _device(name: str, numa: int) -> Device:
-    return Device(id=name, health="Healthy", topology=TopologyInfo(nodes=[NumaNode(id=numa)]))
 
 
 @asynccontextmanager
@@ -220,22 +205,16 @@ async def play() -> Played:
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         async with recorders(node, steps) as plugins:
             node.kubelet.begin_admissions()
-            for name in ("share-a", "two", "chain", "plain", "whole"):
-                node.api.create_pod(pods[name])
-                await node.wait_phase(name, "Running")
+            for name in ADMITTED[:5]:
+                await node.start_pods(pods[name])
             checkpoint = json.loads((node.paths.device_plugin_path / "kubelet_internal_checkpoint").read_text())
             await node.kubelet.stop()
             await node.kubelet.start()
             async with recorders(node, steps):
                 node.kubelet.begin_admissions()
-                await node.kubelet.wait_for(
-                    lambda: len(node.kubelet.listed_pods()) == 5, what="the pods taken up again"
-                )
+                await node.wait_until(lambda: len(node.kubelet.listed_pods()) == 5, "the pods taken up again")
                 await node.remove_pod("two")
-                for name in ("b3", "b1", "b2"):
-                    node.api.create_pod(pods[name])
-                for name in ("b3", "b1", "b2"):
-                    await node.wait_phase(name, "Running")
+                await node.start_pods(*(pods[name] for name in ADMITTED[5:]))
         options_s = plugins[CORE].deadlines["GetDevicePluginOptions"]
         return Played(steps, checkpoint, options_s, {call.pod_uid: call.pod_name for call in node.calls.calls})
 
@@ -277,17 +256,13 @@ def expected_lists(steps: list[Step]) -> list[dict[str, dict[str, set[str]]]]:
 
 def test_every_admission_call_of_the_trace_comes_again_with_the_same_ids(played: Played) -> None:
     """Same calls per container: availability, must-include, size, answers and allocated IDs, and messages as long."""
-    steps = played.steps
-    expected, got = in_containers(recorded_steps()), in_containers(steps)
+    expected, got = in_containers(recorded_steps()), in_containers(played.steps)
     for (_, _, real), (_, _, embedded) in zip(expected, got, strict=True):
-        for a, b in zip(sorted(real, key=_resource), sorted(embedded, key=_resource), strict=True):
+        by_resource = attrgetter("resource")
+        for a, b in zip(sorted(real, key=by_resource), sorted(embedded, key=by_resource), strict=True):
             assert (b.method, b.resource, b.size) == (a.method, a.resource, a.size)
             assert (b.ids, b.must, b.answer) == (a.ids, a.must, a.answer)
             assert b.request_bytes == a.request_bytes
-
-
-def _resource(step: Step) -> str:
-    return step.resource
 
 
 def test_list_inside_the_handlers_shows_what_the_trace_shows(played: Played) -> None:
@@ -309,8 +284,8 @@ def _sorted(listed: dict[str, dict[str, set[str]]]) -> Any:
 
 def test_prestart_follows_the_admission_in_container_order(played: Played) -> None:
     """PreStartContainer of vcore: each container with its own IDs, init containers first, as in the trace."""
-    steps = played.steps
-    starts = [[s.ids for s in source if s.method == "PreStartContainer"] for source in (recorded_steps(), steps)]
+    sources = (recorded_steps(), played.steps)
+    starts = [[s.ids for s in source if s.method == "PreStartContainer"] for source in sources]
     assert starts[1][:7] == starts[0][:7]
     assert set(starts[1][7:]) == set(starts[0][7:])
 
@@ -328,10 +303,9 @@ def test_deadlines_are_those_of_the_trace(played: Played) -> None:
 def test_the_checkpoint_has_the_entries_of_the_captured_one(played: Played) -> None:
     """Same entries, NUMA nodes, IDs and answers; the UIDs are this node's own."""
     captured = json.loads((DATA / "checkpoint-1.36.json").read_text())
-    names = {
-        i["metadata"]["uid"]: i["metadata"]["name"] for i in json.loads((DATA / "pods-1.36.json").read_text())["items"]
-    }
-    checkpoint, names = played.checkpoint, names | played.names
+    pods = json.loads((DATA / "pods-1.36.json").read_text())["items"]
+    names = played.names | {raw["metadata"]["uid"]: raw["metadata"]["name"] for raw in pods}
+    checkpoint = played.checkpoint
     assert checkpoint.keys() == captured.keys()
     assert _entries(checkpoint, names) == _entries(captured, names)
     registered = [{k: sorted(v) for k, v in c["Data"]["RegisteredDevices"].items()} for c in (checkpoint, captured)]
@@ -352,8 +326,10 @@ async def test_registration_asks_for_options_before_it_answers() -> None:
     """The kubelet dials back inside Register: its answer comes after GetDevicePluginOptions, as in the trace."""
     recorded = [line["call"] for line in lines()[:3]]
     assert recorded == ["GetDevicePluginOptions", "Register", "ListAndWatch"]
-    request = RegisterRequest.parse(base64.b64decode(lines()[1]["request"]))
-    assert request.options == DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+    request = v1beta1.RegisterRequest.parse(base64.b64decode(lines()[1]["request"]))
+    assert request.options == v1beta1.DevicePluginOptions(
+        pre_start_required=True, get_preferred_allocation_available=True
+    )
     async with open_test_node(times=HELD_ADMISSIONS) as node:
         plugin = RecordingPlugin(node, CORE, [])
         async with served_at(node.paths.device_plugin_path / request.endpoint, plugin):

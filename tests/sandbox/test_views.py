@@ -63,23 +63,6 @@ def test_the_gpus_stand_as_in_top(width: int) -> None:
     assert "30/100" in first and " 12 " in first
 
 
-@pytest.mark.parametrize(
-    ("reported", "texts"),
-    [
-        ({"is_healthy": False, "cordoned": "cordoned"}, ["Cordoned"]),
-        ({"is_healthy": False, "health_reason": "Xid 79"}, ["Unhealthy", "Xid 79"]),
-        (
-            {"is_healthy": False, "health_reason": "Xid 79", "cordoned": "loud"},
-            ["Cordoned, Unhealthy", "Cordoned: loud", "Unhealthy: Xid 79"],
-        ),
-    ],
-)
-def test_a_gpu_out_of_service_says_why_as_in_every_view(reported: dict[str, Any], texts: list[str]) -> None:
-    """The words and reasons of `top`."""
-    _, _, _, line, *reasons = lines_of(GPU | reported)
-    assert re.search(rf"  {texts[0]}  ", line) and [one.strip() for one in reasons] == texts[1:]
-
-
 def test_without_an_answer_of_the_agent_no_gpu_is_shown() -> None:
     """None would be free, and none allocated. One that has answered, and has ended since, offers nothing."""
     silent = {"name": "a", "addresses": {}, "is_offered": False, "gpus": [], "containers": []}
@@ -102,12 +85,12 @@ def test_why_a_pod_waits_stands_below_the_table() -> None:
     """With the whole width, and only for pods that have a reason."""
     waits = {**shown_pod(phase="Pending"), "reason": "Unschedulable", "message": "no [room]"}
     lines = printed(Group(*pods_parts({"nodes": [{}], "pods": [shown_pod(0), waits]})), 60).splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["POD", "PHASE"],
-        ["default/share", "Running"],
-        ["default/share", "Pending"],
-    ]
+    expected = [["POD", "PHASE"], ["default/share", "Running"], ["default/share", "Pending"]]
+    assert [line.split() for line in lines[:3]] == expected
     assert lines[3:] == ["default/share: Unschedulable: no [room]"]
+    # A line for a pipe tells no use, because each change of a line is a new line.
+    assert pod_line(shown_pod(0, 1)) == "pod default/share Running [main: GPU 0,1]"
+    assert pod_line(shown_pod(phase="Pending")) == "pod default/share Pending [main: GPU -]"
 
 
 def test_in_a_pipe_each_row_and_each_reason_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +101,6 @@ def test_in_a_pipe_each_row_and_each_reason_is_one_line(capsys: pytest.CaptureFi
     *_, row, why = capsys.readouterr().out.splitlines()
     assert re.split(r" {2,}", row) == [f"default/{'p' * 253}", "Pending"]
     assert why == f"default/{'p' * 253}: {' '.join(reason.split())}"
-
-
-def test_a_line_for_a_pipe_tells_the_gpus_of_each_container() -> None:
-    """And no use, because each change of a line is a new line."""
-    assert pod_line(shown_pod(0, 1)) == "pod default/share Running [main: GPU 0,1]"
-    assert pod_line(shown_pod(phase="Pending")) == "pod default/share Pending [main: GPU -]"
 
 
 async def test_the_live_view_fits_a_small_terminal_and_follows_its_size(short_dir: Path) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,11 +99,7 @@ def test_a_constant_load_is_exact() -> None:
     ]  # fmt: skip
     usage = simulated_usage([played(load=1, memory_bytes=1001, pids=(7, 8))], 77.0)
     assert [p.sample.memory_bytes for p in usage] == [501, 500]
-
-
-def test_a_container_without_processes_uses_nothing() -> None:
-    """It ends just now."""
-    assert simulated_usage([played(pids=())], 0.0) == []
+    assert simulated_usage([played(pids=())], 0.0) == []  # it ends just now
 
 
 def test_what_is_wanted_of_a_gpu_beyond_all_of_it_is_shared_out() -> None:
@@ -121,13 +116,11 @@ def test_what_is_wanted_of_a_gpu_beyond_all_of_it_is_shared_out() -> None:
 async def open_played(**settings: Any) -> AsyncIterator[tuple[NodeUnderTest, WorkloadPlayer]]:
     """A node with two simulated GPUs behind small plugins, and who plays its containers' use."""
     async with open_test_node() as node:
-        gpus = (
-            await SimulatedDriver(gpus=2, gpu_memory_mib=(24576,), topology_text=None, gpu_name="T", seed="n").read()
-        ).gpus
+        driver = SimulatedDriver(gpus=2, gpu_memory_mib=(24576,), topology_text=None, gpu_name="T", seed="n")
+        gpus = (await driver.read()).gpus
         uuids = [gpu.uuid for gpu in gpus]
-        shown = ReportedNode(
-            node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY, gpu_mem=GPU_MEM),
-        )  # fmt: skip
+        names = ResourceNames(vcore=CORE, vmemory=MEMORY, gpu_mem=GPU_MEM)
+        shown = ReportedNode(node=node, gpus=gpus, names=names)
         async with (
             node.open_plugin(SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),
             node.open_plugin(SmallPlugin(MEMORY, device_ids(*uuids, count=96)), "memory.sock"),
@@ -136,15 +129,9 @@ async def open_played(**settings: Any) -> AsyncIterator[tuple[NodeUnderTest, Wor
             yield node, WorkloadPlayer(shown, node.paths.usage, **settings)
 
 
-def written(path: Path) -> Usage:
-    return parse_usage(path.read_text())
-
-
-async def run_pod(node: NodeUnderTest, name: str, *containers: dict[str, Any], **extra: Any) -> str:
-    """Returns its UID."""
-    uid: str = node.api.create_pod(pod(name, *containers, **extra))["metadata"]["uid"]
-    await node.wait_phase(name, "Running")
-    return uid
+def written_now(node: NodeUnderTest, player: WorkloadPlayer) -> Usage:
+    player.play()
+    return parse_usage(node.paths.usage.read_text())
 
 
 HALF = {"sandbox.gpushare-agent/load": "0.5"}
@@ -165,13 +152,10 @@ async def test_a_container_uses_the_gpus_that_it_was_given(
 ) -> None:
     """Half of its share, as its annotation says, by its own process."""
     async with open_played() as (node, player):
-        uid = await run_pod(node, "a", limits_of("main", limits), annotations=HALF)
-        player.play()
-        run = node.kubelet.runtime.find(uid, "main")
-        assert run is not None
-        usage = written(node.paths.usage)
+        await node.start_pods(pod("a", limits_of("main", limits), annotations=HALF))
+        usage = written_now(node, player)
         assert {process.gpu for process in usage} == gpus
-        assert {process.sample.pid for process in usage} == {run.pid}
+        assert {process.sample.pid for process in usage} == {node.container_of("a").pid}
         assert {process.sample.sm_ratio for process in usage} == {sm}
         assert {process.sample.memory_bytes for process in usage} == {memory_bytes}
 
@@ -181,35 +165,29 @@ async def test_all_processes_of_a_container_have_a_part() -> None:
     """Also those that its command starts."""
     async with open_played() as (node, player):
         twins = limits_of("main", {CORE: 40, MEMORY: 8}, command=["sh", "-c", "sleep 600 & sleep 600"])
-        uid = await run_pod(node, "a", {**twins, "image": "sandbox/host"}, annotations=HALF)
+        await node.start_pods(pod("a", {**twins, "image": "sandbox/host"}, annotations=HALF))
         while len(usage := written_now(node, player)) < 3:
             await asyncio.sleep(0.05)  # another process starts its children in its own time
-        run = node.kubelet.runtime.find(uid, "main")
-        assert run is not None
-        assert {process.sample.pid for process in usage} == set(node.kubelet.runtime.pids(run))
+        pids = node.kubelet.runtime.pids(node.container_of("a"))
+        assert {process.sample.pid for process in usage} == set(pids)
         assert sum(process.sample.sm_ratio or 0 for process in usage) == pytest.approx(0.2, abs=1e-5)
         assert sum(process.sample.memory_bytes or 0 for process in usage) == GIB
-
-
-def written_now(node: NodeUnderTest, player: WorkloadPlayer) -> Usage:
-    player.play()
-    return written(node.paths.usage)
 
 
 async def test_containers_without_gpus_and_ended_ones_use_nothing() -> None:
     """A plain container of the same pod, and afterwards the one with the GPU."""
     async with open_played() as (node, player):
-        uid = await run_pod(node, "a", container("main", cores=40, blocks=8), container("plain"), restartPolicy="Never")
+        await node.start_pods(pod("a", container(cores=40, blocks=8), container("plain"), restartPolicy="Never"))
         assert len(written_now(node, player)) == 1
         node.kill_container("a")
-        await node.kubelet.wait_for(lambda: not node.kubelet.runtime.is_running(uid, "main"))
+        await node.kubelet.wait_for(lambda: not node.container_of("a").is_running)
         assert written_now(node, player) == ()
 
 
 async def test_while_the_kubelet_is_down_use_stays_as_it_was() -> None:
     """Only the kubelet knows who has which GPU, and the containers run on."""
     async with open_played() as (node, player):
-        await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=HALF)
+        await node.start_pods(pod("a", container(cores=40, blocks=8), annotations=HALF))
         before = written_now(node, player)
         await node.kubelet.stop()
         assert written_now(node, player) == before
@@ -219,12 +197,7 @@ async def test_while_the_kubelet_is_down_use_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("node_wide", "annotation", "is_over"),
-    [
-        ("none", None, True),
-        ("vcuda", None, False),
-        ("vcuda", "none", True),
-        ("none", "vcuda", False),
-    ],
+    [("none", None, True), ("vcuda", None, False), ("vcuda", "none", True), ("none", "vcuda", False)],
 )
 async def test_only_isolation_none_lets_a_container_over_its_share(
     node_wide: str, annotation: str | None, is_over: bool
@@ -234,7 +207,7 @@ async def test_only_isolation_none_lets_a_container_over_its_share(
     settings = {"isolation": node_wide, "allowed": tuple(ISOLATIONS), "clock": lambda: next(moments)}
     async with open_played(**settings) as (node, player):
         chosen = {} if annotation is None else {ISOLATION_ANNOTATION: annotation}
-        await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=chosen)
+        await node.start_pods(pod("a", container(cores=40, blocks=8), annotations=chosen))
         found = [written_now(node, player)[0].sample.sm_ratio or 0 for _ in MOMENTS]
         assert (max(found) > 0.4) is is_over
 
@@ -254,10 +227,9 @@ async def test_the_file_is_replaced_and_never_half_written() -> None:
     async with open_played() as (node, player):
         player.play()
         with node.paths.usage.open() as old:
-            await run_pod(node, "a", container("main", cores=40, blocks=8))
-            player.play()
+            await node.start_pods(pod("a", container(cores=40, blocks=8)))
+            assert len(written_now(node, player)) == 1
             assert json.load(old) == {"processes": []}
-        assert len(written(node.paths.usage)) == 1
 
 
 @pytest.mark.parametrize("load", ["much", "-0.5", "nan", "inf"])

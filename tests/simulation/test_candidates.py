@@ -26,13 +26,9 @@ def test_each_try_goes_on_behind_the_last_one() -> None:
         candidates.retain(names, names)
         seen.append(names)
     assert seen == [["a", "b"], ["c", "d"], ["a", "b"]]
-
-
-def test_a_part_that_reaches_beyond_the_end_goes_on_at_the_front() -> None:
-    """Three nodes by two."""
-    candidates = Candidates("abc")
-    candidates.retain(["a", "b"], candidates.next(2))
-    assert candidates.next(2) == ["c", "a"]
+    three = Candidates("abc")  # a part that reaches beyond the end goes on at the front
+    three.retain(["a", "b"], three.next(2))
+    assert three.next(2) == ["c", "a"]
 
 
 def test_a_full_node_is_left_out_until_something_on_it_ends() -> None:

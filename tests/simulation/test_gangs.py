@@ -51,10 +51,7 @@ def test_two_half_started_gangs_wait_for_each_other_for_ever_and_with_a_gang_sch
     assert together.ran == 8
     assert together.tally.no_node == {NoNode.FULL: 4}
     apart = replay(cluster, workload, policy, has_gang_scheduler=False)
-    assert {name: (one.started_at, len(one.nodes)) for name, one in apart.tally.gangs.items()} == {
-        "a": (None, 2),
-        "b": (None, 2),
-    }
+    assert [(one.started_at, len(one.nodes)) for one in apart.tally.gangs.values()] == [(None, 2), (None, 2)]
     assert apart.ran == 0
     assert apart.measured.samples[-1].cores == 1
 
@@ -85,9 +82,7 @@ def test_a_gang_of_which_an_agent_refuses_a_pod_comes_again_as_a_whole() -> None
     pods = [one._replace(gang="a") for one in (arrival(1, 50, 10, name="s"), arrival(1, 50, 10, blocks=60, name="t"))]
     workload = workload_of(*halves, *pods)
     refused = replay(cluster_of(2), workload, Policy.AGENT_ONLY, share_policy="spread")
-    assert (
-        refused.tally.refusals[RefusalReason.FRAGMENTED] + refused.tally.refusals[RefusalReason.NOT_ENOUGH_MEMORY] > 0
-    )
+    assert refused.tally.refusals.keys() & {RefusalReason.FRAGMENTED, RefusalReason.NOT_ENOUGH_MEMORY}
     assert refused.tally.gangs["a"].started_at is not None
     assert len(refused.tally.gangs["a"].nodes) == 2
 

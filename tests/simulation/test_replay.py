@@ -63,12 +63,8 @@ def test_a_job_whose_pods_are_always_refused_gives_up() -> None:
 
 @pytest.mark.parametrize("policy", KNOWING_GPUS)
 def test_what_no_node_could_ever_serve_is_reported_so_and_holds_nobody_up(policy: Policy) -> None:
-    """A share larger than every GPU, more GPUs than a node has, and a number of cores that is neither."""
-    impossible = [
-        arrival(0, 50, 10, blocks=GPU_BLOCKS + 1, name="large"),
-        arrival(0, 300, 10, name="many"),
-        arrival(0, 150, 10, name="neither"),
-    ]
+    """More GPUs than a node has, a number of cores that is none of GPUs, and a share larger than every GPU."""
+    impossible = [arrival(0, 300, 10), arrival(0, 150, 10), arrival(0, 50, 10, blocks=GPU_BLOCKS + 1)]
     result = replay(cluster_of(2), workload_of(*impossible, arrival(1, 100, 10)), policy)
     assert result.tally.no_node == {NoNode.NEVER: 3}
     assert waited(result) == [0]
