@@ -297,20 +297,29 @@ class Published:
         found = self.api.slices.get(f"{NODE}-{DRIVER}")
         return found["spec"] if found is not None else None
 
+    @property
+    def is_there(self) -> bool:
+        return self.spec is not None
+
     @asynccontextmanager
     async def running(self) -> Any:
+        """With the API server's slices listed."""
         async with running(lambda: self.publisher.run(self.api, self.registered)):
+            self.publisher.list_ended(list(self.api.slices), [], "1")
             yield
 
-    def listed(self) -> None:
-        self.publisher.list_ended(list(self.api.slices), [], "1")
+    @asynccontextmanager
+    async def written(self) -> Any:
+        """Once what is wanted is there."""
+        async with self.running():
+            await eventually(lambda: self.is_there)
+            yield
 
 
 async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read() -> None:
     """What an earlier agent published stays meanwhile: claims refer to it."""
     published = Published(None)
     async with published.running():
-        published.listed()
         await asyncio.sleep(0)
         assert published.api.writes == 0
         published.wanted = devices(inventory(1))
@@ -328,7 +337,6 @@ async def test_a_slice_that_somebody_else_has_is_not_published() -> None:
     published = Published(devices(inventory(1)))
     published.api.error = Conflict("already exists")
     async with published.running():
-        published.listed()
         await eventually(lambda: published.api.writes > 0)
         published.publisher.changed()
         await eventually(lambda: published.api.writes > 1)
@@ -339,7 +347,6 @@ async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was
     published = Published(devices(inventory(1)))
     published.api.error = Rejected("may not create resourceslices")
     async with published.running():
-        published.listed()
         await eventually(lambda: published.api.writes > 0)
         assert not published.publisher.published.is_set()
         published.api.error = None
@@ -358,7 +365,6 @@ async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: p
         published = Published(devices(inventory(1)))
         published.registered.clear()
         async with published.running():
-            published.listed()
             for _ in range(10):
                 await asyncio.sleep(0)
             if at_most_s:
@@ -369,9 +375,7 @@ async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: p
 
 async def test_a_slice_that_the_kubelet_deleted_comes_back_with_the_next_generation() -> None:
     published = Published(devices(inventory(2)))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
+    async with published.written():
         published.api.delete(f"{NODE}-{DRIVER}")
         await eventually(lambda: published.spec is not None)
     assert published.spec is not None and published.spec["pool"]["generation"] == 2 and published.api.writes == 2
@@ -380,14 +384,12 @@ async def test_a_slice_that_the_kubelet_deleted_comes_back_with_the_next_generat
 async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
     """Another agent of the node has published the same."""
     first = Published(devices(inventory(2)))
-    async with first.running():
-        first.listed()
-        await eventually(lambda: first.spec is not None)
+    async with first.written():
+        pass
     second = Published(devices(inventory(2)))
     second.api.slices = first.api.slices
     second.publisher.put(undecoded(first.api.slices[f"{NODE}-{DRIVER}"]))
     async with second.running():
-        second.listed()
         second.publisher.changed()
         await asyncio.sleep(0)
         second.wanted = []
@@ -398,9 +400,7 @@ async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
 
 async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     published = Published(devices(inventory(2)))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
+    async with published.written():
         published.wanted = devices(inventory(2), {"GPU-1": 50})
         published.publisher.changed()
         for _ in range(20):
@@ -422,7 +422,6 @@ async def test_an_api_server_that_refuses_is_asked_again(monkeypatch: pytest.Mon
     published = Published(devices(inventory(1)))
     published.api.error = Unavailable("away")
     async with published.running():
-        published.listed()
         await eventually(lambda: published.api.writes >= 3)
         published.api.error = None
         await eventually(lambda: published.spec is not None)
@@ -435,8 +434,7 @@ async def test_slices_of_other_names_are_removed() -> None:
     other = {"metadata": {"name": "old"}, "spec": {"pool": {"generation": 41}}}
     published.api.slices["old"] = other
     published.publisher.put(undecoded(other))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
+    async with published.written():
+        pass
     assert list(published.api.slices) == [f"{NODE}-{DRIVER}"]
     assert published.spec is not None and published.spec["pool"]["generation"] == 42
