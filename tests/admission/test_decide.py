@@ -17,7 +17,7 @@ from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.placement.topology import build_topology
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, pod
 
@@ -177,20 +177,6 @@ def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:
     assert not any(candidate.is_chosen for candidate in why.candidates)
 
 
-def test_a_refusal_for_too_little_memory_at_all_has_its_own_reason() -> None:
-    """All GPUs together do not have it."""
-    outcome, why = decide(10, 50, share("a", 0, range(10), range(90)), share("b", 1, range(10), range(80)))
-    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert verdicts(why) == ["11 GiB short", "8.5 GiB short"]
-
-
-def test_a_refusal_for_fragmentation_shows_that_no_gpu_has_both() -> None:
-    """50 cores are free on each of two GPUs; 60 are asked."""
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), share("b", 1, range(50), range(5)))
-    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
-    assert verdicts(why) == ["10 cores short", "10 cores short"]
-
-
 def test_an_unhealthy_gpu_is_named_with_the_drivers_reason() -> None:
     """In the verdicts, and in the refusal where no other fits."""
     outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=sick(inventory(), 1))
@@ -253,15 +239,6 @@ def test_a_gpu_full_of_mps_clients_says_so() -> None:
     policy = Policy(names=NAMES, max_shares_of_gpu=1)
     _, why = decide(10, 10, share("other", 1, range(10), range(5)), policy=policy)
     assert verdicts(why) == ["chosen", "1 sharing containers, the most that one GPU serves"]
-
-
-def test_memory_alone_is_explained_in_memory() -> None:
-    """GPUShare's resource: no word of cores."""
-    policy = Policy(names=ResourceNames(gpu_mem="aliyun.com/gpu-mem"))
-    outcome, why = decide(0, 0, share("a", 0, range(10), range(60)), gpu_mem=20, policy=policy)
-    assert isinstance(outcome, Decision)
-    assert verdicts(why) == ["11 GiB short", "chosen"]
-    assert why.asked.memory_bytes == 20 * 1024 * MIB
 
 
 def test_other_gpus_than_planned_change_the_verdicts() -> None:

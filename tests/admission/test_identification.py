@@ -223,20 +223,6 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_something_of_it
     assert entry.looks > 1
 
 
-def test_a_pod_is_passed_over_only_while_the_name_is_its_own() -> None:
-    """A static pod of the name that could not be verified in one call is looked at in the next."""
-    node, entry = node_of(), Watched()
-    ordinary = pod("old", container(cores=20), has_started=True, resource_version="1")
-    for one in (ordinary, replace(ordinary, uid=PodUid("static"), is_static=True)):
-        node.pods.upsert(one) if one is ordinary else node.pods.put_static([one])
-    node.cache.put(allocation(ordinary, "main", ids(0, range(20)), []))
-    identification = identification_of(node, Outside())
-    call = vcore_call(size=10)
-    for unverifiable, left in (((), [entry]), ([("default", "old")], []), ((), [entry])):
-        known = identification._known(unverifiable=unverifiable)
-        assert identification._not_accounted_for(call, [entry], known) == left
-
-
 async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time_to_list_it() -> None:
     """Else it would be refused as unknown to the API server, which nobody asked."""
     clock = FakeClock()
@@ -301,12 +287,6 @@ class Static(Outside):
             self.node.cache.put(one)
         identification = identification_of(self.node, self, clock=clock, poll_again_s=poll_again_s)
         return await identification.identify(vcore_call(size=cores), self)
-
-
-async def test_a_static_pod_is_the_kubelets() -> None:
-    """It has no object yet."""
-    result = await Static(None, _static(HASH, 10)).identify(10)
-    assert isinstance(result, Target) and result.pod.uid == HASH
 
 
 @pytest.mark.parametrize("former", [0, 10, 20])

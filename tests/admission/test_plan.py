@@ -11,7 +11,7 @@ from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Ledger, Policy
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind
@@ -54,28 +54,11 @@ def test_a_share_gets_ids_of_one_gpu() -> None:
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
 
-def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
-    """The kubelet offers all of them; ours stay out."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(target, CORES, all_ids(), facts)
-    assert isinstance(result, Decision) and not set(result.ids) & set(ids(0, range(30)))
-
-
 def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
     target = serve(pod("new", container(cores=50, blocks=4)))
     result = planned(target, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(target))
     assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
-
-
-def test_memory_first_plans_the_whole_container() -> None:
-    """The GPU is chosen for cores and memory; the IDs asked for are memory's."""
-    target = serve(pod("new", container(cores=80, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(target, MEMORY, all_ids(count=96), facts)
-    assert isinstance(result, Decision)
-    assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
 
 
 def test_memory_ids_are_counters() -> None:
@@ -151,15 +134,6 @@ def test_a_whole_gpu_must_be_free() -> None:
     waiting = replace(allocation(pod("old"), "main", [], ids(0, range(3))), gpus=(GpuUuid("GPU-0"),))
     result = check(Case(target, CORES, whole, ledger(target, waiting), POLICY), ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_CORES
-
-
-def test_an_unhealthy_gpu_is_not_given() -> None:
-    """It may have turned between the preference and the Allocate."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    found = inventory()
-    sick = replace(found, gpus=(replace(found.gpus[0], health=Health.UNHEALTHY), found.gpus[1]))
-    result = check(Case(target, CORES, ids(0, range(10)), ledger(target, gpus=sick), POLICY), ())
-    assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_GPU
 
 
 def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: int = 4) -> Pod:
