@@ -32,27 +32,28 @@ field 0 139 4294967295 0 3 4096
 """
 """For GPU 0: everything that a GPU can report, apart from processes."""
 
-GPU_FIELDS = [
-    "sm_ratio",
-    "memory_ratio",
-    "encoder_ratio",
-    "decoder_ratio",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "memory_free_bytes",
-    "temperature_celsius",
-    "power_watts",
-    "power_limit_watts",
-    "sm_clock_hertz",
-    "memory_clock_hertz",
-    "ecc_corrected_total",
-    "ecc_uncorrected_total",
-    "throttle_reasons",
-    "pcie_received_bytes_per_second",
-    "pcie_sent_bytes_per_second",
-    "nvlink_received_bytes_total",
-    "nvlink_sent_bytes_total",
-]
+ALL = {
+    "sm_ratio": 0.87,
+    "memory_ratio": 0.34,
+    "encoder_ratio": 0.12,
+    "decoder_ratio": 0.05,
+    "memory_used_bytes": 1000 * MIB,
+    "memory_total_bytes": 24576 * MIB,
+    "memory_free_bytes": 23276 * MIB,  # without the 300 that the driver keeps for itself
+    "temperature_celsius": 61.0,
+    "power_watts": 142.5,
+    "power_limit_watts": 150.0,
+    "sm_clock_hertz": 1_695_000_000,
+    "memory_clock_hertz": 6_251_000_000,
+    "ecc_corrected_total": 7,
+    "ecc_uncorrected_total": 1,
+    "throttle_reasons": ["hw_thermal", "power_cap"],
+    "pcie_received_bytes_per_second": 2_500_000,
+    "pcie_sent_bytes_per_second": 1_500_000,
+    "nvlink_received_bytes_total": 4096 * 1024,
+    "nvlink_sent_bytes_total": 2048 * 1024,
+}
+"""What is sampled of it."""
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +74,7 @@ async def test_every_value_of_a_gpu_comes_in_its_unit(library_directory: Path) -
     """Percent become ratios, milliwatts watts, MHz hertz, KB/s and KiB bytes; idle is no throttling."""
     [sample] = await samples(library_directory, ONE_GPU + BUSY)
     [gpu] = sample["gpus"]
-    assert {name: gpu[name] for name in GPU_FIELDS} == {
-        "sm_ratio": 0.87,
-        "memory_ratio": 0.34,
-        "encoder_ratio": 0.12,
-        "decoder_ratio": 0.05,
-        "memory_used_bytes": 1000 * MIB,
-        "memory_total_bytes": 24576 * MIB,
-        "memory_free_bytes": 23276 * MIB,  # without the 300 that the driver keeps for itself
-        "temperature_celsius": 61.0,
-        "power_watts": 142.5,
-        "power_limit_watts": 150.0,
-        "sm_clock_hertz": 1_695_000_000,
-        "memory_clock_hertz": 6_251_000_000,
-        "ecc_corrected_total": 7,
-        "ecc_uncorrected_total": 1,
-        "throttle_reasons": ["hw_thermal", "power_cap"],
-        "pcie_received_bytes_per_second": 2_500_000,
-        "pcie_sent_bytes_per_second": 1_500_000,
-        "nvlink_received_bytes_total": 4096 * 1024,
-        "nvlink_sent_bytes_total": 2048 * 1024,
-    }
+    assert {name: gpu[name] for name in ALL} == ALL
     assert (gpu["uuid"], gpu["processes"], sample["errors"]) == ("GPU-aaaa", [], {})
 
 
@@ -101,7 +82,7 @@ async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_d
     """Each value is None, never zero; its memory and its empty process list are known all the same."""
     [sample] = await samples(library_directory, ONE_GPU)
     [gpu] = sample["gpus"]
-    reported = {name: gpu[name] for name in GPU_FIELDS if gpu[name] is not None}
+    reported = {name: gpu[name] for name in ALL if gpu[name] is not None}
     memory = {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB, "memory_free_bytes": 24576 * MIB}
     assert reported == memory
     assert sample["errors"] == {}

@@ -107,30 +107,19 @@ async def test_nvlinks_are_those_of_the_matrix() -> None:
     assert len({link.remote_bus_id for gpu in switched.gpus for link in gpu.nvlinks}) == 1
 
 
-def test_more_memory_sizes_than_gpus_are_refused_naming_both_numbers() -> None:
-    """A size too many is a mistake in the settings."""
-    with pytest.raises(StartupError, match="3 GPU memory sizes were given for 2 GPUs"):
-        simulated(gpus=2, memory=(1, 2, 3))
-
-
-@pytest.mark.parametrize("gpus", [0, -1, 65])
-def test_an_impossible_number_of_gpus_is_refused(gpus: int) -> None:
-    """One to 64 GPUs can be simulated."""
-    with pytest.raises(StartupError, match="choose 1 to 64"):
-        simulated(gpus=gpus)
-
-
-@pytest.mark.parametrize("memory", [(), (0,), (24576, -1)])
-def test_impossible_memory_sizes_are_refused(memory: tuple[int, ...]) -> None:
-    """Every GPU has some memory."""
-    with pytest.raises(StartupError, match="sizes above 0 MiB"):
-        simulated(memory=memory)
-
-
-def test_a_faulty_topology_text_is_refused() -> None:
-    """The error is that of the text."""
-    with pytest.raises(Corrupt, match="no line names a GPU"):
-        simulated(topology="nonsense")
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"gpus": 2, "memory": (1, 2, 3)}, StartupError, "3 GPU memory sizes were given for 2 GPUs"),
+        *(({"gpus": number}, StartupError, "choose 1 to 64") for number in (0, -1, 65)),
+        *(({"memory": sizes}, StartupError, "sizes above 0 MiB") for sizes in ((), (0,), (24576, -1))),
+        ({"topology": "nonsense"}, Corrupt, "no line names a GPU"),
+    ],
+)
+def test_gpus_that_cannot_be_simulated_are_refused(options: Any, error: type[Exception], text: str) -> None:
+    """With what is wrong: a mistake in the settings."""
+    with pytest.raises(error, match=text):
+        simulated(**options)
 
 
 async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(faults: Path) -> None:

@@ -107,12 +107,6 @@ async def until_stuck(client: RawClient) -> None:
         sizes.append(int.from_bytes(answer, sys.byteorder))
 
 
-async def test_a_call_is_answered() -> None:
-    """The plain case: a generated message in, a generated message out."""
-    async with serving(Echo()) as path:
-        assert await call(path, ECHO, string_list(1, ["a", "b"])) == string_list(1, ["a", "b"])
-
-
 class AtOnce:
     """Answers a request with its bytes, by `send_answer`."""
 

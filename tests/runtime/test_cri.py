@@ -305,14 +305,6 @@ def test_an_endpoint_that_is_no_socket_is_rejected(endpoint: str) -> None:
         runtime_endpoints(endpoint, ())
 
 
-async def test_a_socket_deeper_than_an_address_is_reached(short_dir: Path) -> None:
-    """More than 107 bytes of path."""
-    deep = short_dir / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    async with serving(deep / "s", FakeRuntime()), open_runtime(f"unix://{deep}/s", timeout_s=DEADLINE_S) as client:
-        assert (await client.version()).version == "v2.1.0"
-
-
 async def test_calls_at_the_same_time_share_a_connection(short_dir: Path) -> None:
     """The endpoint is chosen once."""
     async with (
