@@ -84,23 +84,14 @@ def test_two_that_fit_are_never_guessed_between() -> None:
 
 def test_must_include_points_at_the_pod_of_the_init_container() -> None:
     """Those IDs are an init container's of exactly one pod."""
-
-    def chain(name: str) -> object:
-        return pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10))
-
-    a, b = chain("a"), chain("b")
-    allocated = (
-        allocation(a, "i", ids(0, range(5)), [], ContainerKind.INIT),  # type: ignore[arg-type]
-        allocation(b, "i", ids(0, range(5, 10)), [], ContainerKind.INIT),  # type: ignore[arg-type]
-    )
-    call = Call(
-        resource="tencent.com/vcuda-core",
-        kind=ResourceKind.VCORE,
-        size=10,
-        must_include=frozenset(ids(0, range(5, 10))),
+    a, b = (pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10)) for name in "ab")
+    given = ids(0, range(10))
+    allocated = tuple(
+        allocation(owner, "i", own, [], ContainerKind.INIT) for owner, own in ((a, given[:5]), (b, given[5:]))
     )
     listed = [Listing("a", {"m": {}}), Listing("b", {"m": {}})]
-    assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"  # type: ignore[arg-type]
+    call = vcore_call(size=10, must_include=frozenset(given[5:]))
+    assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"
 
 
 def test_an_unknown_listed_pod_without_devices_is_to_be_fetched_first() -> None:

@@ -73,6 +73,13 @@ def path(short_dir: Path) -> Path:
     return short_dir / "control.sock"
 
 
+@pytest.fixture
+async def parts(path: Path) -> AsyncIterator[Parts]:
+    """Of a server that listens at `path`."""
+    async with _listening(path) as made:
+        yield made
+
+
 async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
     """By index or by UUID; the answer shows the GPU as it is now."""
     path = short_dir / "run" / "control.sock"
@@ -94,24 +101,22 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
     ]
 
 
-async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(path: Path) -> None:
+async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(path: Path, parts: Parts) -> None:
     """A poll follows at once."""
-    async with _listening(path) as parts:
-        parts.inventory.note_events([xid(79)])
-        answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
-        assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
-        assert answer.document["gpu"]["state"] == "probing" and parts.polls == 1
+    parts.inventory.note_events([xid(79)])
+    answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+    assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
+    assert answer.document["gpu"]["state"] == "probing" and parts.polls == 1
     text = reported("uncordon", answer.document)
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
 
-async def test_what_could_not_be_written_down_is_in_the_answer(path: Path) -> None:
+async def test_what_could_not_be_written_down_is_in_the_answer(path: Path, parts: Parts) -> None:
     """The cordon holds all the same."""
-    async with _listening(path) as parts:
-        parts.not_kept = "the disk is full"
-        answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
-        assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
-        assert parts.inventory.cordoned == {"GPU-0": ""}
+    parts.not_kept = "the disk is full"
+    answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
+    assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
+    assert parts.inventory.cordoned == {"GPU-0": ""}
     assert "forgotten when the agent ends" in reported("cordon", answer.document)
 
 
@@ -129,24 +134,22 @@ async def test_what_could_not_be_written_down_is_in_the_answer(path: Path) -> No
     ],
 )
 async def test_a_bad_request_changes_nothing_and_is_reported_why(
-    path: Path, request_: Any, status: int, text: str
+    path: Path, request_: Any, status: int, text: str, parts: Parts
 ) -> None:
     """What root asks is bounded and checked, too."""
-    async with _listening(path) as parts:
-        answer = await _ask(path, "POST", "/cordon", request_)
-        assert answer.status == status and text in answer.document["error"]
-        assert parts.inventory.cordoned == {}
+    answer = await _ask(path, "POST", "/cordon", request_)
+    assert answer.status == status and text in answer.document["error"]
+    assert parts.inventory.cordoned == {}
 
 
-async def test_a_request_beyond_the_limit_is_refused(path: Path) -> None:
+async def test_a_request_beyond_the_limit_is_refused(path: Path, parts: Parts) -> None:
     """By its length alone."""
-    async with _listening(path) as parts:
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(b"POST /cordon HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1))
-        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
-        writer.close()
-        await writer.wait_closed()
-        assert parts.inventory.cordoned == {}
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"POST /cordon HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1))
+    assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+    await writer.wait_closed()
+    assert parts.inventory.cordoned == {}
 
 
 async def test_what_is_no_json_is_refused(path: Path) -> None:
@@ -266,18 +269,17 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(path: Path) -> No
     await server.wait_closed()
 
 
-async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path) -> None:
+async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path, parts: Parts) -> None:
     """It is named by its index as ever; its instance shows what holds for it, and is not put back by itself."""
-    async with _listening(path) as parts:
-        found = inventory()
-        instance = mig_instance(2, 0, 1)
-        parts.inventory.read(replace(found, gpus=(found.gpus[1], instance), mig_partitioned=(found.gpus[0],)))
-        cordoned = await _ask(path, "POST", "/cordon", {"gpu": "0", "reason": "fan"})
-        parts.inventory.note_events([xid(79, 0)])
-        shown = (await _ask(path, "GET", "/gpus")).document["gpus"]
-        alone = await _ask(path, "POST", "/uncordon", {"gpu": "0:1"})
-        back = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
-        parts.inventory.read(parts.inventory.current)
+    found = inventory()
+    instance = mig_instance(2, 0, 1)
+    parts.inventory.read(replace(found, gpus=(found.gpus[1], instance), mig_partitioned=(found.gpus[0],)))
+    cordoned = await _ask(path, "POST", "/cordon", {"gpu": "0", "reason": "fan"})
+    parts.inventory.note_events([xid(79, 0)])
+    shown = (await _ask(path, "GET", "/gpus")).document["gpus"]
+    alone = await _ask(path, "POST", "/uncordon", {"gpu": "0:1"})
+    back = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+    parts.inventory.read(parts.inventory.current)
     assert cordoned.document["changed"] and not cordoned.document["gpu"]["is_healthy"]
     assert {gpu["label"]: (gpu["is_healthy"], gpu["cordoned"]) for gpu in shown} == {
         "1": (True, None),
