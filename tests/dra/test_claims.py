@@ -28,7 +28,6 @@ from tests.dra.support_claims import (
     Driver,
     admin,
     edit_policy,
-    gpu_config,
     prepared,
     raw_claim,
     ref_of,
@@ -584,19 +583,6 @@ async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> No
     assert (before["NVIDIA_VISIBLE_DEVICES"], after["NVIDIA_VISIBLE_DEVICES"]) == ("GPU-0,GPU-1", "GPU-1,GPU-0")
     limits = [one["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] for one in (before, after)]
     assert limits == ["0=4096M,1=8192M", "0=8192M,1=4096M"]
-
-
-async def test_limits_of_a_configuration_follow_their_gpus(tmp_path: Path) -> None:
-    """NVIDIA's names the GPUs by place in the order of UUID, which the record keeps."""
-    mps = {"defaultActiveThreadPercentage": 50, "defaultPerDevicePinnedMemoryLimit": {"0": "4Gi", "1": "8Gi"}}
-    config = gpu_config("MPS", mpsConfig=mps)
-    driver = Driver(tmp_path, raw_claim(whole("a", 0), whole("b", 1), config=[config]), nvidia_names=True)
-    await prepared(driver)
-    boot(driver, ("GPU-1", 0), ("GPU-0", 1))
-    await driver.claims.restore()
-    variables = spec(driver)[1]
-    assert variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M,1=4096M"
-    assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
 
 
 async def test_gpus_of_another_claim_stay_in_the_list_of_a_claim_made_again(tmp_path: Path) -> None:

@@ -126,23 +126,10 @@ def test_containers_whose_requests_overlap_are_refused() -> None:
     assert isinstance(made, Refused) and "p/c0 and p/c1" in made.detail
 
 
-def test_two_requests_on_one_gpu_are_one_share_of_it() -> None:
-    made = prepared(
-        raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi")), user("p", "")
-    )
-    assert limits(env_of(made)) == limited("0=12288M", 50)
-
-
 def test_whole_gpus_are_not_limited() -> None:
     made = prepared(raw_claim(whole("a", 0), whole("b", 1)), user("p", ""))
     assert [one.is_whole for one in made.results] == [True, True]
     assert env_of(made) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
-
-
-def test_a_whole_gpu_beside_a_share_has_no_limit_of_its_own() -> None:
-    made = prepared(raw_claim(whole("a", 0), result("b", 1)), user("p", ""))
-    expected = limited("0=24576M,1=16384M", 40)
-    assert limits(env_of(made)) == expected
 
 
 @given(st.lists(st.tuples(REQUESTS, st.integers(0, 3)), min_size=1, max_size=32, unique=True))
@@ -198,11 +185,6 @@ def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
     assert chosen.results[0].isolation == "mps" and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
     refused = prepare(raw_claim(result(), config=[share_config(isolation="none")]), policy=policy)
     assert isinstance(refused, Refused) and "allows gpushare, mps" in refused.detail
-
-
-def test_the_elastic_ceiling_raises_the_percentage() -> None:
-    made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
-    assert limits(env_of(made))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "80"
 
 
 def test_all_of_the_memory_and_no_cores_is_the_whole_gpu() -> None:

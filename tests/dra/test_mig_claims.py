@@ -33,7 +33,7 @@ from tests.dra.support_claims import (
 from tests.extender.support_extender import eventually
 from tests.fakes.clock import FakeClock
 from tests.isolation.support_cdi import schema
-from tests.support_core import mig_instance, used_blocks, used_cores
+from tests.support_core import mig_instance, used_cores
 from tests.support_deadline import DEADLINE_S
 
 NODES = (DeviceListStrategy.DEVICE_NODES, DeviceListStrategy.ENVVAR)
@@ -139,14 +139,6 @@ async def test_a_claim_that_waits_keeps_its_place_and_one_that_never_gets_it_doe
     driver.policy = replace(edit_policy("none"), isolation="nobody-knows")
     del driver.api.claims["claim-1"]
     assert (await refused(driver)).reason is RefusalReason.INVALID_REQUEST and driver.mig.held == {}
-
-
-async def test_an_agent_that_starts_knows_the_places(tmp_path: Path) -> None:
-    driver = driver_of(tmp_path, raw_claim(at(6)), raw_claim(result(), number=2))
-    await prepared(driver), await prepared(driver, 2)
-    holds = driver.mig.holds
-    await driver.restart()
-    assert driver.mig.restored == {uid_of(1): {place(6): "MIG-1"}} and driver.mig.holds == holds
 
 
 async def test_after_a_reboot_a_claim_gets_another_instance(tmp_path: Path) -> None:
@@ -284,17 +276,6 @@ async def test_specs_follow_the_numbers_of_an_instances_nodes(tmp_path: Path) ->
         driver.node.inventory.current = replace(current, gpus=gpus)
         await driver.claims.refresh()
     assert [(one.get("major"), one.get("minor")) for one in spec(driver)] == [(None, None), (600, 7), (600, 8)]
-
-
-async def test_shares_of_one_instance_are_counted_together(tmp_path: Path) -> None:
-    parts = [raw_claim(at(6, cores=40, memory="4Gi"), number=number) for number in (1, 2, 3)]
-    driver = driver_of(tmp_path, *parts)
-    await prepared(driver), await prepared(driver, 2)
-    assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 80} and used_blocks(driver.cache) == {GpuUuid("MIG-1"): 32}
-    assert (await refused(driver, 3)).detail.startswith("GPU 0:6 cannot serve 40 cores")
-    await driver.claims.unprepare(ref_of(2))
-    assert driver.mig.held.keys() == {uid_of(1), uid_of(3)}
-    assert (await prepared(driver, 3)).places == {place(6): "MIG-1"}
 
 
 async def test_two_claims_of_one_container_wait_for_each_others_instance(tmp_path: Path) -> None:

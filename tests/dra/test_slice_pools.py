@@ -205,33 +205,6 @@ async def test_a_pool_that_was_left_half_written_is_completed(written: int, monk
                 await eventually(lambda: pool.devices == [["a"], ["b"], ["c"], []])  # noqa: B023
 
 
-async def test_an_agent_of_one_slice_and_one_of_several_follow_each_other() -> None:
-    """The names of the first are the same, and the newer one removes the others."""
-    pool = PoolUnderTest(of("gpu-0"))
-    async with pool.written():
-        pass
-    assert pool.slices.names == [BASE]
-    pool = PoolUnderTest(*THREE, api=pool.slices)
-    async with pool.running():
-        await eventually(lambda: pool.devices is not None and len(pool.slices.slices) == 3)
-    pool = PoolUnderTest(of("gpu-0"), api=pool.slices)
-    async with pool.running():
-        await eventually(lambda: pool.devices == [["gpu-0"]])
-    assert [*pool.slices.slices] == [BASE]
-
-
-async def test_a_slice_of_another_name_makes_the_pool_no_larger(pool: PoolUnderTest) -> None:
-    """One with the same generation would be one too many: none of the devices could be had."""
-    stray = {
-        "metadata": {"name": "stray"},
-        "spec": {"pool": {"name": NODE, "generation": 1, "resourceSliceCount": 3}, "devices": []},
-    }
-    pool.slices.slices["stray"] = stray
-    pool.publisher.put(undecoded(stray))
-    await eventually(lambda: pool.devices is not None)
-    assert pool.devices == [["gpu-0"], ["a", "b"], []]
-
-
 async def test_a_slice_that_changed_meanwhile_is_written_again(pool: PoolUnderTest) -> None:
     name = f"{BASE}-001"
     newer = {**pool.slices.slices[name], "metadata": {"name": name, "resourceVersion": "other"}}

@@ -362,23 +362,6 @@ async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: p
             await eventually(lambda: published.spec is not None)  # noqa: B023 - of this round
 
 
-async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
-    """Another agent of the node has published the same."""
-    first = Published(devices(inventory(2)))
-    async with first.written():
-        pass
-    second = Published(devices(inventory(2)))
-    second.api.slices = first.api.slices
-    second.publisher.put(undecoded(first.api.slices[f"{NODE}-{DRIVER}"]))
-    async with second.running():
-        second.publisher.changed()
-        await asyncio.sleep(0)
-        second.wanted = []
-        second.publisher.changed()
-        await eventually(lambda: not second.api.slices)
-    assert second.api.writes == 1, "the deletion alone"
-
-
 async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     published = Published(devices(inventory(2)))
     async with published.written():

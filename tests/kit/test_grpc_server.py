@@ -157,16 +157,6 @@ async def test_an_unknown_method_is_answered_unimplemented_with_its_name() -> No
             assert headers[b"grpc-status"] == b"12"
 
 
-async def test_a_request_of_5_mib_is_refused_with_both_sizes_and_the_connection_lives() -> None:
-    """RESOURCE_EXHAUSTED with a text; the next call on the same connection is answered."""
-    async with serving(Echo()) as path, Channel(path=str(path), codec=RawCodec()) as channel:
-        with pytest.raises(GRPCError) as caught:
-            await call_on(channel, ECHO, bytes(5 * 1024 * 1024))
-        assert caught.value.status is Status.RESOURCE_EXHAUSTED
-        assert caught.value.message == "the request of 5242880 bytes is over the limit of 4194304 bytes"
-        assert await call_on(channel, ECHO, string_list(1, ["a"])) == string_list(1, ["a"])
-
-
 async def test_a_long_request_is_refused_before_its_bytes_are_read() -> None:
     """A prefix that announces 4 GiB is answered at once; nothing waits for the bytes."""
     async with serving(Echo()) as path, raw_client(path) as client:
