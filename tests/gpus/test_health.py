@@ -31,6 +31,7 @@ from gpushare_agent.core.model.gpus import Gpu, Health
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.settings.sections import HealthSettings
 from gpushare_agent.core.settings.settings import load_settings
+from tests.gpus.support_health import xid
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]
@@ -45,10 +46,6 @@ POLICY = HealthPolicy(
 
 def bad(reason: str = "fell off the bus") -> Gpu:
     return replace(WELL, health=Health.UNHEALTHY, unhealthy_reason=reason)
-
-
-def xid(number: int, uuid: str | None = "GPU-0") -> GpuEvent:
-    return GpuEvent(kind=GpuEventKind.XID, uuid=None if uuid is None else GpuUuid(uuid), xid=number)
 
 
 def hit(health: GpuHealth, number: int, now: float) -> GpuHealth:
@@ -74,7 +71,7 @@ def is_offered(health: GpuHealth) -> bool:
         (xid(79), EventMeaning.NEEDS_RESET),
         (xid(94), EventMeaning.UNHEALTHY),
         (xid(79, None), EventMeaning.UNATTRIBUTED),
-        (xid(79, "GPU-9"), EventMeaning.FOREIGN),
+        (xid(79, 9), EventMeaning.FOREIGN),
         (GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=GpuUuid("GPU-0")), EventMeaning.NEEDS_RESET),
     ],
 )

@@ -447,24 +447,26 @@ async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_director
     assert "nvmlDeviceGetName" in gpu["unhealthy_reason"]
 
 
+CLUSTER = "00112233445566778899aabbccddeeff"
+
+
 @pytest.mark.parametrize(
-    ("state", "status", "why"),
+    ("own", "why"),
     [
-        (0, 0, ""),
-        (1, 0, "the driver still waits for it"),
-        (2, 0, "the driver still waits for it"),
-        (3, 999, "Unknown Error (nvmlDeviceGetGpuFabricInfo)"),
-        (3, 0, ""),
+        (f"0 0 {CLUSTER}", ""),
+        (f"1 0 {CLUSTER}", "the driver still waits for it"),
+        (f"2 0 {CLUSTER}", "the driver still waits for it"),
+        (f"3 999 {CLUSTER}", "Unknown Error (nvmlDeviceGetGpuFabricInfo)"),
+        (f"3 0 {'0' * 32}", ""),  # its cluster has no UUID
     ],
 )
-async def test_a_gpu_that_has_not_joined_its_nvlink_fabric(
-    library_directory: Path, state: int, status: int, why: str
-) -> None:
+async def test_a_gpu_that_has_not_joined_its_nvlink_fabric(library_directory: Path, own: str, why: str) -> None:
     """CUDA fails on it, though NVML reads it as ever; once it has joined it is usable. Others are not touched."""
-    joined = "".join(f"fabric {gpu} 3 0 {'1' * 32} 7\n" for gpu in (0, 2, 3))
-    own = (f"fabric 1 {state} {status} {'0' * 32} 0\n", f"fabric 1 3 0 {'1' * 32} 7\n")
-    inventory, later = await reads(library_directory, *(TWO_PAIRS + joined + line for line in own))
+    joined = "".join(f"fabric {gpu} 3 0 {CLUSTER} 7\n" for gpu in (0, 2, 3))
+    scripts = [TWO_PAIRS + joined + f"fabric 1 {state} 7\n" for state in (own, f"3 0 {CLUSTER}")]
+    inventory, later = await reads(library_directory, *scripts)
     assert [gpu["index"] for gpu in inventory["gpus"] if gpu["health"] == "Unhealthy"] == ([1] if why else [])
     assert not why or f"has not joined its NVLink fabric: {why}" in inventory["gpus"][1]["unhealthy_reason"]
-    assert {gpu["fabric"] for gpu in later["gpus"]} == {"11111111-1111-1111-1111-111111111111.7"}
+    assert inventory["gpus"][1]["fabric"] == ""
+    assert {gpu["fabric"] for gpu in later["gpus"]} == {"00112233-4455-6677-8899-aabbccddeeff.7"}
     assert {gpu["health"] for gpu in later["gpus"]} == {"Healthy"}

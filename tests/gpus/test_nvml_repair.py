@@ -81,14 +81,3 @@ async def test_compute_capability_and_brand_are_read_where_the_driver_has_them(l
     gpus = (await read_once(library_directory, TWO_PAIRS + values))["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
     assert [gpu["brand"] for gpu in gpus] == ["Nvidia", "Tesla", "", ""]
-
-
-async def test_the_nvlink_fabric_is_read_where_the_gpu_has_joined_it(library_directory: Path) -> None:
-    """State 3 is completed; a GPU that still joins, that failed to, or whose cluster has no UUID is on none."""
-    cluster = "00112233445566778899aabbccddeeff"
-    script = (
-        f"{TWO_PAIRS}fabric 0 3 0 {cluster} 7\nfabric 1 2 0 {cluster} 7\nfabric 2 3 999 {cluster} 7\n"
-        f"fabric 3 3 0 {'0' * 32} 7\n"
-    )
-    gpus = (await read_once(library_directory, script))["gpus"]
-    assert [gpu["fabric"] for gpu in gpus] == ["00112233-4455-6677-8899-aabbccddeeff.7", "", "", ""]
