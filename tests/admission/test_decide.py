@@ -119,18 +119,6 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     assert why.policy == "fragment"
 
 
-def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
-    """The pair with NVLink wins over the free GPUs next to it."""
-    kinds = [[LinkKind.SELF if a == b else LinkKind.SYS for b in range(3)] for a in range(3)]
-    links = [[Link(kind=kind) for kind in row] for row in kinds]
-    links[1][2] = links[2][1] = Link(kind=LinkKind.NVLINK, nvlinks=4)
-    gpus = replace(inventory(3), topology=build_topology(links, [None] * 3))
-    outcome, why = decide(200, 0, gpus=gpus)
-    assert isinstance(outcome, Decision) and outcome.gpus == ("GPU-1", "GPU-2")
-    assert verdicts(why) == ["free, but at a higher link cost: 32000 with it, 450 without", "chosen", "chosen"]
-    assert why.policy == "link" and "link cost" in why.why
-
-
 def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
     """Next to the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
     everywhere = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(3)] for a in range(3)]

@@ -13,9 +13,8 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.core.model.errors import NotFound, Unavailable
-from gpushare_agent.core.model.names import GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import PodPhase
-from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, listed, pod
 from tests.support_node import node_of
 
@@ -134,25 +133,6 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     assert not node.cache.of_pod(deleted.uid)
     (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
     assert freed["resources"] == {NAMES.vcore: 5, NAMES.vmemory: 2} and freed["gpus"] == ["GPU-0"]
-
-
-async def test_what_is_freed_is_named_by_the_resource_that_the_pod_asked_for() -> None:
-    """A whole nvidia.com/gpu has no memory blocks of its own to name."""
-    node = ReconciledNode()
-    owner = node.pods[0]
-    node.cache.release_pod(owner.uid)
-    unit = replace(
-        allocation(owner, "main", [], []),
-        ids={ResourceKind.GPU: frozenset({unit_id(GpuUuid("GPU-1"), 0, "1")})},
-        gpus=(GpuUuid("GPU-1"),),
-        gpu_resource="nvidia.com/gpu",
-        is_whole=True,
-    )
-    node.cache.put(unit)
-    with capture_logs() as logs:
-        node.collection.pod_changed(owner, replace(owner, phase=PodPhase.SUCCEEDED))
-    (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
-    assert (freed["resources"], freed["gpus"]) == ({"nvidia.com/gpu": 1}, ["GPU-1"])
 
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
+from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.core.model.pods import ContainerKind, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
@@ -108,22 +108,6 @@ def test_a_stale_pod_of_the_same_name_is_suspected() -> None:
     old = pod("web-0", container(cores=10), phase=PodPhase.FAILED)
     result = identify(VCORE_10, [Listing("web-0", {"main": {}})], known(old))
     assert isinstance(result, Unresolved) and result.to_recheck == (("default", "web-0"),)
-
-
-def test_an_allocate_without_preference_is_the_successor_containers() -> None:
-    """The kubelet passes an init container's IDs to the next container without asking."""
-    chain = pod(
-        "chain",
-        container("i", cores=5, kind=ContainerKind.INIT),
-        container("s", cores=5, kind=ContainerKind.SIDECAR, position=1),
-        container("m", cores=10),
-    )
-    allocated = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
-    facts = known(chain, allocations=(allocated,))
-    found = next_container_of(ids(0, range(5)), CORE, {chain.uid: chain}.get, facts)
-    assert found is not None and found.container.name == "s"
-    assert next_container_of(ids(0, range(5, 10)), CORE, {chain.uid: chain}.get, facts) is None
-    assert next_container_of(ids(0, range(4)), CORE, {chain.uid: chain}.get, facts) is None
 
 
 def test_a_container_that_runs_is_not_called_for() -> None:

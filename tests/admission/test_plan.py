@@ -166,16 +166,6 @@ def test_the_heir_stays_on_the_init_containers_gpu() -> None:
     assert isinstance(memory_first, Decision) and memory_first.gpus == (GpuUuid("GPU-1"),)
 
 
-def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> None:
-    """40 of the init container plus 20 free make 60, also for memory."""
-    owner = chain(40, 60, init_blocks=50, main_blocks=90)
-    target = serve(owner, "m")
-    init = allocation(owner, "i", ids(0, range(40)), ids(0, range(50)), ContainerKind.INIT)
-    facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
-    given = ids(0, range(60))
-    assert check(Case(target, CORES, given, facts, POLICY), ()) == (GpuUuid("GPU-0"),)
-
-
 def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:
     """The kubelet would hand on IDs of both GPUs at random."""
     target = serve(chain(200, 100, 0, 0), "i")

@@ -234,11 +234,3 @@ def test_devices_shown_in_a_pod_that_ended_are_not_adopted() -> None:
     shown = listed("one", main=(ids(0, range(10)), ids(0, range(4))))
     assert kinds(poll((), [shown], [failed])) == []
     assert kinds(poll((ALLOCATED,), [shown], [failed])) == [("ended", ONE.uid)]
-
-
-def test_a_name_that_becomes_known_is_no_correction_of_the_ledger() -> None:
-    """After a restart the checkpoint gives IDs without names; the pod list brings them."""
-    unnamed = replace(OTHER_ALLOCATED, pod_name="", namespace="")
-    result = poll((unnamed,), [OTHER], [OTHER_POD])
-    assert [c.kind for c in result.corrections] == ["named"]
-    assert result.corrections[0].allocation is not None and result.corrections[0].allocation.pod_name == "other"

@@ -142,16 +142,6 @@ def test_a_replica_takes_its_part_exactly() -> None:
     assert healthy(world, VCORE_RESOURCE) == {0: 0} and healthy(world, GPU_MEM) == {0: 0}
 
 
-def test_a_refusal_and_the_gpus_out_of_service_are_two_sentences() -> None:
-    """The second follows the full stop of the first."""
-    world = node(replicas=(("*", 4),))
-    sick = replace(world.found.gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
-    world.found = replace(world.found, gpus=(world.found.gpus[0], sick))
-    assert refused(world, "five", asks(gpu=5)).endswith(
-        "Wait for pods on this node to end. Out of service, and not counted: GPU 1: Xid 79."
-    )
-
-
 def test_several_replicas_are_refused_where_the_setting_says_so() -> None:
     """NVIDIA's failRequestsGreaterThanOne; whole GPUs are not meant."""
     assert refused(node(replicas=(("*", 2),), refuses_several=True), "two", asks(gpu=2)).endswith("Ask for 1.")
