@@ -31,14 +31,11 @@ def decide(
     gpus: GpuInventory | None = None,
     hint: tuple[int, ...] = (),
     policy: Policy | None = None,
-    gpu_mem: int = 0,
     annotations: Mapping[str, str] | None = None,
 ) -> tuple[Decision | Refused, Decision]:
     """Plans a pod's only container among what others hold."""
     policy = policy or Policy(names=NAMES)
     wanted = container(cores=cores, blocks=blocks)
-    if gpu_mem:
-        wanted = replace(wanted, requests={policy.names.gpu_mem: gpu_mem})
     hints = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
     target = Target(pod=pod("p", wanted, annotations={**hints, **(annotations or {})}), container=wanted)
     cache = AllocationCache()
@@ -46,9 +43,8 @@ def decide(
         cache.put(one)
     found = gpus or inventory()
     ledger = cache.ledger(found)
-    kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
-    offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
-    case = Case(target, kind, offered, ledger, policy)
+    offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range(100))]
+    case = Case(target, ResourceKind.VCORE, offered, ledger, policy)
     outcome = plan(case, offer_accounts(case))
     return outcome, explain(case, offer_accounts(case), outcome)
 
