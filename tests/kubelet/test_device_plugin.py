@@ -122,16 +122,6 @@ async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported(b: Ben
     assert b.plugin.open_streams == 0
 
 
-async def test_a_stream_opened_after_the_others_were_ended_lives(b: Bench) -> None:
-    """Ending is for the streams that are open; the next kubelet's stream is not affected."""
-    b.plugin.end_streams()
-    stream = b.stub.list_and_watch()
-    await anext(stream)
-    b.table.set_devices([])
-    assert {one.health for one in (await anext(stream)).devices} == {"Unhealthy"}
-    b.plugin.end_streams()
-
-
 async def test_the_handlers_advice_is_the_preferred_allocation(b: Bench) -> None:
     """Each container request is asked and answered in order."""
     answer = await b.stub.get_preferred_allocation(preferred_request(2, 1))

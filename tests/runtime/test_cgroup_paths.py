@@ -221,5 +221,3 @@ def test_no_text_raises(text: str, own_text: str) -> None:
         assert found.pod_uid in (None, UID)
         assert found.container_id in (None, ID)
         assert (found.pod_uid, found.container_id) != (None, None)
-
-

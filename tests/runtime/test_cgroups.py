@@ -253,6 +253,18 @@ def test_a_peer_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
     assert Cgroups(tmp_path, tmp_path / "none").identify(42) is None
 
 
+async def test_the_same_is_there_for_the_event_loop(tmp_path: Path) -> None:
+    """The awaitable methods answer as the plain ones do."""
+    make_cgroup(make_v2(tmp_path) / PATHS[0], 8)
+    cgroups = Cgroups(tmp_path, tmp_path)
+    found = (await cgroups.find_many_in_thread([(ID, UID)]))[ID]
+    assert await cgroups.find_pods_in_thread({UID}) == {UID: [found]}
+    read = await cgroups.processes_round_in_thread([found])
+    assert read[ID] is not None and read[ID].pids == [8]
+    assert await cgroups.identify_in_thread(8) is None
+    assert await cgroups.check_driver_in_thread("cgroupfs") is None
+
+
 def test_this_process_is_seen_in_the_real_proc() -> None:
     """The kernel's own files are read as they are, and a PID that cannot exist is nobody's."""
     assert Cgroups().identify(os.getpid()) is not None
