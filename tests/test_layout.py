@@ -61,28 +61,8 @@ def _module(name: str) -> str | None:
 # ---- what a tenant can write ----
 
 CHANGES = {
-    "rename",
-    "renames",
-    "link",
-    "symlink",
-    "truncate",
-    "ftruncate",
-    "unlink",
-    "remove",
-    "rmdir",
-    "rmtree",
-    "move",
-}
-CHANGES |= {
-    "hardlink_to",
-    "symlink_to",
-    "write_text",
-    "write_bytes",
-    "touch",
-    "O_WRONLY",
-    "O_RDWR",
-    "O_TRUNC",
-    "O_CREAT",
+    *["rename", "renames", "link", "symlink", "truncate", "ftruncate", "unlink", "remove", "rmdir", "rmtree", "move"],
+    *["hardlink_to", "symlink_to", "write_text", "write_bytes", "touch", "O_WRONLY", "O_RDWR", "O_TRUNC", "O_CREAT"],
 }
 HELPERS = {"remove_tree", "replace_file", "clear_path"}
 """Of core/kit/directories.py."""

@@ -25,7 +25,7 @@ from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
@@ -113,6 +113,11 @@ class Scripted:
     def taken_ids_offered(self, resource: str, count: int) -> None:
         self.outcomes.append(f"taken {count}")
 
+    def held(self, name: str = "main", kind: ResourceKind = ResourceKind.VCORE) -> list[str]:
+        """What the container of this name has."""
+        [found] = [one for one in self.cache if one.key.container == name]
+        return sorted(found.ids_of(kind))
+
     async def admit(self, owner: Pod, name: str, resource: str, must: Sequence[str] = ()) -> ContainerEdits | Refused:
         """A whole call pair, the IDs as preferred."""
         found = owner.container(name)
@@ -123,6 +128,12 @@ class Scripted:
         chosen = list(await self.admission.preferred(resource, offered, must, size))
         chosen += [i for i in offered if i not in chosen][: size - len(chosen)]
         return await self.admission.allocate(resource, chosen)
+
+
+def chain(*more: ContainerSpec) -> Pod:
+    """An init container, and a sidecar that takes its IDs over."""
+    init = container("i", cores=5, blocks=2, kind=ContainerKind.INIT)
+    return pod("chain", init, container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1), *more)
 
 
 async def test_both_resources_of_a_container_land_on_one_gpu() -> None:
@@ -169,21 +180,12 @@ async def test_a_refusal_at_a_restart_frees_no_other_container_of_the_pod() -> N
 
 async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked() -> None:
     """The sidecar takes the init container's IDs with no GetPreferredAllocation before."""
-    owner = pod(
-        "chain",
-        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
-        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
-        container("m", cores=10, blocks=4),
-    )
-    agent = Scripted(owner)
+    agent = Scripted(owner := chain(container("m", cores=10, blocks=4)))
     await agent.admit(owner, "i", CORE)
     await agent.admit(owner, "i", MEMORY)
-    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert allocation is not None
-    assert isinstance(
-        await agent.admission.allocate(MEMORY, sorted(allocation.ids_of(ResourceKind.VMEMORY))), ContainerEdits
-    )
-    edits = await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE)))
+    cores, blocks = agent.held("i"), agent.held("i", ResourceKind.VMEMORY)
+    assert isinstance(await agent.admission.allocate(MEMORY, blocks), ContainerEdits)
+    edits = await agent.admission.allocate(CORE, cores)
     assert isinstance(edits, ContainerEdits) and edits.env
     await agent.admit(owner, "m", CORE)
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
@@ -199,36 +201,22 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     first = await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
     assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]
-    assert await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == first and list(
-        agent.cache
-    ) == [allocation]
+    assert await agent.admission.allocate(CORE, agent.held()) == first and list(agent.cache) == [allocation]
     agent.pods.upsert(replace(owner, running=frozenset({"main"})))
-    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), Refused)
+    assert isinstance(await agent.admission.allocate(CORE, agent.held()), Refused)
 
 
 async def test_an_allocate_without_a_plan_is_refused() -> None:
-    """The agent restarted between the two calls; the text names what to do."""
-    agent = Scripted(pod("a", container(cores=10, blocks=1)))
+    """The agent restarted between the two calls, and the text names what to do; a plan is carried out once; those of a
+    stopped kubelet are forgotten, for another pod's Allocate must not carry them out."""
+    owner = pod("a", container(cores=10, blocks=1))
+    agent = Scripted(owner)
     result = await agent.admission.allocate(CORE, ids(0, range(10)))
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
     assert "Create the pod again" in result.detail and len(agent.cache) == 0
-
-
-async def test_a_plan_is_carried_out_once() -> None:
-    """A second Allocate of the same size has no plan."""
-    owner = pod("a", container(cores=10, blocks=1))
-    agent = Scripted(owner)
     assert isinstance(await agent.admit(owner, "main", CORE), ContainerEdits)
     assert isinstance(await agent.admission.allocate(CORE, ids(1, range(10))), Refused)
-
-
-async def test_plans_of_a_stopped_kubelet_are_forgotten() -> None:
-    """Its Allocate does not come; another pod's must not be carried out by it."""
-    owner = pod("a", container(cores=10, blocks=1))
-    agent = Scripted(owner)
-    found = owner.container("main")
-    assert found is not None
-    agent.next = Target(pod=owner, container=found)
+    agent.cache.release_pod(owner.uid)
     await agent.admission.preferred(CORE, ids(0, range(100)), (), 10)
     agent.admission.kubelet_restarted()
     assert isinstance(await agent.admission.allocate(CORE, ids(0, range(10))), Refused)
@@ -242,24 +230,8 @@ async def test_an_unidentified_call_answers_and_its_allocate_says_why() -> None:
     assert await agent.admission.allocate(CORE, ids(0, range(10))) == agent.next
 
 
-async def test_capacity_that_is_about_to_be_released_is_waited_for_once() -> None:
-    """The end of a pod may reach the kubelet before it reaches us."""
-    old, new = pod("old", container(cores=90, blocks=90)), pod("new", container(cores=90, blocks=90))
-    agent = Scripted(old, new)
-    agent.node.inventory.current = inventory(1)
-    await agent.admit(old, "main", CORE)
-
-    def end() -> bool:
-        agent.cache.release_pod(old.uid)
-        return True
-
-    agent.on_wait = end
-    assert isinstance(await agent.admit(new, "main", CORE), ContainerEdits)
-    assert agent.waits == 1
-
-
 async def test_allocations_that_are_released_one_after_the_other_are_all_waited_for() -> None:
-    """Several pods end at once, and the new one needs the capacity of all of them."""
+    """The end of a pod may reach the kubelet before it reaches us; several end at once."""
     olds = [pod(f"old{n}", container(cores=30, blocks=20)) for n in range(3)]
     new = pod("new", container(cores=90, blocks=60))
     agent = Scripted(*olds, new)
@@ -284,8 +256,7 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
-    (allocation,) = agent.cache
-    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
+    assert await agent.admission.pre_start(CORE, agent.held()) is None
     lost = ids(1, range(20))
     assert isinstance(await agent.admission.pre_start(CORE, lost), Refused)
     agent.checkpoint = written("u9", "main", lost, ids(1, range(3)))
@@ -311,7 +282,7 @@ async def test_a_container_does_not_start_with_the_number_of_another_gpu(by_this
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
-    cores = sorted(allocation.ids_of(ResourceKind.VCORE))
+    cores = agent.held()
     if not by_this_agent:
         [entry] = written(owner.uid, "main", cores, [])
         agent.checkpoint = [replace(entry, gpu_names=frozenset({"/dev/nvidia0"}))]
@@ -367,7 +338,7 @@ async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_no
     found = agent.node.inventory.current
     gpus = replace(found.gpus[0], minor=1, driver_index=3), replace(found.gpus[1], minor=0, driver_index=0)
     agent.node.inventory.current = replace(found, gpus=gpus)
-    cores = sorted(allocation.ids_of(ResourceKind.VCORE))
+    cores = agent.held()
     entry = {"PodUID": owner.uid, "ContainerName": "main", "ResourceName": CORE, "DeviceIDs": {"-1": cores}}
     file = tmp_path / "kubelet_internal_checkpoint"
     file.write_text(json.dumps({"Data": {"PodDeviceEntries": [{**entry, "AllocResp": given}]}}))
@@ -381,60 +352,24 @@ async def test_what_an_earlier_agent_answered_is_compared_with_the_numbers_of_no
 async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() -> None:
     """A GetPreferredAllocation whose Allocate never came asked for as many units as a sidecar now takes over."""
     stale = pod("stale", container(cores=5, blocks=2))
-    owner = pod(
-        "chain",
-        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
-        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
-    )
-    agent = Scripted(stale, owner)
+    agent = Scripted(stale, owner := chain())
     await agent.admit(owner, "i", CORE)
     agent.next = Target(pod=stale, container=stale.containers[0])
     await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
-    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert allocation is not None
-    assert isinstance(
-        await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), ContainerEdits
-    )
+    assert isinstance(await agent.admission.allocate(CORE, agent.held("i")), ContainerEdits)
     assert agent.outcomes[-1] == "chain/s vcore"
 
 
 async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() -> None:
     """Init container and sidecar have the same IDs: which of them starts is unknown, so both are prepared."""
-    owner = pod(
-        "chain",
-        container("i", cores=5, blocks=2, kind=ContainerKind.INIT),
-        container("s", cores=5, blocks=2, kind=ContainerKind.SIDECAR, position=1),
-    )
-    agent = Scripted(owner)
+    agent = Scripted(owner := chain())
     await agent.admit(owner, "i", CORE)
-    allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
-    assert allocation is not None
-    await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE)))
-    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
+    cores = agent.held("i")
+    await agent.admission.allocate(CORE, cores)
+    assert await agent.admission.pre_start(CORE, cores) is None
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no space")
-    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == agent.not_prepared
-
-
-async def test_one_container_is_explained_once() -> None:
-    """By the call that placed it; its other resource follows the plan."""
-    owner = pod("a", container(cores=30, blocks=10))
-    agent = Scripted(owner)
-    await agent.admit(owner, "main", CORE)
-    await agent.admit(owner, "main", MEMORY)
-    first, second = agent.explained
-    assert first is not None and first.candidates[0].verdict == "chosen"
-    assert second is None
-
-
-async def test_a_refusal_is_explained_by_the_gpus_as_they_were() -> None:
-    """Also where it was found in the call before."""
-    owner = pod("a", container(cores=30, blocks=200))
-    agent = Scripted(owner)
-    await agent.admit(owner, "main", CORE)
-    (why,) = agent.explained
-    assert why is not None and not any(candidate.is_chosen for candidate in why.candidates)
-    assert [c.verdict for c in why.candidates] == ["too small, with 24 GiB in all"] * 2
+    assert await agent.admission.pre_start(CORE, cores) == agent.not_prepared
 
 
 async def test_a_start_that_is_refused_names_the_container() -> None:
@@ -443,6 +378,5 @@ async def test_a_start_that_is_refused_names_the_container() -> None:
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
-    (allocation,) = agent.cache
-    assert await agent.admission.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is agent.not_prepared
+    assert await agent.admission.pre_start(CORE, agent.held()) is agent.not_prepared
     assert agent.outcomes[-1] == "start refused a NotReady"

@@ -12,7 +12,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind
-from tests.support_core import allocation, ids, pod, used_blocks, used_cores
+from tests.support_core import used_blocks, used_cores
 
 GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
 KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
@@ -80,16 +80,3 @@ def test_counts_and_holders_are_those_of_a_new_count_after_any_changes(
                 for device in one.ids_of(kind):
                     holders.setdefault(device, set()).add(one.key)
             assert cache.holders(kind) == holders
-
-
-def test_changes_are_reported() -> None:
-    """A subscriber sees old and new of each container."""
-    seen: list[tuple[bool, bool]] = []
-    cache = AllocationCache()
-    cache.subscribe(lambda old, new: seen.append((old is not None, new is not None)))
-    one = pod("one")
-    cache.put(allocation(one, "main", ids(0, range(1)), []))
-    cache.put(allocation(one, "main", ids(0, range(2)), []))
-    cache.release_pod(one.uid)
-    cache.release_pod(one.uid)
-    assert seen == [(False, True), (True, True), (True, False)]

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.agent.delivery.device_lists import NodeDevices
-from gpushare_agent.core.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
+from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.core.settings.sections import DriverVolumeSettings, RuntimeSettings
@@ -27,19 +26,6 @@ def edits_of(wanted: ContainerSpec, gpus: int = 1, policy: EditPolicy = POLICY, 
     return found
 
 
-def test_a_share_gets_its_gpu_by_minor_number() -> None:
-    """/dev/nvidia<n> is the minor number, which need not be the index."""
-    edits = edits_of(container(cores=30, blocks=10))
-    assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0"}
-    assert [d.host_path for d in edits.devices] == ["/dev/nvidia4", "/dev/nvidiactl", "/dev/nvidia-uvm"]
-    assert {d.permissions for d in edits.devices} == {"rwm"}
-    assert dict(edits.annotations) == {
-        "tencent.com/vcuda-core": "30",
-        "tencent.com/vcuda-memory": str(10 * 256 * 1024 * 1024),
-        "tencent.com/vcuda-device": "/dev/nvidia4",
-    }
-
-
 def test_gpushares_variable_has_nvmls_index_and_the_gpu_is_named_by_uuid() -> None:
     """Not the minor number, which GPUShare's plugin takes: its extender counts GPUs from 0, as NVML does, and NVIDIA's
     runtime reads numbers as NVML's."""
@@ -48,15 +34,6 @@ def test_gpushares_variable_has_nvmls_index_and_the_gpu_is_named_by_uuid() -> No
     env = dict(edits_of(wanted, policy=replace(POLICY, names=names)).env)
     assert (GPUS[0].index, GPUS[0].minor) == (0, 4)
     assert (env["ALIYUN_COM_GPU_MEM_IDX"], env["NVIDIA_VISIBLE_DEVICES"]) == ("0", "GPU-0")
-
-
-def test_whole_gpus_are_listed_in_order_of_index() -> None:
-    """In the variable and in the annotation alike."""
-    policy = replace(POLICY, devices=NodeDevices(extra=("/dev/nvidia-modeset",)))
-    edits = edits_of(container(cores=200), 2, policy)
-    assert dict(edits.env)["NVIDIA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
-    assert dict(edits.annotations)["tencent.com/vcuda-device"] == "/dev/nvidia4,/dev/nvidia5"
-    assert edits.devices[-1].host_path == "/dev/nvidia-modeset"
 
 
 def test_the_search_path_is_set_where_the_driver_directory_is_mounted_and_nowhere_else() -> None:
@@ -100,27 +77,6 @@ def test_a_pod_may_choose_an_isolation_that_the_node_allows() -> None:
         refused = edits_for(owner, wanted, GPUS[:1], policy)
         assert isinstance(refused, Refused) and refused.reason is RefusalReason.INVALID_REQUEST
         assert "none, vcuda" in refused.detail and len(refused.detail) < 400
-
-
-@pytest.mark.parametrize("strategies", [(DeviceListStrategy.DEVICE_NODES,), (DeviceListStrategy.CDI_CRI,)])
-def test_without_a_list_in_the_variable_nvidias_runtime_is_reported_to_add_nothing(
-    strategies: tuple[DeviceListStrategy, ...],
-) -> None:
-    """CUDA images set it to "all"."""
-    edits = edits_of(container(cores=30, blocks=1), 1, replace(POLICY, strategies=strategies))
-    assert dict(edits.env)["NVIDIA_VISIBLE_DEVICES"] == "void"
-
-
-def test_edits_are_merged_and_the_last_word_on_a_name_counts() -> None:
-    """Mounts and device nodes that several parts ask for come once."""
-    mount = ContainerMount(host_path="/a", container_path="/b")
-    first = ContainerEdits(env=(("A", "1"), ("B", "1")), mounts=(mount,), annotations=(("x", "1"),))
-    second = ContainerEdits(
-        env=(("A", "2"),), mounts=(mount,), devices=(DeviceNode(host_path="/d", container_path="/d"),)
-    )
-    both = merged(first, second)
-    assert dict(both.env) == {"A": "2", "B": "1"} and both.mounts == (mount,) and len(both.devices) == 1
-    assert dict(both.annotations) == {"x": "1"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.core.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
-from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.placement.topology import build_topology
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, pod
 
@@ -31,14 +31,11 @@ def decide(
     gpus: GpuInventory | None = None,
     hint: tuple[int, ...] = (),
     policy: Policy | None = None,
-    gpu_mem: int = 0,
     annotations: Mapping[str, str] | None = None,
 ) -> tuple[Decision | Refused, Decision]:
     """Plans a pod's only container among what others hold."""
     policy = policy or Policy(names=NAMES)
     wanted = container(cores=cores, blocks=blocks)
-    if gpu_mem:
-        wanted = replace(wanted, requests={policy.names.gpu_mem: gpu_mem})
     hints = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
     target = Target(pod=pod("p", wanted, annotations={**hints, **(annotations or {})}), container=wanted)
     cache = AllocationCache()
@@ -46,9 +43,8 @@ def decide(
         cache.put(one)
     found = gpus or inventory()
     ledger = cache.ledger(found)
-    kind = ResourceKind.GPU_MEM if gpu_mem else ResourceKind.VCORE
-    offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range((gpu_mem and 24) or 100))]
-    case = Case(target, kind, offered, ledger, policy)
+    offered = [i for gpu in range(len(found.gpus)) for i in ids(gpu, range(100))]
+    case = Case(target, ResourceKind.VCORE, offered, ledger, policy)
     outcome = plan(case, offer_accounts(case))
     return outcome, explain(case, offer_accounts(case), outcome)
 
@@ -119,18 +115,6 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     assert why.policy == "fragment"
 
 
-def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
-    """The pair with NVLink wins over the free GPUs next to it."""
-    kinds = [[LinkKind.SELF if a == b else LinkKind.SYS for b in range(3)] for a in range(3)]
-    links = [[Link(kind=kind) for kind in row] for row in kinds]
-    links[1][2] = links[2][1] = Link(kind=LinkKind.NVLINK, nvlinks=4)
-    gpus = replace(inventory(3), topology=build_topology(links, [None] * 3))
-    outcome, why = decide(200, 0, gpus=gpus)
-    assert isinstance(outcome, Decision) and outcome.gpus == ("GPU-1", "GPU-2")
-    assert verdicts(why) == ["free, but at a higher link cost: 32000 with it, 450 without", "chosen", "chosen"]
-    assert why.policy == "link" and "link cost" in why.why
-
-
 def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
     """Next to the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
     everywhere = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(3)] for a in range(3)]
@@ -175,20 +159,6 @@ def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
     assert verdicts(why) == ["3.5 GiB short", "6 GiB short"]
     assert not any(candidate.is_chosen for candidate in why.candidates)
-
-
-def test_a_refusal_for_too_little_memory_at_all_has_its_own_reason() -> None:
-    """All GPUs together do not have it."""
-    outcome, why = decide(10, 50, share("a", 0, range(10), range(90)), share("b", 1, range(10), range(80)))
-    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert verdicts(why) == ["11 GiB short", "8.5 GiB short"]
-
-
-def test_a_refusal_for_fragmentation_shows_that_no_gpu_has_both() -> None:
-    """50 cores are free on each of two GPUs; 60 are asked."""
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), share("b", 1, range(50), range(5)))
-    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
-    assert verdicts(why) == ["10 cores short", "10 cores short"]
 
 
 def test_an_unhealthy_gpu_is_named_with_the_drivers_reason() -> None:
@@ -253,15 +223,6 @@ def test_a_gpu_full_of_mps_clients_says_so() -> None:
     policy = Policy(names=NAMES, max_shares_of_gpu=1)
     _, why = decide(10, 10, share("other", 1, range(10), range(5)), policy=policy)
     assert verdicts(why) == ["chosen", "1 sharing containers, the most that one GPU serves"]
-
-
-def test_memory_alone_is_explained_in_memory() -> None:
-    """GPUShare's resource: no word of cores."""
-    policy = Policy(names=ResourceNames(gpu_mem="aliyun.com/gpu-mem"))
-    outcome, why = decide(0, 0, share("a", 0, range(10), range(60)), gpu_mem=20, policy=policy)
-    assert isinstance(outcome, Decision)
-    assert verdicts(why) == ["11 GiB short", "chosen"]
-    assert why.asked.memory_bytes == 20 * 1024 * MIB
 
 
 def test_other_gpus_than_planned_change_the_verdicts() -> None:

@@ -19,7 +19,7 @@ from gpushare_agent.agent.node import gpu_split
 from gpushare_agent.core.model.allocations import Allocation, Charge
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import ENV_GPUSHARE_INDEX, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec
 from tests.support_core import NAMES, container, inventory, listed, mig_instance, pod
 
@@ -95,12 +95,6 @@ def test_the_answer_in_the_kubelets_checkpoint_names_the_gpu(node: Node) -> None
     assert held_back(found.values()) == {} and not is_resizable(found["main"], [owner], NAMES)
 
 
-def test_gpu_managers_own_checkpoint_names_it_where_the_kubelets_does_not(node: Node) -> None:
-    node.holds("u1", VCORE_RESOURCE, cores(30))
-    node.wrote("u1", "/dev/nvidia2")
-    assert node.rebuilt()["main"].gpus == ("GPU-2",)
-
-
 ASSIGNED = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
 
 
@@ -142,11 +136,6 @@ def test_each_container_has_its_own_gpu_and_whole_gpus_are_whole(node: Node) -> 
 def test_a_whole_gpu_of_which_one_is_not_named_may_be_any(node: Node) -> None:
     node.holds("u1", VCORE_RESOURCE, cores(200), answer("/dev/nvidia0"))
     assert set(held_back(node.rebuilt().values())) == {"GPU-0", "GPU-1", "GPU-2"}
-
-
-def test_a_pod_that_has_ended_holds_nothing(node: Node) -> None:
-    node.holds("u1", VCORE_RESOURCE, cores(30), answer("/dev/nvidia0"))
-    assert node.rebuilt(pod("one", container(cores=30), uid="u1", phase=PodPhase.SUCCEEDED)) == {}
 
 
 def test_minor_numbers_and_indexes_are_no_identities(node: Node) -> None:
@@ -253,8 +242,3 @@ def test_a_checkpoint_of_gpu_manager_that_is_none_names_nothing(tmp_path: Path, 
     (tmp_path / "kubelets").write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}}))
     (found,) = read_checkpoint(tmp_path / "kubelets", tmp_path / "own")
     assert found.gpu_names == frozenset()
-
-
-def test_with_one_gpu_there_is_no_doubt(node: Node) -> None:
-    node.holds("u1", VCORE_RESOURCE, cores(30))
-    assert node.rebuilt(gpus=inventory(1))["main"].gpus == ("GPU-0",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -14,24 +13,10 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.core.model.errors import NotFound, Unavailable
-from gpushare_agent.core.model.names import GpuUuid, PodUid, unit_id
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.model.pods import PodPhase
-from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, listed, pod
 from tests.support_node import node_of
-
-
-class Unused:
-    """The kubelet, which is not asked here."""
-
-    is_idle = True
-    has_get = False
-
-    def quiet_list(self, purpose: str, *, wait_s: float) -> NoReturn:
-        raise AssertionError
-
-    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> NoReturn:
-        raise AssertionError
 
 
 class NoCheckpoint:
@@ -49,44 +34,6 @@ class Processes:
         if isinstance(self.answer, Unavailable):
             raise self.answer
         return self.answer
-
-
-async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_reported_once() -> None:
-    """A stalled file system leaves them unknown; when it answers again, what ended is released."""
-    node, processes = node_of(), Processes()
-    node.pods.replace_all([])
-    cache = node.cache
-    collection = GarbageCollection(
-        node=node,
-        static_pods=Unused(),
-        gate=Unused(),
-        pod_resources=Unused(),
-        checkpoint=NoCheckpoint(),
-        cgroups=processes,
-        kubelet_age_s=lambda: None,
-        clock=lambda: 0.0,
-    )
-    deleted = pod("deleted")
-    cache.put(allocation(deleted, "main", ids(0, range(10)), ids(0, range(4))))
-    collection.pod_changed(deleted, None)
-    processes.answer = Unavailable("an earlier call still hangs")
-    with capture_logs() as logs:
-        for _ in range(3):
-            await collection.release_deleted()
-    assert len(cache) == 1
-    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "warning")]
-    processes.answer = True
-    with capture_logs() as logs:
-        for _ in range(3):
-            await collection.release_deleted()
-    assert len(cache) == 1
-    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "info")]
-    processes.answer = False
-    with capture_logs() as logs:
-        await collection.release_deleted()
-    assert len(cache) == 0
-    (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
-    assert freed["resources"] == {NAMES.vcore: 10, NAMES.vmemory: 4} and freed["gpus"] == ["GPU-0"]
 
 
 class Kubelet:
@@ -131,6 +78,7 @@ class ReconciledNode:
 
     def __init__(self, *, has_pod_resources: bool = True) -> None:
         node, self.kubelet, self.age_s = node_of(), Kubelet(), 1000.0
+        self.processes = Processes()
         self.store, self.cache = node.pods, node.cache
         self.pods = [
             replace(pod(f"p{n}", container(cores=5, blocks=2)), phase=PodPhase.RUNNING, has_started=True)
@@ -147,7 +95,7 @@ class ReconciledNode:
             gate=self.kubelet,
             pod_resources=self.kubelet,
             checkpoint=NoCheckpoint(),
-            cgroups=Processes(),
+            cgroups=self.processes,
             kubelet_age_s=lambda: self.age_s,
             clock=lambda: 100.0,
             has_pod_resources=has_pod_resources,
@@ -161,23 +109,30 @@ class ReconciledNode:
         return set(self.kubelet.asked)
 
 
-async def test_what_is_freed_is_named_by_the_resource_that_the_pod_asked_for() -> None:
-    """A whole nvidia.com/gpu has no memory blocks of its own to name."""
+async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_reported_once() -> None:
+    """A stalled file system leaves them unknown; when it answers again, what ended is released."""
     node = ReconciledNode()
-    owner = node.pods[0]
-    node.cache.release_pod(owner.uid)
-    unit = replace(
-        allocation(owner, "main", [], []),
-        ids={ResourceKind.GPU: frozenset({unit_id(GpuUuid("GPU-1"), 0, "1")})},
-        gpus=(GpuUuid("GPU-1"),),
-        gpu_resource="nvidia.com/gpu",
-        is_whole=True,
-    )
-    node.cache.put(unit)
+    deleted, processes = node.pods[0], node.processes
+    node.store.remove(deleted.uid)
+    node.collection.pod_changed(deleted, None)
+    processes.answer = Unavailable("an earlier call still hangs")
     with capture_logs() as logs:
-        node.collection.pod_changed(owner, replace(owner, phase=PodPhase.SUCCEEDED))
+        for _ in range(3):
+            await node.collection.release_deleted()
+    assert node.cache.of_pod(deleted.uid)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "warning")]
+    processes.answer = True
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.collection.release_deleted()
+    assert node.cache.of_pod(deleted.uid)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "info")]
+    processes.answer = False
+    with capture_logs() as logs:
+        await node.collection.release_deleted()
+    assert not node.cache.of_pod(deleted.uid)
     (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
-    assert (freed["resources"], freed["gpus"]) == ({"nvidia.com/gpu": 1}, ["GPU-1"])
+    assert freed["resources"] == {NAMES.vcore: 5, NAMES.vmemory: 2} and freed["gpus"] == ["GPU-0"]
 
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:

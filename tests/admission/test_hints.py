@@ -19,9 +19,7 @@ from gpushare_agent.core.model.resources import ResourceNames
 from tests.support_core import container
 
 GPU_MEM = "aliyun.com/gpu-mem"
-HERE_POLICY, ELSEWHERE_POLICY = (
-    Policy(names=ResourceNames(gpu_mem=GPU_MEM), node_name=name) for name in ("node", "elsewhere")
-)
+HERE_POLICY = Policy(names=ResourceNames(gpu_mem=GPU_MEM), node_name="node")
 FIRST = PREDICATE_GPU_INDEX_PREFIX + "0"
 
 
@@ -37,13 +35,6 @@ def test_indexes_are_read(text: str, gpus: tuple[int, ...]) -> None:
 def test_garbage_is_no_hint(text: str) -> None:
     """Negative, doubled, huge, foreign digits, nonsense."""
     assert hinted_gpus({FIRST: text}, container(), HERE_POLICY) == ()
-
-
-def test_another_nodes_choice_is_no_hint() -> None:
-    """The pod was moved by hand, or the annotation copied."""
-    annotations = {FIRST: "1", PREDICATE_NODE_ANNOTATION: "elsewhere"}
-    assert hinted_gpus(annotations, container(), HERE_POLICY) == ()
-    assert hinted_gpus(annotations, container(), ELSEWHERE_POLICY) == (1,)
 
 
 def test_each_container_has_its_own_hint() -> None:
@@ -77,12 +68,6 @@ def test_gpushares_index_counts_only_where_no_extender_named_this_node(
 ) -> None:
     """Our extender's plan is by container; an index left on the pod by somebody else does not change it."""
     assert hinted_gpus(annotations, replace(container(), requests={GPU_MEM: 1}), HERE_POLICY) == gpus
-
-
-def test_gpushares_index_is_no_hint_for_other_resources() -> None:
-    """It says where memory units are."""
-    assert hinted_gpus(FORGED, container(), HERE_POLICY) == ()
-    assert hinted_gpus({**FORGED, FIRST: "2"}, container(), HERE_POLICY) == (2,)
 
 
 def test_an_init_containers_units_have_their_own_hint() -> None:

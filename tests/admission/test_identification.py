@@ -12,7 +12,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.identity import Call, ListedDevices, Target
-from gpushare_agent.agent.admission.identification import Identification
+from gpushare_agent.agent.admission.identification import Identification, ListInside
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.agent.node import Node
@@ -60,9 +60,15 @@ class Unreadable:
         raise Corrupt("pod default/a: bad bytes")
 
 
-class Inside:
-    async def __call__(self) -> Sequence[ListedDevices]:
-        return [Unreadable()]
+def listing(*entries: ListedDevices, clock: FakeClock | None = None, takes_s: float = 0.0) -> ListInside:
+    """A List of the kubelet, which takes so long."""
+
+    async def inside() -> Sequence[ListedDevices]:
+        if clock is not None:
+            clock.now += takes_s
+        return entries
+
+    return inside
 
 
 class Outside:
@@ -80,32 +86,9 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
     node, outside = node_of(), Outside()
     node.pods.upsert(pod("a", container(cores=10)))
     identification = identification_of(node, outside)
-    result = await identification.identify(vcore_call(size=10), Inside())
+    result = await identification.identify(vcore_call(size=10), listing(Unreadable()))
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
     assert "bad bytes" in result.detail and "Create the pod again" in result.detail
-
-
-class Unheard:
-    """A listed pod that neither the watch nor the API server has told of."""
-
-    namespace, name, settled = "default", "unheard", ()
-
-    def count_ids(self, resource: str) -> int:
-        return 0
-
-    def count_by_container(self, resource: str) -> Mapping[str, int]:
-        return {}
-
-
-class SlowKubelet:
-    """Each List takes 1.5 s."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._clock = clock
-
-    async def __call__(self) -> Sequence[ListedDevices]:
-        self._clock.now += 1.5
-        return [Unheard()]
 
 
 class NoApiServer(Outside):
@@ -117,15 +100,10 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
     """The second List ends after the two seconds: the API server is not asked again, and the pod is not called deleted."""
     clock, outside = FakeClock(0.0), NoApiServer()
     identification = identification_of(node_of(), outside, clock=clock, lookup_s=2.0)
-    result = await identification.identify(vcore_call(size=10), SlowKubelet(clock))
+    unheard = listing(Listing("unheard", {}), clock=clock, takes_s=1.5)
+    result = await identification.identify(vcore_call(size=10), unheard)
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
-
-
-class SlowListing(SlowKubelet):
-    async def __call__(self) -> Sequence[ListedDevices]:
-        await super().__call__()
-        return [Listing("new", {})]
 
 
 async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> None:
@@ -148,7 +126,8 @@ async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> 
         refused=(),
         clock=clock,
     )
-    found = await identification.identify(vcore_call(size=10), SlowListing(clock))
+    new = listing(Listing("new", {}), clock=clock, takes_s=1.5)
+    found = await identification.identify(vcore_call(size=10), new)
     assert isinstance(found, Target) and found.pod.name == "new"
     assert waits == [0.5] and classes.handlers == {"secure": "runsc-secure"}
 
@@ -201,40 +180,21 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_something_of_it
     share = allocation(old, "main", ids(0, range(20)), [])
     known.node.cache.put(share)
     entry = Watched()
-
-    class Inside:
-        async def __call__(self) -> Sequence[ListedDevices]:
-            return [entry, Listing("new", {})]
-
     identification = identification_of(known.node, known, poll_again_s=0.0)
     known.store.subscribe(identification.pod_changed)
     known.node.cache.subscribe(identification.allocation_changed)
     call = vcore_call(size=10)
     for _ in range(2):
-        found = await identification.identify(call, Inside())
+        found = await identification.identify(call, listing(entry, Listing("new", {})))
         assert isinstance(found, Target) and found.pod is new
     assert (known.fetched, entry.looks) == ([], 1)
     if is_listed_anew:  # an entry with other bytes takes the place of the one before
         entry = Watched()
-        await identification.identify(call, Inside())
+        await identification.identify(call, listing(entry, Listing("new", {})))
     change(known, old, share)
-    found = await identification.identify(call, Inside())
+    found = await identification.identify(call, listing(entry, Listing("new", {})))
     assert isinstance(found, Target) and found.pod.name == "new"
     assert entry.looks > 1
-
-
-def test_a_pod_is_passed_over_only_while_the_name_is_its_own() -> None:
-    """A static pod of the name that could not be verified in one call is looked at in the next."""
-    node, entry = node_of(), Watched()
-    ordinary = pod("old", container(cores=20), has_started=True, resource_version="1")
-    for one in (ordinary, replace(ordinary, uid=PodUid("static"), is_static=True)):
-        node.pods.upsert(one) if one is ordinary else node.pods.put_static([one])
-    node.cache.put(allocation(ordinary, "main", ids(0, range(20)), []))
-    identification = identification_of(node, Outside())
-    call = vcore_call(size=10)
-    for unverifiable, left in (((), [entry]), ([("default", "old")], []), ((), [entry])):
-        known = identification._known(unverifiable=unverifiable)
-        assert identification._not_accounted_for(call, [entry], known) == left
 
 
 async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time_to_list_it() -> None:
@@ -301,12 +261,6 @@ class Static(Outside):
             self.node.cache.put(one)
         identification = identification_of(self.node, self, clock=clock, poll_again_s=poll_again_s)
         return await identification.identify(vcore_call(size=cores), self)
-
-
-async def test_a_static_pod_is_the_kubelets() -> None:
-    """It has no object yet."""
-    result = await Static(None, _static(HASH, 10)).identify(10)
-    assert isinstance(result, Target) and result.pod.uid == HASH
 
 
 @pytest.mark.parametrize("former", [0, 10, 20])

@@ -6,9 +6,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
+from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
-from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.core.model.pods import ContainerKind, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.support_core import Listing, allocation, container, ids, known, pod
@@ -83,32 +82,16 @@ def test_two_that_fit_are_never_guessed_between() -> None:
     assert [s.pod.name for s in result.candidates] == ["a", "b"]
 
 
-def test_the_size_distinguishes_two_pods() -> None:
-    """Another amount cannot be this call's."""
-    a, b = pod("a", container(cores=10)), pod("b", container(cores=20))
-    listed = [Listing("a", {"main": {}}), Listing("b", {"main": {}})]
-    assert served_name(identify(vcore_call(size=20), listed, known(a, b))) == "b/main"
-
-
 def test_must_include_points_at_the_pod_of_the_init_container() -> None:
     """Those IDs are an init container's of exactly one pod."""
-
-    def chain(name: str) -> object:
-        return pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10))
-
-    a, b = chain("a"), chain("b")
-    allocated = (
-        allocation(a, "i", ids(0, range(5)), [], ContainerKind.INIT),  # type: ignore[arg-type]
-        allocation(b, "i", ids(0, range(5, 10)), [], ContainerKind.INIT),  # type: ignore[arg-type]
-    )
-    call = Call(
-        resource="tencent.com/vcuda-core",
-        kind=ResourceKind.VCORE,
-        size=10,
-        must_include=frozenset(ids(0, range(5, 10))),
+    a, b = (pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10)) for name in "ab")
+    given = ids(0, range(10))
+    allocated = tuple(
+        allocation(owner, "i", own, [], ContainerKind.INIT) for owner, own in ((a, given[:5]), (b, given[5:]))
     )
     listed = [Listing("a", {"m": {}}), Listing("b", {"m": {}})]
-    assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"  # type: ignore[arg-type]
+    call = vcore_call(size=10, must_include=frozenset(given[5:]))
+    assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"
 
 
 def test_an_unknown_listed_pod_without_devices_is_to_be_fetched_first() -> None:
@@ -125,42 +108,6 @@ def test_a_stale_pod_of_the_same_name_is_suspected() -> None:
     old = pod("web-0", container(cores=10), phase=PodPhase.FAILED)
     result = identify(VCORE_10, [Listing("web-0", {"main": {}})], known(old))
     assert isinstance(result, Unresolved) and result.to_recheck == (("default", "web-0"),)
-
-
-def test_memory_and_cores_are_judged_apart() -> None:
-    """Having one resource does not hide the lack of the other."""
-    one = pod("one", container(cores=10, blocks=4))
-    allocated = replace(allocation(one, "main", ids(0, range(10)), []))
-    listed = [Listing("one", {"main": {CORE: 10}})]
-    call = Call(resource=MEMORY, kind=ResourceKind.VMEMORY, size=4)
-    assert served_name(identify(call, listed, known(one, allocations=(allocated,)))) == "one/main"
-    assert MEMORY not in listed[0].count_by_container(MEMORY)
-
-
-def test_a_call_for_memory_may_be_another_pods_than_the_cores_before_it() -> None:
-    """The kubelet rejected the first one between its two resources, for a device of another plugin: no call said so, and
-    what it lacks is what the next pod asks for. So each call needs a List of its own."""
-    rejected, upcoming = pod("rejected", container(cores=10, blocks=4)), pod("next", container(cores=10, blocks=4))
-    allocated = allocation(rejected, "main", ids(0, range(10)), [])
-    call = Call(resource=MEMORY, kind=ResourceKind.VMEMORY, size=4)
-    facts = known(rejected, upcoming, allocations=(allocated,))
-    assert served_name(identify(call, [Listing("next", {"main": {}})], facts)) == "next/main"
-
-
-def test_an_allocate_without_preference_is_the_successor_containers() -> None:
-    """The kubelet passes an init container's IDs to the next container without asking."""
-    chain = pod(
-        "chain",
-        container("i", cores=5, kind=ContainerKind.INIT),
-        container("s", cores=5, kind=ContainerKind.SIDECAR, position=1),
-        container("m", cores=10),
-    )
-    allocated = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
-    facts = known(chain, allocations=(allocated,))
-    found = next_container_of(ids(0, range(5)), CORE, {chain.uid: chain}.get, facts)
-    assert found is not None and found.container.name == "s"
-    assert next_container_of(ids(0, range(5, 10)), CORE, {chain.uid: chain}.get, facts) is None
-    assert next_container_of(ids(0, range(4)), CORE, {chain.uid: chain}.get, facts) is None
 
 
 def test_a_container_that_runs_is_not_called_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -26,49 +26,37 @@ GPUS = inventory(2, 24 * 1024)
 POLICY = Policy(names=NAMES)
 
 
-def wants(units: int, name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **more: int) -> ContainerSpec:
-    return ContainerSpec(name=name, kind=kind, position=0, requests={GPU_MEM: units, **more})
+def wants(units: int, **more: int) -> ContainerSpec:
+    return ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={GPU_MEM: units, **more})
 
 
 def units_of(gpu: int, numbers: range) -> frozenset[DeviceId]:
     return frozenset(device_id(GpuUuid(f"GPU-{gpu}"), n) for n in numbers)
 
 
-def holds(
-    owner: Pod, gpu: int, numbers: range, name: str = "main", kind: ContainerKind = ContainerKind.MAIN
-) -> Allocation:
+def holds(owner: Pod, gpu: int, numbers: range) -> Allocation:
     return Allocation(
-        key=ContainerKey(owner.uid, name),
+        key=ContainerKey(owner.uid, "main"),
         namespace="default",
         pod_name=owner.name,
-        kind=kind,
+        kind=ContainerKind.MAIN,
         gpus=(GpuUuid(f"GPU-{gpu}"),),
         ids={ResourceKind.GPU_MEM: units_of(gpu, numbers)},
     )
 
 
-def ledger_of(*held: Allocation, without: ContainerKey | None = None) -> Ledger:
+def ledger_of(*held: Allocation) -> Ledger:
     cache = AllocationCache()
     for one in held:
         cache.put(one)
-    return cache.ledger(GPUS, without=without)
+    return cache.ledger(GPUS)
 
 
-def planned(
-    owner: Pod,
-    name: str,
-    ledger: Ledger,
-    *,
-    must: Sequence[str] = (),
-    hint: tuple[int, ...] = (),
-    policy: Policy = POLICY,
-) -> Decision | Refused:
-    spec = owner.container(name)
-    assert spec is not None
+def planned(owner: Pod, ledger: Ledger, *, hint: tuple[int, ...] = (), policy: Policy = POLICY) -> Decision | Refused:
     annotations = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
-    target = Target(pod=replace(owner, annotations=annotations), container=spec)
+    target = Target(pod=replace(owner, annotations=annotations), container=owner.containers[0])
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
-    case = Case(target, ResourceKind.GPU_MEM, everything, ledger, policy, must)
+    case = Case(target, ResourceKind.GPU_MEM, everything, ledger, policy)
     return plan(case, offer_accounts(case))
 
 
@@ -76,14 +64,14 @@ def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
     """The emptiest with spread; another with a hint that fits, not with one that does not."""
     a, b = pod("a", wants(6)), pod("b", wants(10))
     ledger = ledger_of(holds(pod("x", wants(12)), 1, range(12)))
-    found = planned(a, "main", ledger)
+    found = planned(a, ledger)
     assert isinstance(found, Decision) and found.gpus == ("GPU-1",) and set(found.ids) == units_of(1, range(12, 18))
-    spread = planned(a, "main", ledger, policy=replace(POLICY, share_policy="spread"))
+    spread = planned(a, ledger, policy=replace(POLICY, share_policy="spread"))
     assert isinstance(spread, Decision) and spread.gpus == ("GPU-0",)
-    hinted = planned(a, "main", ledger, hint=(0,))
+    hinted = planned(a, ledger, hint=(0,))
     assert isinstance(hinted, Decision) and hinted.gpus == ("GPU-0",)
     full = ledger_of(holds(pod("x", wants(20)), 1, range(20)))
-    unfit = planned(b, "main", full, hint=(1,))
+    unfit = planned(b, full, hint=(1,))
     assert isinstance(unfit, Decision) and unfit.gpus == ("GPU-0",)
 
 
@@ -95,30 +83,11 @@ def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
         allocation(whole, "main", ids(1, range(100)), []),
     )
     ledger = ledger_of(*held)
-    found = planned(pod("a", wants(14)), "main", ledger)
+    found = planned(pod("a", wants(14)), ledger)
     assert isinstance(found, Decision) and found.gpus == ("GPU-0",)
-    refused = planned(pod("a", wants(15)), "main", ledger)
+    refused = planned(pod("a", wants(15)), ledger)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert f"15 {GPU_MEM} (15 GiB)" in refused.detail and "14 units (14 GiB) free" in refused.detail
-
-
-def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
-    """A GPU with a memory share is not free as a whole, and has so many blocks less."""
-    memory = [holds(pod(f"m{gpu}", wants(20)), gpu, range(20)) for gpu in (0, 1)]
-    ledger = ledger_of(*memory)
-    for spec, reason in (
-        (container(cores=30, blocks=17), RefusalReason.NOT_ENOUGH_MEMORY),
-        (container(cores=100), RefusalReason.NOT_ENOUGH_CORES),
-    ):
-        target = Target(pod=pod("v", spec), container=spec)
-        free = [DeviceId(d) for d in ids(0, range(100)) + ids(1, range(100))]
-        case = Case(target, ResourceKind.VCORE, free, ledger, POLICY)
-        outcome = plan(case, offer_accounts(case))
-        assert isinstance(outcome, Refused), (spec, reason)
-    fits = container(cores=30, blocks=16)
-    target = Target(pod=pod("v", fits), container=fits)
-    case = Case(target, ResourceKind.VCORE, [DeviceId(d) for d in ids(0, range(100))], ledger, POLICY)
-    assert isinstance(plan(case, offer_accounts(case)), Decision)
 
 
 @pytest.mark.parametrize(
@@ -134,47 +103,14 @@ def test_a_wish_that_cannot_be_met_is_refused_with_what_is_valid(
     spec: ContainerSpec, reason: RefusalReason, text: str
 ) -> None:
     """Whatever is free; by both resources' calls."""
-    refused = planned(pod("a", spec), "main", ledger_of())
+    refused = planned(pod("a", spec), ledger_of())
     assert isinstance(refused, Refused) and refused.reason is reason and text in refused.detail
 
 
 def test_a_node_that_does_not_share_gives_no_memory_shares() -> None:
     """share_mode off."""
-    refused = planned(pod("a", wants(4)), "main", ledger_of(), policy=replace(POLICY, share_mode=False))
+    refused = planned(pod("a", wants(4)), ledger_of(), policy=replace(POLICY, share_mode=False))
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.SHARING_DISABLED
-
-
-def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
-    """It is placed where its heir fits too, and the heir must come to the same GPU."""
-    owner = pod("a", wants(4, "init", ContainerKind.INIT), wants(10))
-    other = holds(pod("x", wants(16)), 1, range(16))  # 8 left there: enough for the init container, not for the heir
-    first = planned(owner, "init", ledger_of(other))
-    assert isinstance(first, Decision) and first.gpus == ("GPU-0",)
-    given = holds(owner, 0, range(4), "init", ContainerKind.INIT)
-    successor = planned(owner, "main", ledger_of(other, given), must=sorted(given.ids_of(ResourceKind.GPU_MEM)))
-    assert (
-        isinstance(successor, Decision)
-        and successor.gpus == ("GPU-0",)
-        and given.ids_of(ResourceKind.GPU_MEM) <= set(successor.ids)
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (units_of(0, range(3)) | units_of(1, range(12, 15)), RefusalReason.WRONG_GPUS),
-        (units_of(0, range(5)), RefusalReason.INVALID_REQUEST),
-        (units_of(0, range(20, 26)), RefusalReason.UNKNOWN_DEVICE),
-        (units_of(1, range(6, 12)), RefusalReason.DEVICE_IN_USE),
-    ],
-)
-def test_what_the_kubelet_allocates_is_checked(given: frozenset[DeviceId], reason: RefusalReason) -> None:
-    """Two GPUs, too few, no such unit, somebody else's."""
-    spec = wants(6)
-    target = Target(pod=pod("a", spec), container=spec)
-    ledger = ledger_of(holds(pod("x", wants(10)), 1, range(10)))
-    refused = check(Case(target, ResourceKind.GPU_MEM, sorted(given), ledger, POLICY), ())
-    assert isinstance(refused, Refused) and refused.reason is reason
 
 
 def test_units_that_are_free_by_number_but_not_by_memory_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""How an outcome is reported: a record, and an Event that names what each GPU lacked."""
+"""How an outcome is reported: a record, and an Event that names what each GPU lacked; and the last records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpushare_agent.agent.admission.decisions.decide import Decision
 from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.outcomes import DecisionLog, OutcomeReporter
 from gpushare_agent.core.kube.events import MAX_MESSAGE_CHARS
-from gpushare_agent.core.model.decision_records import Asked, Candidate
+from gpushare_agent.core.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.core.model.pods import Pod
@@ -109,20 +109,59 @@ def test_an_event_keeps_within_its_length() -> None:
     assert reported.events[1] == "d" * 2000
 
 
-def test_a_call_for_an_unknown_pod_is_recorded_without_a_name() -> None:
-    """No Event: there is no pod to put it on."""
-    reported = Reported()
-    reported.reporter.refused(
-        Decision(resource=VCORE_RESOURCE), Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?")
-    )
-    (record,) = reported.log.newest(5)
-    assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
-    assert reported.events == []
-
-
 def test_a_refused_start_is_recorded_and_reported_and_no_admission() -> None:
     """The container was admitted before."""
     reported = Reported()
     reported.reporter.start_refused(TARGET, VCORE_RESOURCE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
     assert reported.log.newest(5)[0].explanation == "disk full"
     assert reported.events == ["disk full"] and reported.counted == []
+
+
+def record(pod: str, namespace: str = "default") -> DecisionRecord:
+    return DecisionRecord(
+        number=0,
+        at=1.0,
+        namespace=namespace,
+        pod=pod,
+        pod_uid=f"uid-{pod}",
+        container="main",
+        resource="tencent.com/vcuda-core",
+        outcome=Outcome.ALLOCATED,
+        reason="",
+        explanation="GPU 0",
+        policy="share",
+        gpus=(0,),
+        labels=("0",),
+        asked=None,
+        candidates=(),
+    )
+
+
+def test_only_the_last_decisions_are_kept_newest_first() -> None:
+    """Numbers continue though old records are dropped."""
+    log = DecisionLog(3)
+    for name in "abcde":
+        log.add(record(name))
+    assert [(r.number, r.pod) for r in log.newest(10)] == [(5, "e"), (4, "d"), (3, "c")]
+    assert [r.pod for r in log.newest(2)] == ["e", "d"]
+
+
+def test_decisions_are_found_by_pod_and_since_a_number() -> None:
+    """A name alone finds it in every namespace."""
+    log = DecisionLog(10)
+    for name, namespace in (("a", "x"), ("a", "y"), ("b", "x")):
+        log.add(record(name, namespace))
+    assert [r.namespace for r in log.newest(10, pod="a")] == ["y", "x"]
+    assert [r.number for r in log.newest(10, pod="a", namespace="x")] == [1]
+    assert [r.number for r in log.newest(10, after=2)] == [3]
+
+
+def test_a_reload_keeps_the_records_and_their_numbers() -> None:
+    """As many as the new settings keep."""
+    old, new = DecisionLog(10), DecisionLog(2)
+    for name in "abc":
+        old.add(record(name))
+    new.take_over(old)
+    assert [(r.number, r.pod) for r in new.newest(10)] == [(3, "c"), (2, "b")]
+    new.add(record("d"))
+    assert [r.number for r in new.newest(1)] == [4]

@@ -11,7 +11,7 @@ from gpushare_agent.agent.admission.decisions.identity import Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Ledger, Policy
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import RefusalReason, Refused
-from gpushare_agent.core.model.gpus import GpuInventory, Health
+from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import ResourceKind
@@ -54,28 +54,11 @@ def test_a_share_gets_ids_of_one_gpu() -> None:
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
 
-def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
-    """The kubelet offers all of them; ours stay out."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(target, CORES, all_ids(), facts)
-    assert isinstance(result, Decision) and not set(result.ids) & set(ids(0, range(30)))
-
-
 def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
     target = serve(pod("new", container(cores=50, blocks=4)))
     result = planned(target, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(target))
     assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
-
-
-def test_memory_first_plans_the_whole_container() -> None:
-    """The GPU is chosen for cores and memory; the IDs asked for are memory's."""
-    target = serve(pod("new", container(cores=80, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
-    result = planned(target, MEMORY, all_ids(count=96), facts)
-    assert isinstance(result, Decision)
-    assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
 
 
 def test_memory_ids_are_counters() -> None:
@@ -153,15 +136,6 @@ def test_a_whole_gpu_must_be_free() -> None:
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_CORES
 
 
-def test_an_unhealthy_gpu_is_not_given() -> None:
-    """It may have turned between the preference and the Allocate."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    found = inventory()
-    sick = replace(found, gpus=(replace(found.gpus[0], health=Health.UNHEALTHY), found.gpus[1]))
-    result = check(Case(target, CORES, ids(0, range(10)), ledger(target, gpus=sick), POLICY), ())
-    assert isinstance(result, Refused) and result.reason is RefusalReason.NO_HEALTHY_GPU
-
-
 def chain(init_cores: int, main_cores: int, init_blocks: int = 2, main_blocks: int = 4) -> Pod:
     return pod(
         "chain",
@@ -190,16 +164,6 @@ def test_the_heir_stays_on_the_init_containers_gpu() -> None:
     assert set(result.ids) == set(ids(1, range(60)))
     memory_first = planned(target, MEMORY, all_ids(count=96), facts, tuple(ids(1, range(2))))
     assert isinstance(memory_first, Decision) and memory_first.gpus == (GpuUuid("GPU-1"),)
-
-
-def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> None:
-    """40 of the init container plus 20 free make 60, also for memory."""
-    owner = chain(40, 60, init_blocks=50, main_blocks=90)
-    target = serve(owner, "m")
-    init = allocation(owner, "i", ids(0, range(40)), ids(0, range(50)), ContainerKind.INIT)
-    facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(60, 100)), ids(0, range(90, 96))))
-    given = ids(0, range(60))
-    assert check(Case(target, CORES, given, facts, POLICY), ()) == (GpuUuid("GPU-0"),)
 
 
 def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:

@@ -175,14 +175,6 @@ def test_the_setting_bounds_the_size(mode: ResizeMode, cores: int | None, memory
     assert ResizePolicy(names=NAMES).mode is ResizeMode.DISABLED
 
 
-def test_growth_is_booked_whole_and_what_is_given_back_stays_booked() -> None:
-    """Before anything is granted."""
-    share = decided(cores=50, memory=4)
-    assert isinstance(share, ResizedShare)
-    assert share.target == ShareSize(cores=50, memory=4) and share.charged == ShareSize(cores=50, memory=8)
-    assert share.kind is ResourceKind.VMEMORY and share.allocated == MAIN.allocated_size
-
-
 def test_nothing_is_decided_where_nothing_changes() -> None:
     """Each round asks again."""
     assert decided() is None and decided(cores=30) is None
@@ -268,15 +260,6 @@ def test_what_binds_running_processes_gives_back_memory_at_once_and_cores_with_t
     assert enforced(now, MEMORY_LIVE, "b" * 64, uses_no_more=False).charged == share.target
 
 
-def test_memory_in_use_stays_booked() -> None:
-    """A limit takes nothing away from a process that has it."""
-    share = decided(memory=4)
-    assert isinstance(share, ResizedShare)
-    now = enforced(share, MEMORY_LIVE, "a" * 64, uses_no_more=False)
-    assert now.charged == share.charged
-    assert enforced(now, MEMORY_LIVE, "a" * 64, uses_no_more=True).charged == share.target
-
-
 def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
     """Nobody can tell whether a running process will read its file again."""
     share = decided(cores=10, memory=4)
@@ -284,14 +267,6 @@ def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
     now = enforced(share, VCUDA, "a" * 64, uses_no_more=True)
     assert now.charged == share.charged
     assert enforced(now, VCUDA, "b" * 64, uses_no_more=True).charged == share.target
-
-
-def test_a_container_that_does_not_run_gives_back_nothing_new() -> None:
-    """The next one to start counts as one whose processes may have begun before."""
-    share = decided(cores=10)
-    assert isinstance(share, ResizedShare)
-    assert enforced(share, VCUDA, "", uses_no_more=True) == share
-    assert enforced(share, VCUDA, "a" * 64, uses_no_more=True).charged == share.charged
 
 
 # --- the status ---

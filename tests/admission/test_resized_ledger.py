@@ -220,28 +220,9 @@ def share(of: Allocation, target: tuple[int, int], charged: tuple[int, int]) -> 
     )
 
 
-ONE, TWO = pod("one", container()), pod("two", container())
+ONE = pod("one", container())
 FIRST = allocation(ONE, "main", ids(0, range(60)), ids(0, range(8)))
-SECOND = allocation(TWO, "main", ids(0, range(60, 90)), ids(0, range(8, 12)))
 GPU = GpuUuid("GPU-0")
-
-
-def test_what_a_share_gives_back_is_for_growth_alone() -> None:
-    """The kubelet still counts its IDs as taken: new containers see them as used."""
-    cache = AllocationCache()
-    cache.put(FIRST)
-    cache.put(SECOND)
-    cache.charge(share(FIRST, (20, 2), (20, 2)))
-    assert used_cores(cache) == {GPU: 90} and used_blocks(cache) == {GPU: 12}
-    assert (account := charged(cache).without(SECOND)) is not None and (account.used.cores, account.used.blocks) == (
-        20,
-        2,
-    )
-    cache.charge(share(SECOND, (75, 12), (75, 12)))
-    assert used_cores(cache) == {GPU: 95} and used_blocks(cache) == {GPU: 14}
-    assert cache.borrowed() == {GPU: Charge(cores=5, blocks=2)}
-    cache.release(FIRST.key)
-    assert used_cores(cache) == {GPU: 75} and cache.borrowed() == {GPU: Charge(cores=45, blocks=8)}
 
 
 def test_an_init_container_keeps_its_ids_booked() -> None:

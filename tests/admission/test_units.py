@@ -126,12 +126,6 @@ def test_a_gpu_that_the_pods_annotations_leave_out_is_not_given(replicas: tuple[
     assert isinstance(found, Refused)
 
 
-def test_several_gpus_are_placed_by_their_links() -> None:
-    world = node(gpus=4)
-    assert admitted(world, "two", asks(gpu=2)) == {"main": (0, 1)}
-    assert admitted(world, "more", asks(gpu=2)) == {"main": (2, 3)}
-
-
 @pytest.mark.parametrize(("is_packed", "expected"), [(False, [0, 1, 0, 1]), (True, [0, 0, 0, 1])])
 def test_replicas_are_distributed_or_packed(is_packed: bool, expected: list[int]) -> None:
     world = node(replicas=(("*", 3),), is_packed=is_packed)
@@ -146,24 +140,6 @@ def test_a_replica_takes_its_part_exactly() -> None:
     assert healthy(world, VCORE_RESOURCE) == {0: 33} and healthy(world, VMEMORY_RESOURCE) == {0: 32}
     admitted(world, "last", asks(gpu=1))
     assert healthy(world, VCORE_RESOURCE) == {0: 0} and healthy(world, GPU_MEM) == {0: 0}
-
-
-def test_a_share_leaves_room_for_as_many_replicas_as_fit() -> None:
-    world = node(gpus=1, replicas=(("*", 4),))
-    admitted(world, "share", asks(cores=30, blocks=4))
-    assert healthy(world, GPU) == {0: 2}
-    assert refused(world, "three", asks(gpu=3)).endswith("Wait for pods on this node to end.")
-    admitted(world, "two", asks(gpu=2))
-
-
-def test_a_refusal_and_the_gpus_out_of_service_are_two_sentences() -> None:
-    """The second follows the full stop of the first."""
-    world = node(replicas=(("*", 4),))
-    sick = replace(world.found.gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
-    world.found = replace(world.found, gpus=(world.found.gpus[0], sick))
-    assert refused(world, "five", asks(gpu=5)).endswith(
-        "Wait for pods on this node to end. Out of service, and not counted: GPU 1: Xid 79."
-    )
 
 
 def test_several_replicas_are_refused_where_the_setting_says_so() -> None:
@@ -298,14 +274,6 @@ def test_an_init_containers_gpu_is_not_handed_on_to_a_share() -> None:
     world = node(gpus=1)
     assert "0 cores" in refused(world, "p", asks("init", ContainerKind.INIT, gpu=1), asks(cores=10, blocks=4))
     assert not len(world.cache)
-
-
-def test_an_unhealthy_gpu_serves_none() -> None:
-    world = node(gpus=2)
-    world.found = replace(
-        world.found, gpus=(replace(world.found.gpus[0], health=Health.UNHEALTHY), world.found.gpus[1])
-    )
-    assert admitted(world, "p", asks(gpu=1)) == {"main": (1,)}
 
 
 GPU_0 = GpuUuid("GPU-8f3e2b1c-1111-2222-3333-444444444444")

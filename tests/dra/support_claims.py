@@ -167,11 +167,9 @@ class FakeInstances:
         self.held: dict[str, set[str]] = {}
         self.holds = 0
         self.waits: list[float] = []
-        self.restored: dict[str, dict[str, GpuUuid]] = {}
         self.refusal: Refused | None = None
 
     def restore(self, held: dict[str, dict[str, GpuUuid]]) -> None:
-        self.restored = held
         self.held = {uid: {*places} for uid, places in held.items()}
 
     async def hold(self, uid: str, places: Collection[str], at_most_s: float = 0.0) -> Refused | None:

@@ -81,16 +81,6 @@ def test_a_view_of_two_requests_is_one_share() -> None:
     assert share.claim is not None and share.claim.core_limit == 50
 
 
-def test_the_sharers_of_a_claim_are_its_containers_with_their_ids() -> None:
-    store, pods = made()
-    ids = {"x": "c" * 64}
-    containers = (using("x", ("g", "a")), using("y", ("g", "")))
-    store.upsert(pod("one", *containers, claims={"g": "claim-1"}, running=frozenset({"x"}), container_ids=ids))
-    x, y = (ContainerKey(PodUid("uid-one"), name) for name in "xy")
-    assert pods.sharers(KEY_A) == {x: "c" * 64, y: ""} and pods.sharers(KEY_B) == {y: ""}
-    assert pods.sharers(x) is None
-
-
 CLAIMS = [ContainerKey(PodUid(uid_of(number)), name) for number in (1, 2) for name in "ab"]
 STEPS = st.lists(st.tuples(st.sampled_from(range(8)), st.sampled_from(["", "claim-1", "claim-2", "gone"])), max_size=25)
 

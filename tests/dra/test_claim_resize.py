@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from gpushare_agent.agent.dra.claims import allocations_of
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.core.claims.claim import read_claim
@@ -39,6 +41,11 @@ class World(ResizedNode):
         text = {RESIZE_ANNOTATION: annotations["resize"]} if "resize" in annotations else {}
         self.store.upsert(pod(name, *containers, claims={claim: "claim-1"}, annotations=text))
 
+    async def resized(self, text: str, *requests: str) -> None:
+        """A round after the pod p has asked for this."""
+        self.pod("p", *requests, resize=text)
+        await self.resizing.reconcile()
+
 
 async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_informed() -> None:
     """The claim is named as in the pod that has the annotation."""
@@ -60,8 +67,7 @@ async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_info
 async def test_a_share_does_not_grow_beyond_what_the_scheduler_counts() -> None:
     """Whatever the GPU has free: it is the next claim's."""
     world = World(raw_claim(result()))
-    world.pod("p", resize="g:cores=50")
-    await world.resizing.reconcile()
+    await world.resized("g:cores=50")
     assert world.sizes == {"gpu": HELD}
     assert world.statuses == {"p": "claim-1:cores=40,memory=64,refused=ResizeUnsupported"}
     assert "the scheduler counts what the claim was allocated, 40 cores with 64 memory blocks" in world.events[0][1]
@@ -69,8 +75,7 @@ async def test_a_share_does_not_grow_beyond_what_the_scheduler_counts() -> None:
 
 async def test_the_setting_counts_for_claims_too() -> None:
     world = World(raw_claim(result()), ResizeMode.DISABLED)
-    world.pod("p", resize="g:cores=10")
-    await world.resizing.reconcile()
+    await world.resized("g:cores=10")
     assert world.sizes == {"gpu": HELD} and "setting resize.mode" in world.events[0][1]
 
 
@@ -79,13 +84,11 @@ async def test_a_request_of_several_is_named_with_the_claim() -> None:
     raw = raw_claim(result("a", 0), result("b", 1))
     each = pod("p", using("x", ("g", "a")), using("y", ("g", "b")), claims={"g": "claim-1"})
     world = World(raw, users=[each])
-    world.pod("p", "a", "b", resize="g/b:cores=10")
-    await world.resizing.reconcile()
+    await world.resized("g/b:cores=10", "a", "b")
     assert world.sizes == {"a": HELD, "b": ShareSize(cores=10, memory=64)}
     assert world.statuses == {"p": "claim-1/b:cores=10,memory=64,shrinking"}
     both = World(raw_claim(result("a", 0), result("b", 0)))
-    both.pod("p", resize="g/b:cores=10")
-    await both.resizing.reconcile()
+    await both.resized("g/b:cores=10")
     assert both.sizes == {"a": HELD, "b": HELD}
     assert "use several of the claim's devices together" in both.events[0][1]
 
@@ -93,8 +96,7 @@ async def test_a_request_of_several_is_named_with_the_claim() -> None:
 async def test_of_several_pods_that_ask_the_first_by_name_counts() -> None:
     world = World(raw_claim(result()))
     world.pod("q", resize="g:cores=20")
-    world.pod("p", resize="g:cores=10")
-    await world.resizing.reconcile()
+    await world.resized("g:cores=10")
     assert world.sizes == {"gpu": ShareSize(cores=10, memory=64)}
 
 
@@ -108,25 +110,22 @@ async def test_of_several_pods_each_may_ask_for_another_request() -> None:
     assert {name: size.cores for name, size in world.sizes.items()} == {"a": 10, "b": 20}
 
 
-async def test_what_cannot_be_read_or_names_nothing_is_reported() -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("g:cores=ten", "cannot be read"),
+        ("h:cores=10", "names a container h, which the pod does not have"),
+        ("gpu:cores=10", "which the pod does not have"),  # a request is named with its claim
+    ],
+)
+async def test_what_cannot_be_read_or_names_nothing_is_reported(text: str, why: str) -> None:
     """A slip of the pen would otherwise go unseen."""
     world = World(raw_claim(result()))
-    world.pod("p", resize="g:cores=ten")
-    await world.resizing.reconcile()
-    assert "cannot be read" in world.events[-1][1]
-    world = World(raw_claim(result()))
-    world.pod("p", resize="h:cores=10")
-    await world.resizing.reconcile()
-    assert world.sizes == {"gpu": HELD} and "names a container h, which the pod does not have" in world.events[-1][1]
-    world = World(raw_claim(result()))
-    world.pod("p", resize="gpu:cores=10")
-    await world.resizing.reconcile()
-    assert world.sizes == {"gpu": HELD}, "the request's name without the claim's is none of the pod's"
-    assert "which the pod does not have" in world.events[-1][1]
+    await world.resized(text)
+    assert world.sizes == {"gpu": HELD} and why in world.events[-1][1]
 
 
 async def test_all_cores_with_a_part_of_the_memory_are_not_resized() -> None:
     world = World(raw_claim(result(cores=100)))
-    world.pod("p", resize="g:memory=8")
-    await world.resizing.reconcile()
+    await world.resized("g:memory=8")
     assert "all 100 cores of its GPU" in world.events[-1][1] and not world.cache.resized

@@ -28,7 +28,6 @@ from tests.dra.support_claims import (
     Driver,
     admin,
     edit_policy,
-    gpu_config,
     prepared,
     raw_claim,
     ref_of,
@@ -77,12 +76,6 @@ async def test_concurrent_calls_for_one_claim_book_it_once(tmp_path: Path) -> No
         calls = [group.create_task(driver.claims.prepare(ref_of())) for _ in range(3)]
     assert calls[0].result() is calls[1].result() is calls[2].result()
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 60}
-
-
-async def test_unknown_claims_end_with_success(driver: Driver) -> None:
-    made = await prepared(driver)
-    await driver.claims.unprepare(ref_of(7))
-    assert driver.claims.prepared == {uid_of(1): made} and driver.records() == [f"{uid_of(1)}.json"]
 
 
 async def test_a_share_for_a_sandbox_is_refused_for_good(tmp_path: Path) -> None:
@@ -150,14 +143,6 @@ async def test_a_record_of_a_newer_agent_is_read(driver: Driver, tmp_path: Path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "boot": "x"}))
     await driver.restart()
     assert driver.claims.prepared == {first.ref.uid: first} and '"boot"' in path.read_text()
-
-
-async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tmp_path: Path) -> None:
-    driver = Driver(
-        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-0", 0, cores=1, memory="1Gi"))
-    )
-    await prepared(driver)
-    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
 
 
 async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
@@ -543,25 +528,6 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
     assert sorted(dict(one.edits.env)["NVIDIA_VISIBLE_DEVICES"] for one in made.results) == ["GPU-0", "GPU-1"]
 
 
-@pytest.mark.parametrize("isolation", ["vcuda", "mps"])
-async def test_two_claims_of_one_container_are_refused_where_one_would_undo_the_other(
-    tmp_path: Path, isolation: str
-) -> None:
-    """Of one variable, and of one mount point, the last claim's counts. Containers with a claim each are not concerned."""
-    names = {"g": "claim-1", "h": "claim-2"}
-    both, each = (
-        Driver(tmp_path / place, raw_claim(result(index=0)), raw_claim(result(index=1), number=2))
-        for place in ("both", "each")
-    )
-    both.pod("p", using("x", ("g", ""), ("h", "")), claims=names)
-    each.pod("p", using("x", ("g", "")), using("y", ("h", "")), claims=names)
-    for driver in (both, each):
-        driver.policy = edit_policy(isolation)
-        await prepared(driver)
-    assert "container x of pod p uses the claim claim-1 too" in await refused(both, 2)
-    await prepared(each, 2)
-
-
 # --- the driver counts its GPUs otherwise ---
 
 
@@ -617,19 +583,6 @@ async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> No
     assert (before["NVIDIA_VISIBLE_DEVICES"], after["NVIDIA_VISIBLE_DEVICES"]) == ("GPU-0,GPU-1", "GPU-1,GPU-0")
     limits = [one["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] for one in (before, after)]
     assert limits == ["0=4096M,1=8192M", "0=8192M,1=4096M"]
-
-
-async def test_limits_of_a_configuration_follow_their_gpus(tmp_path: Path) -> None:
-    """NVIDIA's names the GPUs by place in the order of UUID, which the record keeps."""
-    mps = {"defaultActiveThreadPercentage": 50, "defaultPerDevicePinnedMemoryLimit": {"0": "4Gi", "1": "8Gi"}}
-    config = gpu_config("MPS", mpsConfig=mps)
-    driver = Driver(tmp_path, raw_claim(whole("a", 0), whole("b", 1), config=[config]), nvidia_names=True)
-    await prepared(driver)
-    boot(driver, ("GPU-1", 0), ("GPU-0", 1))
-    await driver.claims.restore()
-    variables = spec(driver)[1]
-    assert variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M,1=4096M"
-    assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
 
 
 async def test_gpus_of_another_claim_stay_in_the_list_of_a_claim_made_again(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from gpushare_agent.core.model.directory_names import is_container_name
 from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.pods import ContainerKind, Pod
-from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.dra.support_claims import (
     NODE,
     admin,
@@ -32,7 +30,7 @@ from tests.dra.support_claims import (
     using,
     whole,
 )
-from tests.support_core import inventory, isolation_config, pod
+from tests.support_core import inventory, pod
 from tests.support_json import undecoded, written
 
 REQUESTS = st.one_of(
@@ -76,30 +74,6 @@ def limited(memory: str, percent: int) -> dict[str, str]:
     return {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": memory, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)}
 
 
-def test_a_claim_has_the_driver_where_the_setting_mounts_it() -> None:
-    """As a device plugin's container: for nodes without NVIDIA's runtime."""
-    policy = edit_policy()
-    config = isolation_config(whole_driver=Path("/vdriver/origin"), driver_volume=DriverVolumeSettings(mount=True))
-    made = prepared(raw_claim(result(index=1)), user("p", ""), policy=replace(policy, config=config))
-    (device,) = written(made.spec)["devices"]
-    mounts = {one["containerPath"]: one["hostPath"] for one in device["containerEdits"]["mounts"]}
-    assert mounts["/usr/local/nvidia"] == "/vdriver/origin"
-    assert env_of(made)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
-    assert "LD_LIBRARY_PATH" not in env_of(prepared(raw_claim(result(index=1)), user("p", "")))
-
-
-def test_a_share_is_not_prepared_for_a_sandbox() -> None:
-    """If one of the claim's pods runs in one. A whole GPU is prepared."""
-    sandboxed, policy = (
-        replace(user("p", ""), runtime_class="secure"),
-        replace(edit_policy(), handlers={"secure": "runsc"}),
-    )
-    refused = prepare(raw_claim(result(index=1)), sandboxed, policy=policy)
-    assert isinstance(refused, Refused) and "the handler runsc" in refused.detail
-    prepared(raw_claim(result(index=1)), user("p", ""), policy=policy)
-    prepared(raw_claim(whole(index=1)), sandboxed, policy=policy)
-
-
 def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
     made = prepared(raw_claim(result(index=1)), user("p", ""))
     assert made.results[0].cdi_devices == (f"gpushare-agent/claim=gpu-1.gpu.{uid_of(1)}",)
@@ -124,12 +98,6 @@ def test_containers_that_name_a_request_each_get_that_one_alone() -> None:
     made = prepared(raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20)), user("p", "a", "b"))
     assert limits(env_of(made, 0)) == limited("0=8192M", 50)
     assert limits(env_of(made, 1)) == limited("0=16384M", 20)
-
-
-def test_one_claim_in_two_pods_and_a_container_without_it() -> None:
-    pods = (user("p", "", ""), user("q", ""), pod("other", using("c")))
-    made = prepared(raw_claim(result()), *pods, policy=edit_policy("mps"))
-    assert env_of(made)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M"
 
 
 def kinds(*names: ContainerKind) -> Pod:
@@ -158,34 +126,10 @@ def test_containers_whose_requests_overlap_are_refused() -> None:
     assert isinstance(made, Refused) and "p/c0 and p/c1" in made.detail
 
 
-def test_two_requests_on_one_gpu_are_one_share_of_it() -> None:
-    made = prepared(
-        raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi")), user("p", "")
-    )
-    assert limits(env_of(made)) == limited("0=12288M", 50)
-
-
 def test_whole_gpus_are_not_limited() -> None:
     made = prepared(raw_claim(whole("a", 0), whole("b", 1)), user("p", ""))
     assert [one.is_whole for one in made.results] == [True, True]
     assert env_of(made) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
-
-
-def test_a_whole_gpu_beside_a_share_has_no_limit_of_its_own() -> None:
-    made = prepared(raw_claim(whole("a", 0), result("b", 1)), user("p", ""))
-    expected = limited("0=24576M,1=16384M", 40)
-    assert limits(env_of(made)) == expected
-
-
-def test_memory_alone_gets_compute_in_proportion() -> None:
-    made = prepared(raw_claim(result(cores=0, memory="6Gi")), user("p", ""))
-    assert limits(env_of(made)) == limited("0=6144M", 25)
-
-
-def test_count_two_makes_two_results_of_one_request_with_names_of_their_own() -> None:
-    made = prepared(raw_claim(result(index=0), result(index=3)), user("p", ""))
-    assert [one.key.container for one in made.results] == ["gpu-0", "gpu-1"]
-    assert len({one.cdi_devices for one in made.results}) == 2
 
 
 @given(st.lists(st.tuples(REQUESTS, st.integers(0, 3)), min_size=1, max_size=32, unique=True))
@@ -235,28 +179,12 @@ def test_a_claim_of_an_extended_resource_is_named_by_no_container() -> None:
     assert [env_of(made, n)["NVIDIA_VISIBLE_DEVICES"] for n in (0, 1)] == ["GPU-0", "GPU-1"]
 
 
-def test_mps_limits_shares_of_several_gpus_through_one_daemon() -> None:
-    policy = edit_policy("mps")
-    made = prepared(
-        raw_claim(result("a", 0, cores=40), result("b", 1, cores=25, memory="2Gi")), user("p", ""), policy=policy
-    )
-    env = env_of(made)
-    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M,1=2048M"
-    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
-    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
-
-
 def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
     policy = edit_policy("gpushare", "mps")
     chosen = prepared(raw_claim(result(), config=[share_config(isolation="mps")]), policy=policy)
     assert chosen.results[0].isolation == "mps" and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
     refused = prepare(raw_claim(result(), config=[share_config(isolation="none")]), policy=policy)
     assert isinstance(refused, Refused) and "allows gpushare, mps" in refused.detail
-
-
-def test_the_elastic_ceiling_raises_the_percentage() -> None:
-    made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
-    assert limits(env_of(made))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "80"
 
 
 def test_all_of_the_memory_and_no_cores_is_the_whole_gpu() -> None:

@@ -33,7 +33,7 @@ from tests.dra.support_claims import (
 from tests.extender.support_extender import eventually
 from tests.fakes.clock import FakeClock
 from tests.isolation.support_cdi import schema
-from tests.support_core import mig_instance, used_blocks, used_cores
+from tests.support_core import mig_instance, used_cores
 from tests.support_deadline import DEADLINE_S
 
 NODES = (DeviceListStrategy.DEVICE_NODES, DeviceListStrategy.ENVVAR)
@@ -57,6 +57,12 @@ def driver_of(directory: Path, *claims: RawClaim, wait_s: float = 0.0) -> Driver
     return driver
 
 
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    """With a claim of a place."""
+    return driver_of(tmp_path, raw_claim(at(6)))
+
+
 async def refused(driver: Driver, number: int = 1) -> Refused:
     made = await driver.claims.prepare(ref_of(number))
     assert isinstance(made, Refused), made
@@ -73,9 +79,8 @@ def spec(driver: Driver, number: int = 1) -> list[dict[str, Any]]:
     return [one for one in nodes if "uvm" not in one["path"] and "ctl" not in one["path"]]
 
 
-async def test_a_claim_of_a_place_gets_the_instance_that_is_made_there(tmp_path: Path) -> None:
+async def test_a_claim_of_a_place_gets_the_instance_that_is_made_there(driver: Driver) -> None:
     """Its nodes are not on the host yet: the spec says what they are."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     made = await prepared(driver)
     assert made.places == {place(6): "MIG-1"} and driver.mig.held == {uid_of(1): {place(6)}}
     assert dict(made.results[0].edits.env)["NVIDIA_VISIBLE_DEVICES"] == "MIG-1"
@@ -104,22 +109,10 @@ async def test_a_request_with_alternatives_makes_no_name_with_a_slash(tmp_path: 
     assert made.results[0].cdi_name == f"{place(6)}.gpu.small.{uid_of(1)}" and spec(driver)
 
 
-async def test_decisions_name_the_instance(tmp_path: Path) -> None:
-    driver = driver_of(tmp_path, raw_claim(at(6)))
+async def test_decisions_name_the_instance(driver: Driver) -> None:
     await prepared(driver)
     [record] = driver.decisions.newest(9)
     assert record.labels == ("0:6",) and "GPU 0:6 (1g.10gb) for claim claim-1" in record.explanation
-
-
-async def test_the_call_waits_for_a_slow_driver(tmp_path: Path) -> None:
-    driver = driver_of(tmp_path, raw_claim(at(6)), wait_s=DEADLINE_S)
-    driver.mig.refusal = BUSY
-    async with asyncio.TaskGroup() as group:
-        call = group.create_task(driver.claims.prepare(ref_of()))
-        await eventually(lambda: driver.mig.holds > 0)
-        driver.mig.refusal = None
-        driver.claims.changed()
-    assert isinstance(call.result(), PreparedClaim)
 
 
 async def test_the_call_ends_with_a_reason_before_the_kubelets_patience_does(tmp_path: Path) -> None:
@@ -139,9 +132,8 @@ async def test_the_call_ends_with_a_reason_before_the_kubelets_patience_does(tmp
     assert call.result() == BUSY and driver.mig.waits[:2] == [40.0, 2.0]
 
 
-async def test_a_claim_that_waits_keeps_its_place_and_one_that_never_gets_it_does_not(tmp_path: Path) -> None:
+async def test_a_claim_that_waits_keeps_its_place_and_one_that_never_gets_it_does_not(driver: Driver) -> None:
     """The kubelet tries again after a minute; what is refused for good is not held until the pod is deleted."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     driver.mig.refusal = BUSY
     assert (await refused(driver)) == BUSY and driver.mig.held == {uid_of(1): {place(6)}}
     await driver.claims.unprepare(ref_of())
@@ -152,17 +144,8 @@ async def test_a_claim_that_waits_keeps_its_place_and_one_that_never_gets_it_doe
     assert (await refused(driver)).reason is RefusalReason.INVALID_REQUEST and driver.mig.held == {}
 
 
-async def test_an_agent_that_starts_knows_the_places(tmp_path: Path) -> None:
-    driver = driver_of(tmp_path, raw_claim(at(6)), raw_claim(result(), number=2))
-    await prepared(driver), await prepared(driver, 2)
-    holds = driver.mig.holds
-    await driver.restart()
-    assert driver.mig.restored == {uid_of(1): {place(6): "MIG-1"}} and driver.mig.holds == holds
-
-
-async def test_after_a_reboot_a_claim_gets_another_instance(tmp_path: Path) -> None:
+async def test_after_a_reboot_a_claim_gets_another_instance(driver: Driver) -> None:
     """Its record, its spec and the ledger have the new one, and the host is prepared for it."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     first = await prepared(driver)
     driver.mig.lose()
     await driver.restart()
@@ -178,15 +161,17 @@ async def test_after_a_reboot_a_claim_gets_another_instance(tmp_path: Path) -> N
     assert driver.mig.held == {} and not len(driver.cache)
 
 
-async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_next_call(tmp_path: Path) -> None:
+async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_next_call(driver: Driver) -> None:
     """The host's files name the instance: with those of the one before a container would be limited by nothing."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     [key] = [one.key for one in (await prepared(driver)).results]
     driver.mig.lose()
     driver.refusal = Refused(RefusalReason.NOT_READY, "the disk is full")
     with pytest.raises(Unavailable, match="the disk is full"):
         await driver.claims.prepare(ref_of())
-    await driver.claims.refresh()
+    with capture_logs() as logs:
+        for _ in range(3):
+            await driver.claims.refresh()
+    assert [one["event"] for one in logs].count("claim_spec_not_written") == 1
     assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 100}
     await driver.restart()  # as after a kill before the host was prepared
     driver.refusal = None
@@ -195,9 +180,8 @@ async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_nex
     assert used_cores(driver.cache) == {GpuUuid("MIG-2"): 100}
 
 
-async def test_cut_off_while_the_other_instance_is_recorded_a_claim_has_it(tmp_path: Path) -> None:
+async def test_cut_off_while_the_other_instance_is_recorded_a_claim_has_it(driver: Driver) -> None:
     """The thread writes the record all the same, and the next agent goes by it."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     await prepared(driver)
     driver.mig.lose()
     save, begun, may_end = driver.files.save, threading.Event(), threading.Event()
@@ -268,27 +252,8 @@ async def test_an_instance_that_was_removed_by_hand_is_made_again_without_a_call
     assert driver.mig.holds == holds, "what is there is not asked for"
 
 
-async def test_an_instance_made_again_is_not_given_before_the_host_is_prepared_for_it(tmp_path: Path) -> None:
-    driver = driver_of(tmp_path, raw_claim(at(6)))
-    first = await prepared(driver)
-    driver.mig.lose()
-    driver.refusal = BUSY
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="the driver is slow"):
-            await driver.claims.prepare(ref_of())
-    assert driver.claims.prepared[uid_of(1)] == first
-    with capture_logs() as logs:
-        for _ in range(3):
-            await driver.claims.refresh()
-    assert [one["event"] for one in logs].count("claim_spec_not_written") == 1
-    driver.refusal, driver.prepared_keys = None, []
-    made = await prepared(driver)
-    assert made.places == {place(6): "MIG-2"} and driver.prepared_keys and used_cores(driver.cache) == {"MIG-2": 100}
-
-
-async def test_a_claim_that_has_ended_holds_nothing(tmp_path: Path) -> None:
+async def test_a_claim_that_has_ended_holds_nothing(driver: Driver) -> None:
     """Ended while its instance is made again."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     await prepared(driver)
     driver.mig.lose()
     async with asyncio.TaskGroup() as group:
@@ -297,9 +262,8 @@ async def test_a_claim_that_has_ended_holds_nothing(tmp_path: Path) -> None:
     assert driver.mig.held == {} and driver.specs() == [] and not len(driver.cache)
 
 
-async def test_specs_follow_the_numbers_of_an_instances_nodes(tmp_path: Path) -> None:
+async def test_specs_follow_the_numbers_of_an_instances_nodes(driver: Driver) -> None:
     """The same instance after the driver's modules were loaded again."""
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     await prepared(driver)
     for changes in ({"gi_cap": 7}, {"ci_cap": 8}, {"caps_major": 600}):
         gpu = driver.mig.gpus[place(6)]
@@ -310,17 +274,6 @@ async def test_specs_follow_the_numbers_of_an_instances_nodes(tmp_path: Path) ->
         driver.node.inventory.current = replace(current, gpus=gpus)
         await driver.claims.refresh()
     assert [(one.get("major"), one.get("minor")) for one in spec(driver)] == [(None, None), (600, 7), (600, 8)]
-
-
-async def test_shares_of_one_instance_are_counted_together(tmp_path: Path) -> None:
-    parts = [raw_claim(at(6, cores=40, memory="4Gi"), number=number) for number in (1, 2, 3)]
-    driver = driver_of(tmp_path, *parts)
-    await prepared(driver), await prepared(driver, 2)
-    assert used_cores(driver.cache) == {GpuUuid("MIG-1"): 80} and used_blocks(driver.cache) == {GpuUuid("MIG-1"): 32}
-    assert (await refused(driver, 3)).detail.startswith("GPU 0:6 cannot serve 40 cores")
-    await driver.claims.unprepare(ref_of(2))
-    assert driver.mig.held.keys() == {uid_of(1), uid_of(3)}
-    assert (await prepared(driver, 3)).places == {place(6): "MIG-1"}
 
 
 async def test_two_claims_of_one_container_wait_for_each_others_instance(tmp_path: Path) -> None:
@@ -356,7 +309,7 @@ async def test_after_a_reboot_a_container_sees_the_new_instances_of_all_its_clai
         assert sorted(seen) == ["MIG-3", "MIG-4"]
 
 
-async def test_names_by_cdi_are_there_before_the_answer(tmp_path: Path) -> None:
+async def test_names_by_cdi_are_there_before_the_answer(driver: Driver) -> None:
     """The runtime knows no device of an instance before the agent's own spec names it."""
 
     class Watch:
@@ -365,7 +318,6 @@ async def test_names_by_cdi_are_there_before_the_answer(tmp_path: Path) -> None:
         async def check(self) -> None:
             self.named = tuple(gpu.uuid for gpu in driver.node.gpus().gpus)
 
-    driver = driver_of(tmp_path, raw_claim(at(6)))
     driver.policy = replace(driver.policy, strategies=(DeviceListStrategy.CDI_CRI,))
     driver.cdi_watch = Watch()
     made = await prepared(driver)

@@ -220,16 +220,6 @@ def test_more_than_the_memory_slices_admit_is_not_given_of_a_profile() -> None:
     assert not admitted(totals, [takes[70, 0], takes[70, 3], takes[70, 1]])
 
 
-def test_engines_that_instances_share_are_not_counted() -> None:
-    """The driver admits four with the GPU's only one."""
-    attributes = MigAttributes(memory_mib=4096, gi_slices=1, ci_slices=1, ofa_engines=1)
-    profile = MigProfile(id=70, name="1g.4gb", size=1, starts=(0, 1, 2, 3), most=4, attributes=attributes)
-    found = on_demand()
-    layout = replace(found.mig_layouts[0], slices=4, profiles=(profile,))
-    totals, takes = counted(replace(found, mig_layouts=(layout,)))
-    assert admitted(totals, list(takes.values())) and "ofa-engines" not in totals
-
-
 def test_static_devices_come_first_then_places_from_the_end_of_each_gpu() -> None:
     """The scheduler takes the first that fits: a small instance at the end leaves the large ones their places."""
     found = on_demand(2)
@@ -285,13 +275,6 @@ def test_a_gpu_without_places_has_no_slice() -> None:
     found = on_demand(2)
     layouts = (replace(found.mig_layouts[0], profiles=()), replace(found.mig_layouts[1], parent=GpuUuid("GPU-x")))
     assert published(replace(found, mig_layouts=layouts)) == []
-
-
-def test_many_static_devices_are_divided_too() -> None:
-    """64 devices a slice where one has a taint."""
-    found = on_demand(1)
-    devices = [replace(one, name=f"mig-{n}") for n in range(70) for one in static(found, known_instance())]
-    assert [len(one.devices) for one in published(replace(found, mig_layouts=()), devices)] == [64, 6]
 
 
 def test_places_are_made_once_and_their_taints_each_time() -> None:

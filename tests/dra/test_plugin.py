@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from tests.extender.support_extender import eventually
 from tests.support_deadline import DEADLINE_S
 
 PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
+REGISTRATION = "/pluginregistration.Registration"
 UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
 
 
@@ -47,24 +48,18 @@ class Served:
         return UnixChannel(self.plugins / "dra-0a0a0a0a.sock")
 
     async def prepare(self, *numbers: int) -> dict[str, dra_v1.NodePrepareResourceResponse]:
-        request = dra_v1.NodePrepareResourcesRequest(claims=[_claim(number) for number in numbers])
-        channel = self.channel()
-        try:
-            answer = await channel.unary(PREPARE, request, dra_v1.NodePrepareResourcesResponse, timeout_s=DEADLINE_S)
-        finally:
-            channel.close()
-        return answer.claims
+        return await self.prepare_claims(*map(_claim, numbers))
+
+    async def prepare_claims(self, *claims: dra_v1.Claim) -> dict[str, dra_v1.NodePrepareResourceResponse]:
+        request, answer = dra_v1.NodePrepareResourcesRequest(claims=[*claims]), dra_v1.NodePrepareResourcesResponse
+        with closing(self.channel()) as channel:
+            return (await channel.unary(PREPARE, request, answer, timeout_s=DEADLINE_S)).claims
 
     async def unprepare(self, *numbers: int) -> dict[str, dra_v1.NodeUnprepareResourceResponse]:
-        request = dra_v1.NodeUnprepareResourcesRequest(claims=[_claim(number) for number in numbers])
-        channel = self.channel()
-        try:
-            answer = await channel.unary(
-                UNPREPARE, request, dra_v1.NodeUnprepareResourcesResponse, timeout_s=DEADLINE_S
-            )
-        finally:
-            channel.close()
-        return answer.claims
+        request = dra_v1.NodeUnprepareResourcesRequest(claims=[*map(_claim, numbers)])
+        answer = dra_v1.NodeUnprepareResourcesResponse
+        with closing(self.channel()) as channel:
+            return (await channel.unary(UNPREPARE, request, answer, timeout_s=DEADLINE_S)).claims
 
 
 def _claim(number: int) -> dra_v1.Claim:
@@ -76,24 +71,14 @@ async def test_the_kubelet_learns_the_endpoint_and_the_services(short_dir: Path)
     served = Served(short_dir, Driver(short_dir))
     async with served.running():
         (socket,) = served.registry.iterdir()
-        channel = UnixChannel(socket)
-        try:
-            path = "/pluginregistration.Registration/"
-            info = await channel.unary(
-                path + "GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo, timeout_s=DEADLINE_S
-            )
-            status = pluginregistration.RegistrationStatus(plugin_registered=True)
-            await channel.unary(
-                path + "NotifyRegistrationStatus",
-                status,
-                pluginregistration.RegistrationStatusResponse,
-                timeout_s=DEADLINE_S,
-            )
-        finally:
-            channel.close()
-        assert (
-            socket.name == "gpushare-agent-0a0a0a0a-reg.sock" and served.registration.registration.registered.is_set()
-        )
+        with closing(UnixChannel(socket)) as channel:
+            asked, answer = pluginregistration.InfoRequest(), pluginregistration.PluginInfo
+            info = await channel.unary(f"{REGISTRATION}/GetInfo", asked, answer, timeout_s=DEADLINE_S)
+            told = pluginregistration.RegistrationStatus(plugin_registered=True)
+            done = pluginregistration.RegistrationStatusResponse
+            await channel.unary(f"{REGISTRATION}/NotifyRegistrationStatus", told, done, timeout_s=DEADLINE_S)
+        assert socket.name == "gpushare-agent-0a0a0a0a-reg.sock"
+        assert served.registration.registration.registered.is_set()
     assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, str(served.plugins / "dra-0a0a0a0a.sock"))
     assert info.supported_versions == ["v1.DRAPlugin", "v1alpha1.DRAResourceHealth"]
     assert not list(served.registry.iterdir()) and not list(served.plugins.iterdir())
@@ -128,14 +113,8 @@ async def test_a_call_that_names_no_claim_is_answered_with_the_reason(short_dir:
     served = Served(short_dir, Driver(short_dir))
     served.ready.set()
     async with served.running():
-        channel = served.channel()
-        try:
-            claims = [dra_v1.Claim(namespace="default", name="../../x", uid="../../etc")]
-            request = dra_v1.NodePrepareResourcesRequest(claims=claims)
-            answer = await channel.unary(PREPARE, request, dra_v1.NodePrepareResourcesResponse, timeout_s=DEADLINE_S)
-        finally:
-            channel.close()
-    assert "name no claim" in answer.claims["../../etc"].error
+        answers = await served.prepare_claims(dra_v1.Claim(namespace="default", name="../../x", uid="../../etc"))
+    assert "name no claim" in answers["../../etc"].error
 
 
 async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -110,6 +110,10 @@ class PoolUnderTest(Published):
         return names if is_whole and len(set(flat)) == len(flat) else None
 
     @property
+    def is_there(self) -> bool:
+        return self.devices is not None
+
+    @property
     def generations(self) -> set[int]:
         return {one["spec"]["pool"]["generation"] for one in self.slices.slices.values()}
 
@@ -117,11 +121,15 @@ class PoolUnderTest(Published):
 THREE = (of("gpu-0"), of("a", "b"), counters("gpu-0"))
 
 
-async def test_all_slices_have_one_generation_and_the_count() -> None:
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
+@pytest.fixture
+async def pool() -> AsyncIterator[PoolUnderTest]:
+    """Of three slices, which are there."""
+    made = PoolUnderTest(*THREE)
+    async with made.written():
+        yield made
+
+
+async def test_all_slices_have_one_generation_and_the_count(pool: PoolUnderTest) -> None:
     assert pool.devices == [["gpu-0"], ["a", "b"], []] and pool.slices.names == [BASE, f"{BASE}-001", f"{BASE}-002"]
     specs = [one["spec"] for one in pool.slices.slices.values()]
     assert ["devices" in one for one in specs] == [True, True, False]
@@ -132,16 +140,12 @@ def tainted(*names: str) -> SliceContent:
     return SliceContent(devices=[device(name, CONFLICT_TAINT) for name in names])
 
 
-async def test_a_change_of_one_gpu_writes_its_slice_alone() -> None:
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-        pool.wants(of("gpu-0"), tainted("a", "b"), counters("gpu-0"))
-        await eventually(lambda: bool(pool.slices.names))
-        assert pool.slices.names == [f"{BASE}-001"] and pool.generations == {1}
-        await pool.settled(of("gpu-0"), of("a", "c"), counters("gpu-0"))
-        assert pool.slices.names == [f"{BASE}-001"] and pool.generations == {1}
+async def test_a_change_of_one_gpu_writes_its_slice_alone(pool: PoolUnderTest) -> None:
+    pool.wants(of("gpu-0"), tainted("a", "b"), counters("gpu-0"))
+    await eventually(lambda: bool(pool.slices.names))
+    assert pool.slices.names == [f"{BASE}-001"] and pool.generations == {1}
+    await pool.settled(of("gpu-0"), of("a", "c"), counters("gpu-0"))
+    assert pool.slices.names == [f"{BASE}-001"] and pool.generations == {1}
 
 
 @pytest.mark.parametrize(
@@ -156,25 +160,21 @@ async def test_a_change_of_one_gpu_writes_its_slice_alone() -> None:
     ],
     ids=["more", "fewer", "moved", "other counters", "one", "none"],
 )
-async def test_another_set_of_slices_is_written_with_the_next_generation(then: Sequence[SliceContent]) -> None:
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-        await pool.settled(*then)
-        await eventually(lambda: pool.generations == ({2} if then else set()))
-        assert len(pool.slices.slices) == len(then)
-        await pool.settled(*THREE)
-        assert len(pool.generations) == 1
+async def test_another_set_of_slices_is_written_with_the_next_generation(
+    then: Sequence[SliceContent], pool: PoolUnderTest
+) -> None:
+    await pool.settled(*then)
+    await eventually(lambda: pool.generations == ({2} if then else set()))
+    assert len(pool.slices.slices) == len(then)
+    await pool.settled(*THREE)
+    assert len(pool.generations) == 1
 
 
 async def test_slices_that_the_kubelet_deleted_come_back() -> None:
     """All of them, in whatever order the deletions are seen."""
     for seed in range(10):
         pool = PoolUnderTest(*THREE)
-        async with pool.running():
-            pool.listed()
-            await eventually(lambda: pool.devices is not None)  # noqa: B023 - of this round
+        async with pool.written():
             pool.slices.names.clear()
             for name in random.Random(seed).sample([*pool.slices.slices], 3):
                 pool.slices.delete(name)
@@ -191,9 +191,7 @@ async def test_a_pool_that_was_left_half_written_is_completed(written: int, monk
     after = (of("a"), of("b"), of("c"), counters("gpu-0"))
     for is_next_agent in (False, True):
         pool = PoolUnderTest(*THREE)
-        async with pool.running():
-            pool.listed()
-            await eventually(lambda: pool.devices is not None)  # noqa: B023
+        async with pool.written():
             pool.slices.fails_after, writes = written, pool.slices.writes
             pool.wants(*after)
             await eventually(lambda: pool.slices.writes > writes + written)  # noqa: B023
@@ -204,80 +202,39 @@ async def test_a_pool_that_was_left_half_written_is_completed(written: int, monk
             pool.slices.fails_after = None
             pool = PoolUnderTest(*after, api=pool.slices)
             async with pool.running():
-                pool.listed()
                 await eventually(lambda: pool.devices == [["a"], ["b"], ["c"], []])  # noqa: B023
 
 
-async def test_an_agent_of_one_slice_and_one_of_several_follow_each_other() -> None:
-    """The names of the first are the same, and the newer one removes the others."""
-    pool = PoolUnderTest(of("gpu-0"))
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-    assert pool.slices.names == [BASE]
-    pool = PoolUnderTest(*THREE, api=pool.slices)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None and len(pool.slices.slices) == 3)
-    pool = PoolUnderTest(of("gpu-0"), api=pool.slices)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices == [["gpu-0"]])
-    assert [*pool.slices.slices] == [BASE]
+async def test_a_slice_that_changed_meanwhile_is_written_again(pool: PoolUnderTest) -> None:
+    name = f"{BASE}-001"
+    newer = {**pool.slices.slices[name], "metadata": {"name": name, "resourceVersion": "other"}}
+    pool.slices.slices[name] = newer
+    pool.wants(of("gpu-0"), of("a", "c"), counters("gpu-0"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert pool.slices.names == [], "a conflict was answered"
+    pool.publisher.put(undecoded(newer))
+    await eventually(lambda: pool.devices == [["gpu-0"], ["a", "c"], []])
 
 
-async def test_a_slice_of_another_name_makes_the_pool_no_larger() -> None:
-    """One with the same generation would be one too many: none of the devices could be had."""
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-        stray = {
-            "metadata": {"name": "stray"},
-            "spec": {"pool": {"name": NODE, "generation": 1, "resourceSliceCount": 3}, "devices": []},
-        }
-        pool.slices.slices["stray"] = stray
-        pool.publisher.put(undecoded(stray))
-        await eventually(lambda: pool.devices is not None)
-    assert pool.devices == [["gpu-0"], ["a", "b"], []]
-
-
-async def test_a_slice_that_changed_meanwhile_is_written_again() -> None:
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-        name = f"{BASE}-001"
-        newer = {**pool.slices.slices[name], "metadata": {"name": name, "resourceVersion": "other"}}
-        pool.slices.slices[name] = newer
-        pool.wants(of("gpu-0"), of("a", "c"), counters("gpu-0"))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert pool.slices.names == [], "a conflict was answered"
-        pool.publisher.put(undecoded(newer))
-        await eventually(lambda: pool.devices == [["gpu-0"], ["a", "c"], []])
-
-
-async def test_the_end_of_conflicts_waits_and_their_beginning_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_conflicts_waits_and_their_beginning_does_not(
+    monkeypatch: pytest.MonkeyPatch, pool: PoolUnderTest
+) -> None:
     """An instance that cannot be destroyed is tried again and again: each would be a write of its GPU's slice."""
     monkeypatch.setattr(slices, "ORDER_PERIOD_S", 3600.0)
-    pool = PoolUnderTest(*THREE)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
-        for round_ in range(3):
-            pool.wants(of("gpu-0"), tainted("a", "b"), counters("gpu-0"))
-            await eventually(lambda: pool.slices.names == [f"{BASE}-001"] or round_ > 0)  # noqa: B023
-            pool.wants(of("gpu-0"), of("a", "b"), counters("gpu-0"))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert pool.slices.names == []
-        # What is urgent in another slice does not wait for it.
-        pool.wants(of("gpu-9"), of("a", "b"), counters("gpu-0"))
-        await eventually(lambda: pool.slices.names == [BASE])
-        monkeypatch.setattr(slices, "ORDER_PERIOD_S", 0.0)
-        pool.publisher.changed()
-        await eventually(lambda: pool.slices.names == [BASE, f"{BASE}-001"])
+    for round_ in range(3):
+        pool.wants(of("gpu-0"), tainted("a", "b"), counters("gpu-0"))
+        await eventually(lambda: pool.slices.names == [f"{BASE}-001"] or round_ > 0)  # noqa: B023
+        pool.wants(of("gpu-0"), of("a", "b"), counters("gpu-0"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert pool.slices.names == []
+    # What is urgent in another slice does not wait for it.
+    pool.wants(of("gpu-9"), of("a", "b"), counters("gpu-0"))
+    await eventually(lambda: pool.slices.names == [BASE])
+    monkeypatch.setattr(slices, "ORDER_PERIOD_S", 0.0)
+    pool.publisher.changed()
+    await eventually(lambda: pool.slices.names == [BASE, f"{BASE}-001"])
 
 
 async def test_an_agent_that_starts_writes_nothing_that_is_there() -> None:
@@ -286,13 +243,11 @@ async def test_an_agent_that_starts_writes_nothing_that_is_there() -> None:
     first = replace(found.mig_layouts[0], problem="no right")
     contents = published(replace(found, mig_layouts=(first, *found.mig_layouts[1:])), static(found, known_instance()))
     pool = PoolUnderTest(*contents)
-    async with pool.running():
-        pool.listed()
-        await eventually(lambda: pool.devices is not None)
+    async with pool.written():
+        pass
     pool.slices.names.clear()
     pool = PoolUnderTest(*contents, api=pool.slices)
     async with pool.running():
-        pool.listed()
         await eventually(pool.publisher.published.is_set)
     assert pool.slices.names == [] and len(pool.slices.slices) == 5
 

@@ -93,22 +93,11 @@ def test_by_nvidias_names_a_claim_that_names_nothing_takes_no_cores() -> None:
         "memory": ("24Gi", "24Gi", "256Mi", "256Mi"),
     }
     ours = shown(devices(known))[0]["attributes"]
+    names = "architecture cudaComputeCapability cudaDriverVersion driverVersion index productName type uuid"
     added = {name: value for name, value in device["attributes"].items() if name not in ours}
     assert added.pop("gpu.nvidia.com/brand") == {"string": "Nvidia"}
-    assert added == {f"gpu.nvidia.com/{name}": ours[name] for name in NVIDIA_NAMES}
+    assert added == {f"gpu.nvidia.com/{name}": ours[name] for name in names.split()}
     assert ours["resource.kubernetes.io/numaNode"] == {"int": 1} and not any("nvidia.com" in name for name in ours)
-
-
-NVIDIA_NAMES = (
-    "architecture",
-    "cudaComputeCapability",
-    "cudaDriverVersion",
-    "driverVersion",
-    "index",
-    "productName",
-    "type",
-    "uuid",
-)
 
 
 def test_shares_without_limits_take_no_memory_and_numbered_ones_are_counted() -> None:
@@ -297,20 +286,29 @@ class Published:
         found = self.api.slices.get(f"{NODE}-{DRIVER}")
         return found["spec"] if found is not None else None
 
+    @property
+    def is_there(self) -> bool:
+        return self.spec is not None
+
     @asynccontextmanager
     async def running(self) -> Any:
+        """With the API server's slices listed."""
         async with running(lambda: self.publisher.run(self.api, self.registered)):
+            self.publisher.list_ended(list(self.api.slices), [], "1")
             yield
 
-    def listed(self) -> None:
-        self.publisher.list_ended(list(self.api.slices), [], "1")
+    @asynccontextmanager
+    async def written(self) -> Any:
+        """Once what is wanted is there."""
+        async with self.running():
+            await eventually(lambda: self.is_there)
+            yield
 
 
 async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read() -> None:
     """What an earlier agent published stays meanwhile: claims refer to it."""
     published = Published(None)
     async with published.running():
-        published.listed()
         await asyncio.sleep(0)
         assert published.api.writes == 0
         published.wanted = devices(inventory(1))
@@ -328,7 +326,6 @@ async def test_a_slice_that_somebody_else_has_is_not_published() -> None:
     published = Published(devices(inventory(1)))
     published.api.error = Conflict("already exists")
     async with published.running():
-        published.listed()
         await eventually(lambda: published.api.writes > 0)
         published.publisher.changed()
         await eventually(lambda: published.api.writes > 1)
@@ -339,7 +336,6 @@ async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was
     published = Published(devices(inventory(1)))
     published.api.error = Rejected("may not create resourceslices")
     async with published.running():
-        published.listed()
         await eventually(lambda: published.api.writes > 0)
         assert not published.publisher.published.is_set()
         published.api.error = None
@@ -358,7 +354,6 @@ async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: p
         published = Published(devices(inventory(1)))
         published.registered.clear()
         async with published.running():
-            published.listed()
             for _ in range(10):
                 await asyncio.sleep(0)
             if at_most_s:
@@ -367,40 +362,9 @@ async def test_the_slice_waits_until_the_kubelet_knows_the_driver(monkeypatch: p
             await eventually(lambda: published.spec is not None)  # noqa: B023 - of this round
 
 
-async def test_a_slice_that_the_kubelet_deleted_comes_back_with_the_next_generation() -> None:
-    published = Published(devices(inventory(2)))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
-        published.api.delete(f"{NODE}-{DRIVER}")
-        await eventually(lambda: published.spec is not None)
-    assert published.spec is not None and published.spec["pool"]["generation"] == 2 and published.api.writes == 2
-
-
-async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
-    """Another agent of the node has published the same."""
-    first = Published(devices(inventory(2)))
-    async with first.running():
-        first.listed()
-        await eventually(lambda: first.spec is not None)
-    second = Published(devices(inventory(2)))
-    second.api.slices = first.api.slices
-    second.publisher.put(undecoded(first.api.slices[f"{NODE}-{DRIVER}"]))
-    async with second.running():
-        second.listed()
-        second.publisher.changed()
-        await asyncio.sleep(0)
-        second.wanted = []
-        second.publisher.changed()
-        await eventually(lambda: not second.api.slices)
-    assert second.api.writes == 1, "the deletion alone"
-
-
 async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     published = Published(devices(inventory(2)))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
+    async with published.written():
         published.wanted = devices(inventory(2), {"GPU-1": 50})
         published.publisher.changed()
         for _ in range(20):
@@ -417,26 +381,13 @@ async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.Mon
     assert published.spec["pool"]["generation"] == 3, "a pool of one slice has the next with each write"
 
 
-async def test_an_api_server_that_refuses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "RETRY_S", 0.0)
-    published = Published(devices(inventory(1)))
-    published.api.error = Unavailable("away")
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.api.writes >= 3)
-        published.api.error = None
-        await eventually(lambda: published.spec is not None)
-    assert published.spec is not None and [one["name"] for one in published.spec["devices"]] == ["gpu-0"]
-
-
 async def test_slices_of_other_names_are_removed() -> None:
     """Of an agent whose names were others: the pool would be incomplete."""
     published = Published(devices(inventory(1)))
     other = {"metadata": {"name": "old"}, "spec": {"pool": {"generation": 41}}}
     published.api.slices["old"] = other
     published.publisher.put(undecoded(other))
-    async with published.running():
-        published.listed()
-        await eventually(lambda: published.spec is not None)
+    async with published.written():
+        pass
     assert list(published.api.slices) == [f"{NODE}-{DRIVER}"]
     assert published.spec is not None and published.spec["pool"]["generation"] == 42

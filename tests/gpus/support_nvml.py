@@ -69,8 +69,15 @@ class Probe:
     directory: Path
     ends_with: int = 0
 
-    def becomes(self, script: str) -> None:
-        becomes(self.directory / "script", script)
+    def becomes(self, script: str, *, logs: bool = False) -> None:
+        """With `logs` the openings of NVML and of event sets from now on are `calls`."""
+        log = f"log {self.directory / 'calls'}\n" if logs else ""
+        becomes(self.directory / "script", script + log)
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.directory / "calls"
+        return path.read_text().split() if path.exists() else []
 
     async def ask(self, command: str) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -144,7 +151,26 @@ async def running_probe(
             shutil.rmtree(directory)
 
 
+async def reads(library: Path | None, *scripts: str, **options: Any) -> list[Any]:
+    """What one probe finds while the machine is as each of the scripts in turn."""
+    found = []
+    async with running_probe(library, scripts[0], **options) as probe:
+        for script in scripts:
+            probe.becomes(script)
+            found.append(await probe.read())
+    return found
+
+
+async def samples(library: Path, *scripts: str, **options: Any) -> list[Any]:
+    """As `reads`, what is sampled."""
+    found = []
+    async with running_probe(library, scripts[0], **options) as probe:
+        for script in scripts:
+            probe.becomes(script)
+            found.append(await probe.sample())
+    return found
+
+
 async def read_once(library: Path | None, script: str, **options: Any) -> Any:
-    """What a probe on this machine finds."""
-    async with running_probe(library, script, **options) as probe:
-        return await probe.read()
+    [found] = await reads(library, script, **options)
+    return found

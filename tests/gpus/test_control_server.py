@@ -1,4 +1,4 @@
-"""The control socket: who may ask, what is answered, and whose file it is."""
+"""The control socket: who may ask, what is answered, how a GPU is named, and whose file it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.commands.cordon import Answer, ask, reported
 from gpushare_agent.agent.gpus import control_server
-from gpushare_agent.agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer
+from gpushare_agent.agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer, select_gpus
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.names import GpuUuid
 from tests.cluster.support_kube import running
 from tests.gpus.support_health import IMMEDIATE, xid
 from tests.support_core import inventory, mig_instance
+from tests.support_deadline import poll_until
 from tests.support_process import output_of
 
 
@@ -52,8 +54,7 @@ class Parts:
 async def _listening(path: Path) -> AsyncIterator[Parts]:
     parts = Parts()
     async with running(parts.server(path).run):
-        while not is_served(path):
-            await asyncio.sleep(0.005)
+        await poll_until(lambda: is_served(path), "the socket")
         assert (await _ask(path, "GET", "/gpus")).status == 200
         yield parts
 
@@ -63,9 +64,20 @@ async def _ask(path: Path, method: str, target: str, request: Any = None) -> Ans
     return await asyncio.to_thread(ask, path, method, target, request)
 
 
+def events(logs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [line["event"] for line in logs]
+
+
 @pytest.fixture
 def path(short_dir: Path) -> Path:
     return short_dir / "control.sock"
+
+
+@pytest.fixture
+async def parts(path: Path) -> AsyncIterator[Parts]:
+    """Of a server that listens at `path`."""
+    async with _listening(path) as made:
+        yield made
 
 
 async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
@@ -89,24 +101,22 @@ async def test_a_gpu_is_cordoned_and_put_back(short_dir: Path) -> None:
     ]
 
 
-async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(path: Path) -> None:
+async def test_uncordon_ends_a_wait_for_a_reset_and_says_so(path: Path, parts: Parts) -> None:
     """A poll follows at once."""
-    async with _listening(path) as parts:
-        parts.inventory.note_events([xid(79)])
-        answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
-        assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
-        assert answer.document["gpu"]["state"] == "probing" and parts.polls == 1
+    parts.inventory.note_events([xid(79)])
+    answer = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+    assert answer.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
+    assert answer.document["gpu"]["state"] == "probing" and parts.polls == 1
     text = reported("uncordon", answer.document)
     assert "that wait is ended" in text and "It is Unhealthy still" in text
 
 
-async def test_what_could_not_be_written_down_is_in_the_answer(path: Path) -> None:
+async def test_what_could_not_be_written_down_is_in_the_answer(path: Path, parts: Parts) -> None:
     """The cordon holds all the same."""
-    async with _listening(path) as parts:
-        parts.not_kept = "the disk is full"
-        answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
-        assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
-        assert parts.inventory.cordoned == {"GPU-0": ""}
+    parts.not_kept = "the disk is full"
+    answer = await _ask(path, "POST", "/cordon", {"gpu": "0"})
+    assert (answer.status, answer.document["not_kept"]) == (200, "the disk is full")
+    assert parts.inventory.cordoned == {"GPU-0": ""}
     assert "forgotten when the agent ends" in reported("cordon", answer.document)
 
 
@@ -124,24 +134,22 @@ async def test_what_could_not_be_written_down_is_in_the_answer(path: Path) -> No
     ],
 )
 async def test_a_bad_request_changes_nothing_and_is_reported_why(
-    path: Path, request_: Any, status: int, text: str
+    path: Path, request_: Any, status: int, text: str, parts: Parts
 ) -> None:
     """What root asks is bounded and checked, too."""
-    async with _listening(path) as parts:
-        answer = await _ask(path, "POST", "/cordon", request_)
-        assert answer.status == status and text in answer.document["error"]
-        assert parts.inventory.cordoned == {}
+    answer = await _ask(path, "POST", "/cordon", request_)
+    assert answer.status == status and text in answer.document["error"]
+    assert parts.inventory.cordoned == {}
 
 
-async def test_a_request_beyond_the_limit_is_refused(path: Path) -> None:
+async def test_a_request_beyond_the_limit_is_refused(path: Path, parts: Parts) -> None:
     """By its length alone."""
-    async with _listening(path) as parts:
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(b"POST /cordon HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1))
-        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
-        writer.close()
-        await writer.wait_closed()
-        assert parts.inventory.cordoned == {}
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"POST /cordon HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (MAX_REQUEST_BYTES + 1))
+    assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+    await writer.wait_closed()
+    assert parts.inventory.cordoned == {}
 
 
 async def test_what_is_no_json_is_refused(path: Path) -> None:
@@ -155,19 +163,17 @@ async def test_what_is_no_json_is_refused(path: Path) -> None:
             assert b" 400 " in answer.splitlines()[0] and b"no JSON" in answer
 
 
-async def test_the_socket_is_the_owners_alone_and_goes_with_the_server(short_dir: Path) -> None:
+async def test_the_socket_is_the_owners_alone_and_goes_with_the_server(path: Path) -> None:
     """Mode 0600 from the first moment."""
-    path = short_dir / "control.sock"
     async with _listening(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(short_dir) == []
+    assert os.listdir(path.parent) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_another_user_is_refused_by_the_kernels_word(short_dir: Path) -> None:
+async def test_another_user_is_refused_by_the_kernels_word(path: Path) -> None:
     """Even where the file's mode lets it through."""
-    path = short_dir / "control.sock"
-    short_dir.chmod(0o755)
+    path.parent.chmod(0o755)
     asks = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
         "s.sendall(b'GET /gpus HTTP/1.0\\r\\n\\r\\n'); sys.stdout.buffer.write(s.recv(4096))"
@@ -178,74 +184,58 @@ async def test_another_user_is_refused_by_the_kernels_word(short_dir: Path) -> N
     assert b" 403 " in out.splitlines()[0]
 
 
-async def test_a_stale_socket_is_replaced(path: Path) -> None:
-    """One that a killed agent left behind."""
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
-    assert not is_served(path)
-    async with _listening(path):
-        assert (await _ask(path, "GET", "/gpus")).status == 200
-
-
-async def test_a_living_agents_socket_is_left_alone(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_living_agents_socket_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second agent reports it once, runs on, and takes over when the first one ends."""
     monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
-    path = short_dir / "control.sock"
     second = Parts()
     with capture_logs() as logs:
         async with _listening(path) as first:
             server = second.server(path)
             async with running(server.run):
                 await _ask(path, "POST", "/cordon", {"gpu": "0"})
-                while not any(line["event"] == "control_socket_not_open" for line in logs):
-                    await asyncio.sleep(0.005)
+                await poll_until(lambda: "control_socket_not_open" in events(logs), "the report")
                 assert first.inventory.cordoned and not second.inventory.cordoned
         async with running(second.server(path).run):
-            while not path.exists():
-                await asyncio.sleep(0.005)
+            await poll_until(path.exists, "the socket")
             await _ask(path, "POST", "/cordon", {"gpu": "1"})
     assert second.inventory.cordoned == {"GPU-1": ""}
-    warnings = [line for line in logs if line["event"] == "control_socket_not_open"]
-    assert len(warnings) == 1 and "another process listens there" in warnings[0]["error"]
+    [warning] = [line for line in logs if line["event"] == "control_socket_not_open"]
+    assert "another process listens there" in warning["error"]
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 async def test_a_socket_whose_file_is_gone_is_opened_anew(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
     """Removed, or replaced by a stale one: operators reach the agent again, whose end removes the file."""
     monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
-    path = short_dir / "control.sock"
     with capture_logs() as logs:
         async with _listening(path) as parts:
             path.unlink()
             if is_replaced:
                 with socket.socket(socket.AF_UNIX) as stale:
                     stale.bind(str(path))
-            while not is_served(path):
-                await asyncio.sleep(0.005)
+            await poll_until(lambda: is_served(path), "the socket again")
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert (await _ask(path, "POST", "/cordon", {"gpu": "0"})).status == 200
             assert parts.inventory.cordoned
-    assert os.listdir(short_dir) == []
+    assert os.listdir(path.parent) == []
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["control_socket_gone"]
 
 
 async def test_a_socket_of_another_program_in_its_place_is_left_alone(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither replaced nor removed at the end; the log names who is in the way."""
     monkeypatch.setattr(control_server, "CHECK_PERIOD_S", 0.01)
-    path = short_dir / "control.sock"
     with capture_logs() as logs, socket.socket(socket.AF_UNIX) as other:
         async with _listening(path):
             path.unlink()
             other.bind(str(path))
             other.listen()
-            while not any(line["event"] == "control_socket_not_open" for line in logs):
-                await asyncio.sleep(0.005)
+            await poll_until(lambda: "control_socket_not_open" in events(logs), "the report")
         assert path.is_socket()
-    assert [line["event"] for line in logs].count("control_socket_gone") == 1
+    assert events(logs).count("control_socket_gone") == 1
 
 
 async def test_a_file_in_the_sockets_place_is_left_alone(path: Path) -> None:
@@ -253,8 +243,7 @@ async def test_a_file_in_the_sockets_place_is_left_alone(path: Path) -> None:
     path.write_text("mine")
     with capture_logs() as logs:
         async with running(Parts().server(path).run):
-            while not logs:
-                await asyncio.sleep(0.005)
+            await poll_until(lambda: logs, "the report")
     assert path.read_text() == "mine"
     assert "--control.socket" in logs[0]["error"]
 
@@ -280,18 +269,17 @@ async def test_where_no_agent_listens_the_caller_gets_an_error(path: Path) -> No
     await server.wait_closed()
 
 
-async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path) -> None:
+async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path, parts: Parts) -> None:
     """It is named by its index as ever; its instance shows what holds for it, and is not put back by itself."""
-    async with _listening(path) as parts:
-        found = inventory()
-        instance = mig_instance(2, 0, 1)
-        parts.inventory.read(replace(found, gpus=(found.gpus[1], instance), mig_partitioned=(found.gpus[0],)))
-        cordoned = await _ask(path, "POST", "/cordon", {"gpu": "0", "reason": "fan"})
-        parts.inventory.note_events([xid(79, 0)])
-        shown = (await _ask(path, "GET", "/gpus")).document["gpus"]
-        alone = await _ask(path, "POST", "/uncordon", {"gpu": "0:1"})
-        back = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
-        parts.inventory.read(parts.inventory.current)
+    found = inventory()
+    instance = mig_instance(2, 0, 1)
+    parts.inventory.read(replace(found, gpus=(found.gpus[1], instance), mig_partitioned=(found.gpus[0],)))
+    cordoned = await _ask(path, "POST", "/cordon", {"gpu": "0", "reason": "fan"})
+    parts.inventory.note_events([xid(79, 0)])
+    shown = (await _ask(path, "GET", "/gpus")).document["gpus"]
+    alone = await _ask(path, "POST", "/uncordon", {"gpu": "0:1"})
+    back = await _ask(path, "POST", "/uncordon", {"gpu": "0"})
+    parts.inventory.read(parts.inventory.current)
     assert cordoned.document["changed"] and not cordoned.document["gpu"]["is_healthy"]
     assert {gpu["label"]: (gpu["is_healthy"], gpu["cordoned"]) for gpu in shown} == {
         "1": (True, None),
@@ -300,3 +288,46 @@ async def test_a_gpu_that_mig_divides_is_cordoned_and_put_back(path: Path) -> No
     }
     assert "It is Unhealthy still: fan; also, its GPU 0: Xid 79" in reported("uncordon", alone.document)
     assert back.document["ended_wait"] == "Xid 79 (GPU has fallen off the bus)"
+
+
+UUIDS = ("GPU-11aa-1", "GPU-11ab-2", "GPU-2ccc-3")
+GPUS = [replace(gpu, uuid=GpuUuid(uuid)) for gpu, uuid in zip(inventory(3).gpus, UUIDS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "indexes"),
+    [
+        ("0", [0]),
+        (" 02 ", [2]),
+        ("3", []),
+        ("11", []),
+        ("GPU-11aa-1", [0]),
+        ("gpu-11AA-1", [0]),
+        ("2c", [2]),
+        ("GPU-11a", [0, 1]),
+        ("11a", [0, 1]),
+        ("GPU-", [0, 1, 2]),
+        ("", []),
+        ("²", []),
+        ("GPU-9", []),
+    ],
+)
+def test_a_gpu_is_an_index_a_uuid_or_its_beginning(text: str, indexes: list[int]) -> None:
+    """Several are left to the caller to distinguish; digits alone are never a UUID."""
+    assert [gpu.index for gpu in select_gpus(text, GPUS)] == indexes
+
+
+def test_a_mig_instance_is_named_as_nvidia_does() -> None:
+    """By its GPU's index and its number; one that is gone has no such name any more. An index alone is the agent's."""
+    made, place = mig_instance(4, 0, 1), mig_instance(5, 0, 1).mig
+    assert place is not None
+    gone = replace(mig_instance(5, 0, 1), mig=replace(place, is_gone=True))
+    assert [gpu.index for gpu in select_gpus("0:1", [*GPUS, gone, made])] == [4]
+    assert [gpu.index for gpu in select_gpus("mig-5", [*GPUS, gone, made])] == [5]
+    assert select_gpus("0:2", [made]) == []
+
+
+def test_a_whole_uuid_wins_over_a_longer_one_that_begins_so() -> None:
+    """What is named in full is meant."""
+    longer = replace(GPUS[1], uuid=GpuUuid(UUIDS[0] + "-x"))
+    assert select_gpus(UUIDS[0], [longer, GPUS[0]]) == [GPUS[0]]

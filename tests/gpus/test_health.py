@@ -17,11 +17,9 @@ from gpushare_agent.core.model.gpu_health import (
     GpuHealth,
     HealthPolicy,
     HealthState,
-    after_brief_loss,
     after_driver_lost,
     after_event,
     after_poll,
-    is_brief_loss_forgiven,
     meaning_of,
     next_probe_at,
     offered,
@@ -33,6 +31,7 @@ from gpushare_agent.core.model.gpus import Gpu, Health
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.settings.sections import HealthSettings
 from gpushare_agent.core.settings.settings import load_settings
+from tests.gpus.support_health import xid
 from tests.support_core import inventory
 
 WELL = inventory(1).gpus[0]
@@ -47,10 +46,6 @@ POLICY = HealthPolicy(
 
 def bad(reason: str = "fell off the bus") -> Gpu:
     return replace(WELL, health=Health.UNHEALTHY, unhealthy_reason=reason)
-
-
-def xid(number: int, uuid: str | None = "GPU-0") -> GpuEvent:
-    return GpuEvent(kind=GpuEventKind.XID, uuid=None if uuid is None else GpuUuid(uuid), xid=number)
 
 
 def hit(health: GpuHealth, number: int, now: float) -> GpuHealth:
@@ -76,19 +71,13 @@ def is_offered(health: GpuHealth) -> bool:
         (xid(79), EventMeaning.NEEDS_RESET),
         (xid(94), EventMeaning.UNHEALTHY),
         (xid(79, None), EventMeaning.UNATTRIBUTED),
-        (xid(79, "GPU-9"), EventMeaning.FOREIGN),
+        (xid(79, 9), EventMeaning.FOREIGN),
         (GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=GpuUuid("GPU-0")), EventMeaning.NEEDS_RESET),
     ],
 )
 def test_an_event_is_ignored_or_counts_for_its_gpu_or_for_none(event: GpuEvent, meaning: EventMeaning) -> None:
     """The lists of the settings decide, and whether the driver named a GPU that is ours."""
     assert meaning_of(event, {GpuUuid("GPU-0")}, POLICY) is meaning
-
-
-def test_a_gpu_that_is_usable_at_the_first_poll_is_healthy_at_once() -> None:
-    """No probes are needed for what was never unhealthy; one that is unhealthy at the first poll needs them."""
-    assert is_offered(polled(GpuHealth(), (0, WELL)))
-    assert not is_offered(polled(GpuHealth(), (0, bad()), (5, WELL)))
 
 
 def test_a_lost_gpu_comes_back_after_three_polls_each_a_period_after_the_one_before() -> None:
@@ -123,12 +112,6 @@ def test_an_event_takes_a_well_gpu_away_until_the_probes_are_passed() -> None:
     assert is_offered(polled(failed, (0.1, WELL), (10, WELL), (20, WELL), (30, WELL)))
 
 
-def test_another_event_among_the_probes_starts_them_again() -> None:
-    """A GPU on which errors go on does not come back."""
-    health = hit(polled(hit(GpuHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
-    assert (health.state, health.passes, health.probe_at) == (HealthState.PROBING, 0, 35)
-
-
 def test_a_gpu_that_needs_a_reset_stays_out_of_service_while_it_answers() -> None:
     """Only a poll that finds it missing, and later ones that find it usable, are a reset."""
     failed = hit(GpuHealth(), 79, now=0)
@@ -140,34 +123,10 @@ def test_a_gpu_that_needs_a_reset_stays_out_of_service_while_it_answers() -> Non
     assert is_offered(polled(reset, (100_010, WELL), (100_020, WELL), (100_030, WELL)))
 
 
-def test_an_event_that_needs_a_reset_counts_also_for_a_lost_and_for_a_probed_gpu() -> None:
-    """The poll may have come before the event."""
-    for before in (polled(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=0)):
-        assert hit(before, 79, now=1).state is HealthState.NEEDS_RESET
-
-
 def test_a_lesser_event_does_not_shorten_the_wait_for_a_reset() -> None:
     """Nor does it hide the first cause."""
     failed = hit(GpuHealth(), 79, now=0)
     assert hit(failed, 94, now=1) == failed
-
-
-def test_a_driver_that_answers_nothing_is_no_reset() -> None:
-    """A well GPU is lost with the driver; one that waits for a reset goes on waiting."""
-    failed = hit(GpuHealth(), 79, now=0)
-    assert after_driver_lost(failed, "NVML is gone", POLICY, 1) == failed
-    assert after_driver_lost(GpuHealth(), "NVML is gone", POLICY, 1).state is HealthState.LOST
-
-
-def test_an_unanswered_poll_is_forgiven_once_an_hour() -> None:
-    """What was known of the GPU before holds again, and what an operator did meanwhile."""
-    assert is_brief_loss_forgiven(None, 5)
-    assert not is_brief_loss_forgiven(100, 99 + RELAPSE_WITHIN_S)
-    assert is_brief_loss_forgiven(100, 100 + RELAPSE_WITHIN_S)
-    before = GpuHealth(relapses=2, recovered_at=1.0)
-    lost = replace(after_driver_lost(before, "no answer", POLICY, 5), cordon="fan")
-    restored = after_brief_loss({WELL.uuid: before}, {WELL.uuid: lost}, {WELL.uuid: WELL})
-    assert restored == {WELL.uuid: replace(before, cordon="fan")}
 
 
 def _recovered(health: GpuHealth, at: float) -> GpuHealth:
@@ -213,12 +172,6 @@ def test_uncordon_ends_a_wait_for_a_reset_and_leaves_the_rest_to_the_probes() ->
     assert is_offered(polled(put_back, (60, WELL), (70, WELL), (80, WELL)))
     lost = polled(GpuHealth(), (0, bad()))
     assert uncordoned(lost, POLICY, 1) == lost
-
-
-def test_a_wait_of_an_earlier_agent_is_one_still() -> None:
-    """The restart of the agent is no reset."""
-    waits = GpuHealth(state=HealthState.NEEDS_RESET, cause="Xid 79")
-    assert polled(waits, (0, WELL), (1000, WELL)).state is HealthState.NEEDS_RESET
 
 
 def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:

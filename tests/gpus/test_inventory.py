@@ -39,17 +39,6 @@ def test_a_cordon_is_reported_once_and_lifted_once() -> None:
     assert reasons(state) == ["", ""] and len(reported) == 3
 
 
-def test_an_unhealthy_reason_is_reported_apart_from_a_cordon() -> None:
-    """A GPU that is only cordoned has none; the other one's stands without the operator's words."""
-    state, _ = _state()
-    state.note_events([xid(79, 1)])
-    alone = reasons(state)[1]
-    state.cordon(FIRST, "fan")
-    state.cordon(SECOND, "smoke")
-    assert alone and state.unhealthy_reasons == {SECOND: alone}
-    assert reasons(state) == ["cordoned: fan", f"cordoned: smoke; also, {alone}"]
-
-
 def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> None:
     """What each was taken for is for the log and the counters."""
     state, reported = _state()
@@ -235,20 +224,6 @@ def with_instances(*numbers: int) -> GpuInventory:
     )
 
 
-def test_a_divided_gpu_gives_way_to_its_instances_and_they_to_others() -> None:
-    """Neither stays behind as Unhealthy; a cordon of an instance is kept for when it is made again."""
-    state = GpuInventoryState(IMMEDIATE)
-    state.read(inventory())
-    state.read(with_instances(0, 1))
-    assert [gpu.uuid for gpu in state.current.gpus] == ["GPU-1", "MIG-2", "MIG-3"]
-    state.cordon(GpuUuid("MIG-3"), "fan")
-    state.read(with_instances(0))
-    assert [gpu.uuid for gpu in state.current.gpus] == ["GPU-1", "MIG-2"]
-    assert state.current.mig_profiles == {"1g.10gb"}
-    state.read(with_instances(1))
-    assert reasons(state) == ["", "cordoned: fan"]
-
-
 def test_an_event_is_of_the_instance_that_the_driver_names() -> None:
     """Without an instance it is of all of the GPU; others are not touched."""
     state = GpuInventoryState(IMMEDIATE)
@@ -337,15 +312,6 @@ def test_an_instance_that_needs_a_reset_leaves_that_to_its_gpu(is_held: bool) ->
     state.read(replace(removed, gpus=gone))
     assert [gpu.is_healthy for gpu in state.current.gpus][:2] == [True, False]
     assert state.saved.waits.keys() == {FIRST}
-
-
-def test_an_instance_that_is_removed_while_the_driver_misses_a_poll() -> None:
-    """The others are offered again at once."""
-    state = GpuInventoryState(PROBES)
-    state.read(with_instances(0, 1))
-    state.lost("no answer")
-    state.read(MIG_ON)
-    assert [gpu.is_healthy for gpu in state.current.gpus] == [True, True]
 
 
 def test_a_driver_that_refuses_a_process_which_had_gpus() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.support_nvml import ONE_GPU, ROOT, TWO_PAIRS, read_once, running_probe
+from tests.gpus.support_nvml import ONE_GPU, ROOT, TWO_PAIRS, read_once, reads, running_probe
 
 
 async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:
@@ -64,12 +64,9 @@ async def test_links_through_an_nvswitch_join_all_gpus_that_have_them(library_di
 async def test_links_that_come_up_otherwise_change_the_topology(library_directory: Path) -> None:
     """The driver was loaded anew, and the links' far ends are switches no more; nothing else differs."""
     links = "".join(f"nvlink {gpu} 0 {{}} 00000000:05:00.0\n" for gpu in (0, 1))
-    async with running_probe(library_directory, TWO_PAIRS + links.format(2, 2)) as probe:
-        before = await probe.read()
-        probe.becomes("init 9\ndriver 9\n")
-        assert "unavailable" in await probe.read()
-        probe.becomes(TWO_PAIRS + links.format(0, 0))
-        after = await probe.read()
+    switched, direct = (TWO_PAIRS + links.format(end, end) for end in (2, 0))
+    before, gone, after = await reads(library_directory, switched, "init 9\ndriver 9\n", direct)
+    assert "unavailable" in gone
     assert (before["links"][0][1], after["links"][0][1]) == ("NVLINK1", "PIX")
 
 
@@ -102,12 +99,7 @@ async def test_pcie_roots_come_from_the_kernel(library_directory: Path) -> None:
 
 async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -> None:
     """A GPU lost between two polls stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        before = await probe.read()
-        probe.becomes(TWO_PAIRS + "error 1 15\n")
-        after = await probe.read()
-        probe.becomes(TWO_PAIRS)
-        back = await probe.read()
+    before, after, back = await reads(library_directory, TWO_PAIRS, TWO_PAIRS + "error 1 15\n", TWO_PAIRS)
     assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
     assert after["gpus"][1]["unhealthy_reason"] == "NVML: GPU is lost"
     assert after["gpus"][1]["minor"] == 0
@@ -132,10 +124,7 @@ async def test_a_gpu_without_a_name_is_reported_as_unreadable(library_directory:
 
 async def test_a_gpu_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
     """Its UUID is remembered from the earlier poll, so it is Unhealthy and not unreadable."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        await probe.read()
-        probe.becomes(TWO_PAIRS + "handle_error 2 15\n")
-        inventory = await probe.read()
+    _, inventory = await reads(library_directory, TWO_PAIRS, TWO_PAIRS + "handle_error 2 15\n")
     assert inventory["unreadable"] == []
     assert inventory["gpus"][2]["unhealthy_reason"] == "NVML: GPU is lost"
 
@@ -150,10 +139,7 @@ GPU 1 GPU-cccc 0 00000000:AF:00.0 16384 0 NVIDIA A10
 GPU 2 GPU-dddd 1 00000000:D8:00.0 16384 0 NVIDIA A10
 ancestor 1 2 30
 """
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        before = await probe.read()
-        probe.becomes(fewer)
-        after = await probe.read()
+    before, after = await reads(library_directory, TWO_PAIRS, fewer)
     assert [(gpu["index"], gpu["uuid"]) for gpu in after["gpus"]] == [
         (gpu["index"], gpu["uuid"]) for gpu in before["gpus"]
     ]
@@ -169,15 +155,14 @@ async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path
     healthy."""
     script = TWO_PAIRS + "nvlink 0 0 0 00000000:3C:00.0\nnvlink 1 0 0 00000000:3B:00.0\n"
     async with running_probe(library_directory, script) as probe:
-        calls = probe.directory / "calls"
         before = await probe.read()
-        probe.becomes(script + "".join(f"error {gpu} 15\n" for gpu in range(4)) + f"log {calls}\n")
+        probe.becomes(script + "".join(f"error {gpu} 15\n" for gpu in range(4)), logs=True)
         lost = await probe.read()
         await probe.sample()
         await probe.events()
-        assert [call for call in calls.read_text().split() if "event" not in call] == ["shutdown", "init"]
+        assert [call for call in probe.calls if "event" not in call] == ["shutdown", "init"]
         await probe.read()
-        assert calls.read_text().split().count("init") == 2
+        assert probe.calls.count("init") == 2
         probe.becomes(script)
         back = await probe.read()
     assert lost["links"] == before["links"]
@@ -188,13 +173,8 @@ async def test_all_gpus_lost_are_unhealthy_and_come_back(library_directory: Path
 
 async def test_a_driver_that_is_gone_is_unavailable_and_comes_back(library_directory: Path) -> None:
     """Driver unloaded: the poll fails and names what to check. Loaded again: the next poll opens NVML and works."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        before = await probe.read()
-        probe.becomes("init 9\ndriver 9\n")
-        gone = await probe.read()
-        still_gone = await probe.read()
-        probe.becomes(TWO_PAIRS)
-        back = await probe.read()
+    unloaded = "init 9\ndriver 9\n"
+    before, gone, still_gone, back = await reads(library_directory, TWO_PAIRS, unloaded, unloaded, TWO_PAIRS)
     assert "opening NVML failed: Driver Not Loaded" in gone["unavailable"]
     assert still_gone == gone
     assert back == before
@@ -204,10 +184,9 @@ async def test_a_driver_lost_under_an_open_nvml_is_opened_again_at_once(library_
     """NVML that answers Uninitialized after a driver restart costs no poll: it is opened again within the same one."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         before = await probe.read()
-        calls = probe.directory / "calls"
-        probe.becomes(TWO_PAIRS + f"driver 1\nlog {calls}\n")
+        probe.becomes(TWO_PAIRS + "driver 1\n", logs=True)
         failing = await probe.read()
-        assert calls.read_text().split() == ["shutdown", "init", "shutdown"]
+        assert probe.calls == ["shutdown", "init", "shutdown"]
         probe.becomes(TWO_PAIRS)
         back = await probe.read()
     assert "NVML opens, but does not answer: Uninitialized" in failing["unavailable"]
@@ -216,10 +195,9 @@ async def test_a_driver_lost_under_an_open_nvml_is_opened_again_at_once(library_
 
 async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
     """Without libnvidia-ml.so.1 the error names the library, the device nodes and the runtime class."""
-    async with running_probe(None, TWO_PAIRS) as probe:
-        answer = await probe.read()
-        if "unavailable" not in answer:
-            pytest.skip("this machine has a real libnvidia-ml.so.1")
+    answer = await read_once(None, TWO_PAIRS)
+    if "unavailable" not in answer:
+        pytest.skip("this machine has a real libnvidia-ml.so.1")
     assert "NVML Shared Library Not Found" in answer["unavailable"]
     for hint in ("nvidia-smi", "libnvidia-ml.so.1", "/dev/nvidiactl", "runtime class", "nodeSelector", "taint"):
         assert hint in answer["unavailable"]
@@ -262,12 +240,11 @@ async def test_a_hung_driver_does_not_keep_the_process_from_ending(library_direc
 async def test_reading_after_a_close_opens_nvml_again(library_directory: Path) -> None:
     """Close shuts NVML down; the next poll initialises it once more."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
-        calls = probe.directory / "calls"
-        probe.becomes(TWO_PAIRS + f"log {calls}\n")
+        probe.becomes(TWO_PAIRS, logs=True)
         before = await probe.read()
         await probe.ask("close")
         after = await probe.read()
-        assert calls.read_text().split() == ["init", "shutdown", "init"]
+        assert probe.calls == ["init", "shutdown", "init"]
     assert after == before
 
 
@@ -292,9 +269,9 @@ async def test_an_answer_that_cannot_be_used_takes_its_gpu_out_of_service(
     script = TWO_PAIRS.replace(before, after)
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         whole = await probe.read()
-        probe.becomes(script + f"log {probe.directory / 'calls'}\n")
+        probe.becomes(script, logs=True)
         inventory = await probe.read()
-        assert not (probe.directory / "calls").exists()
+        assert probe.calls == []
         probe.becomes(TWO_PAIRS)
         assert await probe.read() == whole
     async with running_probe(library_directory, script) as probe:
@@ -395,10 +372,9 @@ async def test_a_gpu_without_memory_of_its_own_has_what_the_operator_set(
 
 async def test_an_error_of_the_memory_is_one(library_directory: Path) -> None:
     """And the operator's size is of no GPU whose driver names one."""
-    async with running_probe(library_directory, GB10.format(24576, 17), unified_memory_mib=98304) as probe:
-        [failing] = (await probe.read())["gpus"]
-        probe.becomes(GB10.format(24576, 0))
-        [gpu] = (await probe.read())["gpus"]
+    scripts = (GB10.format(24576, 17), GB10.format(24576, 0))
+    found = await reads(library_directory, *scripts, unified_memory_mib=98304)
+    [failing], [gpu] = (one["gpus"] for one in found)
     assert failing["unhealthy_reason"] == (
         "NVML: The operating system has blocked the request. (nvmlDeviceGetMemoryInfo)"
     )
@@ -462,43 +438,35 @@ async def test_a_gpu_that_lacks_a_call_does_not_open_nvml_again(library_director
     """The only GPU is out of service, with the call's name, and polls are as cheap as ever."""
     script = f"count 1\nGPU 0 GPU-aaaa 0 00000000:01:00.0 24576 2 {NO_UTF8}\n"
     async with running_probe(library_directory, script) as probe:
-        calls = probe.directory / "calls"
-        probe.becomes(script + f"log {calls}\n")
+        probe.becomes(script, logs=True)
         for _ in range(3):
             [gpu] = (await probe.read())["gpus"]
             await probe.sample()
             await probe.events()
-        assert calls.read_text().split().count("init") == 1
+        assert probe.calls.count("init") == 1
     assert "nvmlDeviceGetName" in gpu["unhealthy_reason"]
 
 
+CLUSTER = "00112233445566778899aabbccddeeff"
+
+
 @pytest.mark.parametrize(
-    ("state", "status", "why"),
+    ("own", "why"),
     [
-        (0, 0, ""),
-        (1, 0, "the driver still waits for it"),
-        (2, 0, "the driver still waits for it"),
-        (3, 999, "Unknown Error (nvmlDeviceGetGpuFabricInfo)"),
-        (3, 0, ""),
+        (f"0 0 {CLUSTER}", ""),
+        (f"1 0 {CLUSTER}", "the driver still waits for it"),
+        (f"2 0 {CLUSTER}", "the driver still waits for it"),
+        (f"3 999 {CLUSTER}", "Unknown Error (nvmlDeviceGetGpuFabricInfo)"),
+        (f"3 0 {'0' * 32}", ""),  # its cluster has no UUID
     ],
 )
-async def test_a_gpu_that_has_not_joined_its_nvlink_fabric(
-    library_directory: Path, state: int, status: int, why: str
-) -> None:
+async def test_a_gpu_that_has_not_joined_its_nvlink_fabric(library_directory: Path, own: str, why: str) -> None:
     """CUDA fails on it, though NVML reads it as ever; once it has joined it is usable. Others are not touched."""
-    joined = "".join(f"fabric {gpu} 3 0 {'1' * 32} 7\n" for gpu in (0, 2, 3))
-    async with running_probe(
-        library_directory, TWO_PAIRS + joined + f"fabric 1 {state} {status} {'0' * 32} 0\n"
-    ) as probe:
-        inventory = await probe.read()
-        probe.becomes(TWO_PAIRS + joined + f"fabric 1 3 0 {'1' * 32} 7\n")
-        later = await probe.read()
-    assert [gpu["health"] for gpu in inventory["gpus"]] == [
-        "Healthy",
-        "Unhealthy" if why else "Healthy",
-        "Healthy",
-        "Healthy",
-    ]
+    joined = "".join(f"fabric {gpu} 3 0 {CLUSTER} 7\n" for gpu in (0, 2, 3))
+    scripts = [TWO_PAIRS + joined + f"fabric 1 {state} 7\n" for state in (own, f"3 0 {CLUSTER}")]
+    inventory, later = await reads(library_directory, *scripts)
+    assert [gpu["index"] for gpu in inventory["gpus"] if gpu["health"] == "Unhealthy"] == ([1] if why else [])
     assert not why or f"has not joined its NVLink fabric: {why}" in inventory["gpus"][1]["unhealthy_reason"]
-    assert {gpu["fabric"] for gpu in later["gpus"]} == {"11111111-1111-1111-1111-111111111111.7"}
+    assert inventory["gpus"][1]["fabric"] == ""
+    assert {gpu["fabric"] for gpu in later["gpus"]} == {"00112233-4455-6677-8899-aabbccddeeff.7"}
     assert {gpu["health"] for gpu in later["gpus"]} == {"Healthy"}

@@ -48,17 +48,6 @@ async def test_events_are_reported_once_and_in_order(library_directory: Path) ->
         assert await probe.events() == []
 
 
-async def test_a_storm_is_reported_in_bounded_parts(library_directory: Path) -> None:
-    """At most 1,024 events come in one call, the rest with the next; none is lost between."""
-    storm = "".join(event(number, 1, XID, number) for number in range(1, 1501))
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        await probe.events()
-        probe.becomes(TWO_PAIRS + storm)
-        first, second, third = [await probe.events() for _ in range(3)]
-    assert [len(first), len(second), len(third)] == [1024, 476, 0]
-    assert [reported["xid"] for reported in first + second] == list(range(1, 1501))
-
-
 async def test_the_gpu_of_an_event_is_known_by_its_handle_when_it_fell_off_the_bus(library_directory: Path) -> None:
     """It answers neither for its UUID nor for anything else, yet the Xid is its own."""
     fallen = TWO_PAIRS + "error 1 15\nuuid_error 1 15\n"
@@ -109,10 +98,9 @@ async def test_a_failing_wait_is_reported_once_and_the_set_is_made_again(library
     """One Unavailable, then a new event set, which fails, too, while waiting goes on failing."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
-        calls = probe.directory / "calls"
-        probe.becomes(TWO_PAIRS + f"wait 999\nlog {calls}\n")
+        probe.becomes(TWO_PAIRS + "wait 999\n", logs=True)
         failed, fails_on = await probe.events(), await probe.events()
-        assert calls.read_text().split() == ["event_set_free", "event_set", "event_set_free"]
+        assert probe.calls == ["event_set_free", "event_set", "event_set_free"]
         probe.becomes(TWO_PAIRS)
         assert await probe.events() == []
         probe.becomes(TWO_PAIRS + event(1, 0, XID, 48))
@@ -154,36 +142,35 @@ async def test_a_gpu_that_comes_back_is_registered_again(library_directory: Path
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.read()
         await probe.events()
-        calls = probe.directory / "calls"
-        log = f"log {calls}\n"
-        probe.becomes(lost + log)
+        probe.becomes(lost, logs=True)
         await probe.read()
-        probe.becomes(lost + log + event(1, 1, XID, 79))
+        probe.becomes(lost + event(1, 1, XID, 79), logs=True)
         assert await probe.events() == [xid_of("GPU-bbbb", 79)]
-        assert not calls.exists()
-        probe.becomes(TWO_PAIRS + log + event(1, 1, XID, 79))
+        assert probe.calls == []
+        probe.becomes(TWO_PAIRS + event(1, 1, XID, 79), logs=True)
         await probe.read()
         assert await probe.events() == []
-        assert calls.read_text().split() == ["event_set_free", "event_set"]
+        assert probe.calls == ["event_set_free", "event_set"]
         probe.becomes(TWO_PAIRS + event(1, 1, XID, 79) + event(2, 1, XID, 48))
         assert await probe.events() == [xid_of("GPU-bbbb", 48)]
 
 
 async def test_a_storm_is_reported_wholly_before_the_set_is_made_again(library_directory: Path) -> None:
-    """A GPU came back meanwhile, which asks for a new set: it waits until the old one is empty."""
+    """At most 1,024 events come in one call, and none is lost. A GPU came back meanwhile, which asks for a new set: it waits
+    until the old one is empty."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
         probe.becomes(TWO_PAIRS + "error 1 15\n")
         await probe.read()
         await probe.events()
         storm = "".join(event(number, 0, XID, number) for number in range(1, 1501))
-        calls = probe.directory / "calls"
-        probe.becomes(TWO_PAIRS + storm + f"log {calls}\n")
+        probe.becomes(TWO_PAIRS + storm, logs=True)
         await probe.read()
-        assert len(await probe.events()) == 1024
-        assert not calls.exists()
-        assert len(await probe.events()) == 476
-        assert calls.read_text().split() == ["event_set_free", "event_set"]
+        first = await probe.events()
+        assert probe.calls == []
+        second = await probe.events()
+        assert probe.calls == ["event_set_free", "event_set"]
+    assert (len(first), [one["xid"] for one in first + second]) == (1024, [*range(1, 1501)])
 
 
 async def test_a_library_without_events_is_reported_once_and_has_none(library_without_events: Path) -> None:
@@ -198,11 +185,10 @@ async def test_a_close_frees_the_set(library_directory: Path) -> None:
     """The set is freed before NVML is shut down, and the next call makes another one."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.events()
-        calls = probe.directory / "calls"
-        probe.becomes(TWO_PAIRS + f"log {calls}\n")
+        probe.becomes(TWO_PAIRS, logs=True)
         await probe.ask("close")
         await probe.events()
-        assert calls.read_text().split() == ["event_set_free", "shutdown", "init", "event_set"]
+        assert probe.calls == ["event_set_free", "shutdown", "init", "event_set"]
 
 
 @asynccontextmanager
@@ -216,12 +202,6 @@ async def waiting_probe(library_directory: Path) -> AsyncIterator[Probe]:
         await probe.ask("begin_wait")
         await poll_until(waits.exists, "a wait in NVML")
         yield probe
-
-
-async def test_an_event_ends_the_wait_for_it(library_directory: Path) -> None:
-    async with waiting_probe(library_directory) as probe:
-        probe.becomes(TWO_PAIRS + event(1, 1, XID, 79))
-        assert await probe.ask("end_wait") == [xid_of("GPU-bbbb", 79)]
 
 
 async def test_a_poll_that_finds_another_machine_ends_the_wait_for_events(library_directory: Path) -> None:
@@ -240,11 +220,10 @@ async def test_a_poll_that_finds_another_machine_ends_the_wait_for_events(librar
 async def test_a_close_ends_the_wait_for_events(library_directory: Path) -> None:
     """Its thread closes the opening that it waited in: NVML shuts down wholly."""
     async with waiting_probe(library_directory) as probe:
-        calls = probe.directory / "calls"
-        probe.becomes(f"{TWO_PAIRS}log {calls}\n")
+        probe.becomes(TWO_PAIRS, logs=True)
         await probe.ask("close")
         assert await probe.ask("end_wait") == []
-        assert calls.read_text().split()[-2:] == ["event_set_free", "shutdown"]
+        assert probe.calls[-2:] == ["event_set_free", "shutdown"]
 
 
 async def test_a_loss_between_two_calls_has_the_set_made_again(library_directory: Path) -> None:
@@ -252,9 +231,9 @@ async def test_a_loss_between_two_calls_has_the_set_made_again(library_directory
     async with running_probe(library_directory, TWO_PAIRS) as probe:
         await probe.read()
         await probe.events()
-        calls = probe.directory / "calls"
-        for script in (TWO_PAIRS + "error 1 15\n", TWO_PAIRS + f"log {calls}\n"):
-            probe.becomes(script)
-            await probe.read()
+        probe.becomes(TWO_PAIRS + "error 1 15\n")
+        await probe.read()
+        probe.becomes(TWO_PAIRS, logs=True)
+        await probe.read()
         await probe.events()
-        assert calls.read_text().split() == ["event_set_free", "event_set"]
+        assert probe.calls == ["event_set_free", "event_set"]

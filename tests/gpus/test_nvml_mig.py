@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpus.support_nvml import read_once, running_probe
+from tests.gpus.support_nvml import read_once, reads, running_probe
 
 A100 = """\
 count 2
@@ -196,10 +196,7 @@ async def test_a_repartitioned_gpu_is_followed(library_directory: Path) -> None:
 
 async def test_a_gpu_without_instances_reports_what_to_do(library_directory: Path) -> None:
     """It is shown, Unhealthy, with the command that makes some; once there are, they are offered in its place."""
-    async with running_probe(library_directory, A100, mig_minors=MINORS) as probe:
-        inventory = await probe.read()
-        probe.becomes(A100 + ONE_G)
-        made = await probe.read()
+    inventory, made = await reads(library_directory, A100, A100 + ONE_G, mig_minors=MINORS)
     [empty] = [gpu for gpu in inventory["gpus"] if gpu["uuid"] == "GPU-aaaa"]
     assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
     assert {gpu["uuid"]: gpu["is_withheld"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
@@ -210,16 +207,9 @@ async def test_a_gpu_without_instances_reports_what_to_do(library_directory: Pat
 
 async def test_instances_share_the_health_of_their_gpu(library_directory: Path) -> None:
     """A GPU that fails takes its instances along, and they come back with it; one that fails alone leaves the others."""
-    async with running_probe(library_directory, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
-        await probe.read()
-        probe.becomes(A100 + ONE_G + TWO_G + "error 0 15\n")
-        lost = await probe.read()
-        probe.becomes(A100 + ONE_G + TWO_G + "value remapped 0 0 1\n")
-        worn = await probe.read()
-        probe.becomes(A100 + ONE_G + TWO_G + "error 1001 999\n")
-        alone = await probe.read()
-        probe.becomes(A100 + ONE_G + TWO_G)
-        back = await probe.read()
+    faults = ("", "error 0 15\n", "value remapped 0 0 1\n", "error 1001 999\n", "")
+    scripts = [A100 + ONE_G + TWO_G + fault for fault in faults]
+    _, lost, worn, alone, back = await reads(library_directory, *scripts, mig_minors=MINORS)
     for found in (lost, worn):
         assert labels(found) == {
             "GPU-bbbb": " Healthy",
@@ -286,7 +276,6 @@ async def test_an_xid_names_its_instance(library_directory: Path) -> None:
 
 async def test_a_mode_that_cannot_be_read_leaves_the_instances(library_directory: Path) -> None:
     """The GPU must not be given as a whole next to them."""
-    async with running_probe(library_directory, A100 + ONE_G, mig_minors=MINORS) as probe:
-        before = await probe.read()
-        probe.becomes(A100 + ONE_G + "call_error nvmlDeviceGetMigMode 0 999\n")
-        assert await probe.read() == before
+    fails = "call_error nvmlDeviceGetMigMode 0 999\n"
+    before, after = await reads(library_directory, A100 + ONE_G, A100 + ONE_G + fails, mig_minors=MINORS)
+    assert after == before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, read_once, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, read_once, reads, running_probe
 
 RECOVERY_ACTION = 230
 
@@ -25,12 +25,8 @@ async def test_a_gpu_whose_driver_asks_for_recovery_is_unhealthy(
 ) -> None:
     """The reason names what the driver asks for; the other GPUs and the GPU's own facts stay, and it comes back."""
     script = TWO_PAIRS + f"field 1 {RECOVERY_ACTION} 0 0 1 {action}\n"
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        before = await probe.read()
-        probe.becomes(script)
-        asking = await probe.read()
-        probe.becomes(script.replace(f"1 {action}\n", "1 0\n"))
-        after = await probe.read()
+    asks_no_more = script.replace(f"1 {action}\n", "1 0\n")
+    before, asking, after = await reads(library_directory, TWO_PAIRS, script, asks_no_more)
     assert [gpu["health"] for gpu in asking["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
     gpu = asking["gpus"][1]
     assert gpu["unhealthy_reason"].startswith("the driver asks for")
@@ -59,10 +55,9 @@ async def test_nvml_stays_open_while_all_gpus_ask_for_a_reset(library_directory:
     script = ONE_GPU + f"field 0 {RECOVERY_ACTION} 0 0 1 1\n"
     async with running_probe(library_directory, ONE_GPU) as probe:
         await probe.read()
-        calls = probe.directory / "calls"
-        probe.becomes(script + f"log {calls}\n")
+        probe.becomes(script, logs=True)
         [gpu] = (await probe.read())["gpus"]
-        assert not calls.exists()
+        assert probe.calls == []
         assert len((await probe.sample())["gpus"]) == 1
     assert gpu["health"] == "Unhealthy"
 
@@ -86,14 +81,3 @@ async def test_compute_capability_and_brand_are_read_where_the_driver_has_them(l
     gpus = (await read_once(library_directory, TWO_PAIRS + values))["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
     assert [gpu["brand"] for gpu in gpus] == ["Nvidia", "Tesla", "", ""]
-
-
-async def test_the_nvlink_fabric_is_read_where_the_gpu_has_joined_it(library_directory: Path) -> None:
-    """State 3 is completed; a GPU that still joins, that failed to, or whose cluster has no UUID is on none."""
-    cluster = "00112233445566778899aabbccddeeff"
-    script = (
-        f"{TWO_PAIRS}fabric 0 3 0 {cluster} 7\nfabric 1 2 0 {cluster} 7\nfabric 2 3 999 {cluster} 7\n"
-        f"fabric 3 3 0 {'0' * 32} 7\n"
-    )
-    gpus = (await read_once(library_directory, script))["gpus"]
-    assert [gpu["fabric"] for gpu in gpus] == ["00112233-4455-6677-8899-aabbccddeeff.7", "", "", ""]

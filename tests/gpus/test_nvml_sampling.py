@@ -90,19 +90,17 @@ async def test_a_gpu_that_a_poll_finds_later_enters_the_samples(library_director
 async def test_a_close_waits_for_a_sample_that_hangs(library_directory: Path) -> None:
     """NVML stays open for it, and is shut down once it returns."""
     async with running_probe(library_directory, ONE_GPU, timeout_s=2.0) as probe:
-        calls = probe.directory / "calls"
-        log = f"log {calls}\n"
-        probe.becomes(ONE_GPU + log)
+        probe.becomes(ONE_GPU, logs=True)
         await probe.read()
         await probe.sample()
         await probe.ask("close")
-        assert calls.read_text().split() == ["init", "shutdown"]
-        probe.becomes(ONE_GPU + log + HANGS)
+        assert probe.calls == ["init", "shutdown"]
+        probe.becomes(ONE_GPU + HANGS, logs=True)
         await probe.read()
         await probe.sample()
         await probe.ask("close")
-        assert calls.read_text().split()[2:] == ["init"]
-        probe.becomes(ONE_GPU + log)
+        assert probe.calls[2:] == ["init"]
+        probe.becomes(ONE_GPU, logs=True)
         while await probe.ask("threads"):
             pass
-        assert calls.read_text().split()[2:] == ["init", "shutdown"]
+        assert probe.calls[2:] == ["init", "shutdown"]

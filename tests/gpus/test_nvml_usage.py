@@ -8,7 +8,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
+from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe, samples
 
 MIB = 1024 * 1024
 
@@ -32,27 +32,28 @@ field 0 139 4294967295 0 3 4096
 """
 """For GPU 0: everything that a GPU can report, apart from processes."""
 
-GPU_FIELDS = [
-    "sm_ratio",
-    "memory_ratio",
-    "encoder_ratio",
-    "decoder_ratio",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "memory_free_bytes",
-    "temperature_celsius",
-    "power_watts",
-    "power_limit_watts",
-    "sm_clock_hertz",
-    "memory_clock_hertz",
-    "ecc_corrected_total",
-    "ecc_uncorrected_total",
-    "throttle_reasons",
-    "pcie_received_bytes_per_second",
-    "pcie_sent_bytes_per_second",
-    "nvlink_received_bytes_total",
-    "nvlink_sent_bytes_total",
-]
+ALL = {
+    "sm_ratio": 0.87,
+    "memory_ratio": 0.34,
+    "encoder_ratio": 0.12,
+    "decoder_ratio": 0.05,
+    "memory_used_bytes": 1000 * MIB,
+    "memory_total_bytes": 24576 * MIB,
+    "memory_free_bytes": 23276 * MIB,  # without the 300 that the driver keeps for itself
+    "temperature_celsius": 61.0,
+    "power_watts": 142.5,
+    "power_limit_watts": 150.0,
+    "sm_clock_hertz": 1_695_000_000,
+    "memory_clock_hertz": 6_251_000_000,
+    "ecc_corrected_total": 7,
+    "ecc_uncorrected_total": 1,
+    "throttle_reasons": ["hw_thermal", "power_cap"],
+    "pcie_received_bytes_per_second": 2_500_000,
+    "pcie_sent_bytes_per_second": 1_500_000,
+    "nvlink_received_bytes_total": 4096 * 1024,
+    "nvlink_sent_bytes_total": 2048 * 1024,
+}
+"""What is sampled of it."""
 
 
 @pytest.fixture(scope="module")
@@ -71,39 +72,17 @@ def traced(probe: Probe) -> list[str]:
 
 async def test_every_value_of_a_gpu_comes_in_its_unit(library_directory: Path) -> None:
     """Percent become ratios, milliwatts watts, MHz hertz, KB/s and KiB bytes; idle is no throttling."""
-    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
-        sample = await probe.sample()
+    [sample] = await samples(library_directory, ONE_GPU + BUSY)
     [gpu] = sample["gpus"]
-    assert {name: gpu[name] for name in GPU_FIELDS} == {
-        "sm_ratio": 0.87,
-        "memory_ratio": 0.34,
-        "encoder_ratio": 0.12,
-        "decoder_ratio": 0.05,
-        "memory_used_bytes": 1000 * MIB,
-        "memory_total_bytes": 24576 * MIB,
-        "memory_free_bytes": 23276 * MIB,  # without the 300 that the driver keeps for itself
-        "temperature_celsius": 61.0,
-        "power_watts": 142.5,
-        "power_limit_watts": 150.0,
-        "sm_clock_hertz": 1_695_000_000,
-        "memory_clock_hertz": 6_251_000_000,
-        "ecc_corrected_total": 7,
-        "ecc_uncorrected_total": 1,
-        "throttle_reasons": ["hw_thermal", "power_cap"],
-        "pcie_received_bytes_per_second": 2_500_000,
-        "pcie_sent_bytes_per_second": 1_500_000,
-        "nvlink_received_bytes_total": 4096 * 1024,
-        "nvlink_sent_bytes_total": 2048 * 1024,
-    }
+    assert {name: gpu[name] for name in ALL} == ALL
     assert (gpu["uuid"], gpu["processes"], sample["errors"]) == ("GPU-aaaa", [], {})
 
 
 async def test_a_gpu_that_supports_nothing_is_sampled_without_an_error(library_directory: Path) -> None:
     """Each value is None, never zero; its memory and its empty process list are known all the same."""
-    async with running_probe(library_directory, ONE_GPU) as probe:
-        sample = await probe.sample()
+    [sample] = await samples(library_directory, ONE_GPU)
     [gpu] = sample["gpus"]
-    reported = {name: gpu[name] for name in GPU_FIELDS if gpu[name] is not None}
+    reported = {name: gpu[name] for name in ALL if gpu[name] is not None}
     memory = {"memory_used_bytes": 0, "memory_total_bytes": 24576 * MIB, "memory_free_bytes": 24576 * MIB}
     assert reported == memory
     assert sample["errors"] == {}
@@ -174,9 +153,7 @@ async def test_pcie_is_measured_on_one_gpu_a_round_and_kept(library_directory: P
 async def test_an_error_of_one_value_is_counted_and_leaves_the_others(library_directory: Path) -> None:
     """A failing power sensor costs the power; the error has NVML's name."""
     errors = "call_error nvmlDeviceGetPowerUsage 0 10\ncall_error nvmlDeviceGetClockInfo 0 999\n"
-    async with running_probe(library_directory, ONE_GPU + BUSY + errors) as probe:
-        sample = await probe.sample()
-        again = await probe.sample()
+    sample, again = await samples(library_directory, *[ONE_GPU + BUSY + errors] * 2)
     [gpu] = sample["gpus"]
     assert (gpu["power_watts"], gpu["sm_clock_hertz"], gpu["temperature_celsius"]) == (None, None, 61.0)
     assert sample["errors"] == {"timeout": 1, "unknown": 2}
@@ -188,8 +165,7 @@ async def test_an_answer_that_there_is_nothing_is_no_error(library_directory: Pa
     """Not supported, no permission, not found, function not found, no data: the value is None and nothing is counted."""
     functions = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues")
     errors = "".join(f"call_error {function} 0 {code}\n" for function in functions)
-    async with running_probe(library_directory, ONE_GPU + BUSY + errors) as probe:
-        sample = await probe.sample()
+    [sample] = await samples(library_directory, ONE_GPU + BUSY + errors)
     [gpu] = sample["gpus"]
     assert (gpu["sm_ratio"], gpu["power_watts"], gpu["ecc_corrected_total"]) == (None, None, None)
     assert (gpu["temperature_celsius"], sample["errors"]) == (61.0, {})
@@ -198,35 +174,21 @@ async def test_an_answer_that_there_is_nothing_is_no_error(library_directory: Pa
 async def test_a_counter_that_the_gpu_lacks_leaves_the_others(library_directory: Path) -> None:
     """One call asks for all counters; the answer is per counter, and only a true error of one is counted."""
     script = ONE_GPU + "field 0 3 0 0 3 7\nfield 0 4 0 2 3 0\nfield 0 138 4294967295 10 3 0\n"
-    async with running_probe(library_directory, script) as probe:
-        sample = await probe.sample()
+    [sample] = await samples(library_directory, script)
     [gpu] = sample["gpus"]
     assert (gpu["ecc_corrected_total"], gpu["ecc_uncorrected_total"]) == (7, None)
     assert (gpu["nvlink_sent_bytes_total"], gpu["nvlink_received_bytes_total"]) == (None, None)
     assert sample["errors"] == {"timeout": 1}
 
 
-async def test_a_lost_gpu_leaves_the_sample(library_directory: Path) -> None:
-    """The others are sampled; the loss is counted once a round, and the GPU comes back with a later one."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        await probe.sample()
-        probe.becomes(TWO_PAIRS + "error 1 15\n")
-        lost = await probe.sample()
-        probe.becomes(TWO_PAIRS)
-        back = await probe.sample()
+@pytest.mark.parametrize(("code", "errors"), [(15, {"gpu_is_lost": 1}), (999, {"unknown": 3})])
+async def test_a_lost_gpu_leaves_the_sample(library_directory: Path, code: int, errors: dict[str, int]) -> None:
+    """The others are sampled; the loss is counted, and the GPU comes back with a later round. After a reset under an open
+    NVML the handle answers only Unknown Error: that is a lost GPU and no bad sensor."""
+    _, lost, back = await samples(library_directory, TWO_PAIRS, TWO_PAIRS + f"error 1 {code}\n", TWO_PAIRS)
     assert [gpu["uuid"] for gpu in lost["gpus"]] == ["GPU-aaaa", "GPU-cccc", "GPU-dddd"]
-    assert lost["errors"] == {"gpu_is_lost": 1}
+    assert lost["errors"] == errors
     assert len(back["gpus"]) == 4 and back["errors"] == {}
-
-
-async def test_a_gpu_that_answers_nothing_but_unknown_leaves_the_sample(library_directory: Path) -> None:
-    """After a reset under an open NVML the handle answers only Unknown Error: that is a lost GPU and no bad sensor."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        await probe.sample()
-        probe.becomes(TWO_PAIRS + "error 2 999\n")
-        lost = await probe.sample()
-    assert [gpu["uuid"] for gpu in lost["gpus"]] == ["GPU-aaaa", "GPU-bbbb", "GPU-dddd"]
-    assert list(lost["errors"]) == ["unknown"]
 
 
 async def test_all_gpus_lost_is_an_empty_sample(library_directory: Path) -> None:
@@ -245,23 +207,16 @@ async def test_all_gpus_lost_is_an_empty_sample(library_directory: Path) -> None
 
 async def test_a_node_without_gpus_has_an_empty_sample(library_directory: Path) -> None:
     """A driver that counts no GPU is no error."""
-    async with running_probe(library_directory, "count 0\n") as probe:
-        assert await probe.sample() == {"gpus": [], "errors": {}}
+    assert await samples(library_directory, "count 0\n") == [{"gpus": [], "errors": {}}]
 
 
 async def test_a_driver_lost_as_a_whole_is_unavailable_and_comes_back(library_directory: Path) -> None:
     """Uninitialized costs one sample, a driver that is not loaded each until it is: NVML is opened anew each time."""
-    async with running_probe(library_directory, ONE_GPU + BUSY) as probe:
-        await probe.sample()
-        probe.becomes("driver 1\n" + ONE_GPU + BUSY)
-        lost = await probe.sample()
-        probe.becomes("init 9\ndriver 9\n")
-        gone = await probe.sample()
-        probe.becomes(ONE_GPU + BUSY)
-        back = await probe.sample_gpu()
+    scripts = (ONE_GPU + BUSY, "driver 1\n" + ONE_GPU + BUSY, "init 9\ndriver 9\n", ONE_GPU + BUSY)
+    _, lost, gone, back = await samples(library_directory, *scripts)
     assert "sampling the GPUs through NVML failed: Uninitialized" in lost["unavailable"]
     assert "opening NVML failed: Driver Not Loaded" in gone["unavailable"]
-    assert back["sm_ratio"] == 0.87
+    assert back["gpus"][0]["sm_ratio"] == 0.87
 
 
 async def test_an_older_driver_is_called_by_the_older_names(old_library_directory: Path) -> None:
@@ -275,23 +230,6 @@ async def test_an_older_driver_is_called_by_the_older_names(old_library_director
     assert (gpu["ecc_corrected_total"], gpu["nvlink_sent_bytes_total"]) == (None, None)
     assert [(process["pid"], process["kind"]) for process in gpu["processes"]] == [(77, "compute")]
     assert sample["errors"] == {} and polled["gpus"][0]["health"] == "Healthy"
-
-
-async def test_a_sample_that_hangs_is_unavailable_and_never_overlaps_another(library_directory: Path) -> None:
-    """Later samples are refused while it hangs; there is one thread for them, and all is healthy when it returns."""
-    async with running_probe(library_directory, ONE_GPU + BUSY, timeout_s=0.5) as probe:
-        await probe.sample()
-        probe.becomes(ONE_GPU + BUSY + "hang_sample\n")
-        first = await probe.sample()
-        second = await probe.sample()
-        threads = await probe.ask("threads")
-        probe.becomes(ONE_GPU + BUSY)
-        while "unavailable" in (answer := await probe.sample()):
-            assert "still hangs" in answer["unavailable"]
-    assert "no answer within 0.5 s" in first["unavailable"]
-    assert "still hangs" in second["unavailable"]
-    assert threads == 1
-    assert answer["gpus"][0]["sm_ratio"] == 0.87
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -309,6 +247,5 @@ async def test_a_list_that_claims_any_length_is_left_out(library_directory: Path
 async def test_a_counter_that_is_no_number_is_left_out(library_directory: Path) -> None:
     """A double may be no number at all; the largest number stands for it in the script."""
     not_a_number = f"field 0 {pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL} 0 0 0 {2**64 - 1}\n"
-    async with running_probe(library_directory, TWO_PAIRS + not_a_number) as probe:
-        sample = await probe.sample()
+    [sample] = await samples(library_directory, TWO_PAIRS + not_a_number)
     assert len(sample["gpus"]) == 4

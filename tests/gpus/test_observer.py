@@ -11,7 +11,6 @@ from gpushare_agent.core.model.errors import NodeEventReason
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.mig import MigLayout
 from gpushare_agent.core.model.names import GpuUuid
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.cluster.support_kube import FAST, NODE, opened, running
 from tests.fakes.api_server import answers, fake_api
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
@@ -137,17 +136,6 @@ async def test_the_event_is_on_the_node_where_kubectl_describe_finds_it() -> Non
     assert server.seen[0].path == "/api/v1/namespaces/default/events"
     assert bodies[0]["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": NODE}
     assert bodies[0]["message"] == "GPU 1: lost"
-
-
-async def test_the_embedded_api_server_takes_the_nodes_event() -> None:
-    """It is one that an API server accepts."""
-    async with EmbeddedApiServer() as server, opened(server.url, user={"token": server.token}) as api:
-        events = NodeEvents(NODE, backoff=FAST)
-        async with running(lambda: events.run(api)):
-            events.note(NodeEventReason.GPU_CORDONED, FIRST, "GPU 0: fan")
-            while not server.events():
-                await server.wait_change(server.version)
-        assert [event["reason"] for event in server.events()] == ["GPUCordoned"]
 
 
 def test_a_divided_gpu_is_reported_while_it_has_no_instances() -> None:

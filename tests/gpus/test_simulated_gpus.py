@@ -61,14 +61,6 @@ async def test_uuids_are_the_same_after_a_restart_and_differ_between_nodes_and_g
     assert all(gpu.uuid.startswith("GPU-") for gpu in first.gpus)
 
 
-async def test_bus_ids_differ_and_minors_are_the_indexes() -> None:
-    """Also for the largest number of GPUs."""
-    gpus = (await inventory_of(simulated(gpus=64))).gpus
-    assert len({gpu.bus_id for gpu in gpus}) == 64
-    assert [gpu.minor for gpu in gpus] == [gpu.index for gpu in gpus] == list(range(64))
-    assert all(len(gpu.bus_id) == len("00000000:3B:00.0") for gpu in gpus)
-
-
 async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
     """Six GPUs: two pairs on the first node, one on the second."""
     inventory = await inventory_of(simulated(gpus=6))
@@ -107,30 +99,19 @@ async def test_nvlinks_are_those_of_the_matrix() -> None:
     assert len({link.remote_bus_id for gpu in switched.gpus for link in gpu.nvlinks}) == 1
 
 
-def test_more_memory_sizes_than_gpus_are_refused_naming_both_numbers() -> None:
-    """A size too many is a mistake in the settings."""
-    with pytest.raises(StartupError, match="3 GPU memory sizes were given for 2 GPUs"):
-        simulated(gpus=2, memory=(1, 2, 3))
-
-
-@pytest.mark.parametrize("gpus", [0, -1, 65])
-def test_an_impossible_number_of_gpus_is_refused(gpus: int) -> None:
-    """One to 64 GPUs can be simulated."""
-    with pytest.raises(StartupError, match="choose 1 to 64"):
-        simulated(gpus=gpus)
-
-
-@pytest.mark.parametrize("memory", [(), (0,), (24576, -1)])
-def test_impossible_memory_sizes_are_refused(memory: tuple[int, ...]) -> None:
-    """Every GPU has some memory."""
-    with pytest.raises(StartupError, match="sizes above 0 MiB"):
-        simulated(memory=memory)
-
-
-def test_a_faulty_topology_text_is_refused() -> None:
-    """The error is that of the text."""
-    with pytest.raises(Corrupt, match="no line names a GPU"):
-        simulated(topology="nonsense")
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"gpus": 2, "memory": (1, 2, 3)}, StartupError, "3 GPU memory sizes were given for 2 GPUs"),
+        *(({"gpus": number}, StartupError, "choose 1 to 64") for number in (0, -1, 65)),
+        *(({"memory": sizes}, StartupError, "sizes above 0 MiB") for sizes in ((), (0,), (24576, -1))),
+        ({"topology": "nonsense"}, Corrupt, "no line names a GPU"),
+    ],
+)
+def test_gpus_that_cannot_be_simulated_are_refused(options: Any, error: type[Exception], text: str) -> None:
+    """With what is wrong: a mistake in the settings."""
+    with pytest.raises(error, match=text):
+        simulated(**options)
 
 
 async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(faults: Path) -> None:
@@ -229,16 +210,6 @@ async def test_what_was_in_the_file_at_the_first_poll_is_history(faults: Path, f
     assert [event.xid for event in await driver.events()] == [48]
 
 
-async def test_a_malformed_file_at_the_first_poll_does_not_count(faults: Path) -> None:
-    """What it contained is not known; what is read first is history."""
-    faults.write_text("{")
-    driver = simulated(faults=faults)
-    with capture_logs():
-        assert await driver.events() == []
-    write(faults, xids=[XID_79])
-    assert await driver.events() == []
-
-
 async def test_a_storm_comes_in_calls_of_1024_oldest_first(faults: Path) -> None:
     """However they lie in the file, and those of GPUs that are not there left out."""
     driver = simulated(faults=faults)
@@ -285,18 +256,6 @@ def test_faults_are_written_as_they_are_read() -> None:
 
 
 # --- use ---
-
-
-async def test_gpus_without_a_usage_file_idle() -> None:
-    """All their memory is free, no process is on them, and they are cool."""
-    driver = simulated()
-    sample = await driver.sample()
-    assert [gpu.uuid for gpu in sample.gpus] == [gpu.uuid for gpu in (await driver.read()).gpus]
-    assert sample.errors == {}
-    for gpu in sample.gpus:
-        assert (gpu.sm_ratio, gpu.memory_used_bytes, gpu.processes) == (0.0, 0, ())
-        assert gpu.memory_total_bytes == 24576 * 2**20
-        assert (gpu.temperature_celsius, gpu.power_watts, gpu.throttle_reasons) == (32, 45.0, ())
 
 
 async def test_a_gpus_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:

@@ -208,22 +208,6 @@ async def test_instances_of_the_file_lie_at_the_first_place_with_room_and_stay(m
     assert list(places(await machine.agent.read()).values()) == [("3g.40gb", THREE, 0)]
 
 
-async def test_a_part_of_the_computing_has_its_name(machine: Machine) -> None:
-    """`1c.3g.40gb` lies where a `3g.40gb` does, with a third of its multiprocessors."""
-    machine.has({"0": ["1c.3g.40gb"]})
-    found = await machine.agent.read()
-    assert list(places(found).values()) == [("1c.3g.40gb", THREE, 0)]
-    attributes = next(gpu.mig.attributes for gpu in found.gpus if gpu.mig)
-    assert attributes is not None
-    assert (attributes.memory_mib, attributes.gi_slices, attributes.ci_slices, attributes.multiprocessors) == (
-        40448,
-        3,
-        1,
-        20,
-    )
-    assert [one.slices for one in found.mig_layouts[0].instances[0].compute] == [1]
-
-
 async def test_a_missing_right_is_in_the_layout_and_in_each_call(machine: Machine) -> None:
     """As without mig/config."""
     made = await machine.make(ONE, 0)

@@ -15,7 +15,7 @@ from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.core.model.gpus import GpuInventory
 from tests.cluster.support_kube import running
-from tests.gpus.support_health import IMMEDIATE, ShownDriver, unhealthy, xid
+from tests.gpus.support_health import IMMEDIATE, ShownDriver, xid
 from tests.support_core import inventory
 from tests.support_node import node_of
 
@@ -59,15 +59,6 @@ async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exc
         await watch.poll()
 
 
-async def test_one_gpu_fails_and_returns() -> None:
-    """The other one is not touched; each change is reported once."""
-    state, reported, driver = GpuInventoryState(IMMEDIATE), [], ShownDriver()
-    state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
-    whole, watch = inventory(), _watch(driver, state, period_s=1)
-    await _poll(watch, driver, whole, whole, unhealthy(whole, 1), unhealthy(whole, 1), whole)
-    assert reported == [[True, True], [True, False], [True, True]]
-
-
 async def test_a_driver_that_cannot_be_read_makes_every_gpu_unhealthy() -> None:
     """With the reason, until it can be read again."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
@@ -94,16 +85,6 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
     assert state.current.topology == three.topology
     await _poll(watch, driver, three)
     assert health(state) == ["Healthy"] * 3
-
-
-async def test_a_node_without_gpus_waits_for_them() -> None:
-    """fail_on_init_error=false: nothing is offered, and they appear later."""
-    state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch = _watch(driver, state, period_s=1)
-    await _poll(watch, driver, Unavailable("no driver"))
-    assert state.current.gpus == ()
-    await _poll(watch, driver, inventory())
-    assert len(state.current.gpus) == 2
 
 
 async def test_an_event_takes_its_gpu_away_before_the_driver_is_polled() -> None:
@@ -174,16 +155,6 @@ async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll
             await driver.wait(lambda: driver.polls == 2)
     assert health(state) == ["Healthy", "Healthy"]
     assert [line["log_level"] for line in logs if line["event"] == "gpu_event_of_no_gpu"] == ["error"]
-
-
-async def test_an_event_of_a_gpu_that_is_not_ours_is_counted_and_nothing_else() -> None:
-    """Such as one that the runtime hides from the agent."""
-    state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = _watch(driver, state, period_s=1, metrics=counted)
-    await watch.poll()
-    driver.pending.append([xid(79, 7)])
-    await watch.fetch_events()
-    assert health(state) == ["Healthy", "Healthy"] and counted.events == [("xid", 79, False)]
 
 
 async def test_a_driver_whose_events_fail_is_called_ever_later_and_reported_once() -> None:

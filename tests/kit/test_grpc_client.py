@@ -13,7 +13,6 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.core.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
-from gpushare_agent.core.wire.v1beta1 import DevicePluginOptions
 from tests.kubelet.support_plugin import serving
 
 METHOD, STREAM = "/test.Echo/Unary", "/test.Echo/Stream"
@@ -51,15 +50,6 @@ async def test_bytes_are_returned_as_they_are(body: bytes) -> None:
         channel = UnixChannel(path)
         assert await channel.unary(METHOD, body, bytes) == body
         assert [message async for message in channel.unary_stream(STREAM, body, bytes)] == [body, body]
-        channel.close()
-
-
-async def test_generated_classes_are_encoded_and_decoded() -> None:
-    """Next to bytes, on the same channel."""
-    async with serving(Echo(same)) as path:
-        channel = UnixChannel(path)
-        options = DevicePluginOptions(pre_start_required=True)
-        assert await channel.unary(METHOD, options, DevicePluginOptions) == options
         channel.close()
 
 

@@ -107,12 +107,6 @@ async def until_stuck(client: RawClient) -> None:
         sizes.append(int.from_bytes(answer, sys.byteorder))
 
 
-async def test_a_call_is_answered() -> None:
-    """The plain case: a generated message in, a generated message out."""
-    async with serving(Echo()) as path:
-        assert await call(path, ECHO, string_list(1, ["a", "b"])) == string_list(1, ["a", "b"])
-
-
 class AtOnce:
     """Answers a request with its bytes, by `send_answer`."""
 
@@ -161,16 +155,6 @@ async def test_an_unknown_method_is_answered_unimplemented_with_its_name() -> No
             headers = await client.headers_of(stream_id)
             assert headers[b"content-type"].startswith(b"application/grpc")
             assert headers[b"grpc-status"] == b"12"
-
-
-async def test_a_request_of_5_mib_is_refused_with_both_sizes_and_the_connection_lives() -> None:
-    """RESOURCE_EXHAUSTED with a text; the next call on the same connection is answered."""
-    async with serving(Echo()) as path, Channel(path=str(path), codec=RawCodec()) as channel:
-        with pytest.raises(GRPCError) as caught:
-            await call_on(channel, ECHO, bytes(5 * 1024 * 1024))
-        assert caught.value.status is Status.RESOURCE_EXHAUSTED
-        assert caught.value.message == "the request of 5242880 bytes is over the limit of 4194304 bytes"
-        assert await call_on(channel, ECHO, string_list(1, ["a"])) == string_list(1, ["a"])
 
 
 async def test_a_long_request_is_refused_before_its_bytes_are_read() -> None:

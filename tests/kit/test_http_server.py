@@ -51,10 +51,17 @@ async def ignore(_request: web.Request) -> web.Response:
     return web.Response(text="unread")
 
 
+class Peers(list[Peer]):
+    """Connections, closed at the end of the test."""
+
+    async def open(self, port: int, tls: ssl.SSLContext | None = None) -> Peer:
+        self.append(peer := await Peer.open(port, tls=tls))
+        return peer
+
+
 @pytest.fixture
-async def peers() -> AsyncIterator[list[Peer]]:
-    """Whatever is put in is closed at the end."""
-    opened: list[Peer] = []
+async def peers() -> AsyncIterator[Peers]:
+    opened = Peers()
     yield opened
     for peer in opened:
         peer.close()
@@ -65,57 +72,49 @@ async def peers() -> AsyncIterator[list[Peer]]:
 
 
 @pytest.mark.usefixtures("many_open_files")
-async def test_health_is_answered_during_a_flood_from_the_same_address(peers: list[Peer]) -> None:
+async def test_health_is_answered_during_a_flood_from_the_same_address(peers: Peers) -> None:
     """Five times as many idle connections as the limit: each newcomer is served, the idle ones are closed."""
     async with serving() as port:
         for _ in range(8):
-            peers += [await Peer.open(port) for _ in range(160)]
-            probe = await Peer.open(port)
-            peers.append(probe)
-            assert await probe.status("/healthz") == 200
+            for _ in range(160):
+                await peers.open(port)
+            assert await (await peers.open(port)).status("/healthz") == 200
 
 
-async def test_the_connection_that_has_idled_longest_is_closed_first(peers: list[Peer]) -> None:
+async def test_the_connection_that_has_idled_longest_is_closed_first(peers: Peers) -> None:
     """A request makes a connection the youngest again."""
     async with serving(limits=HttpLimits(connections=3)) as port:
         for _ in range(3):
-            peers.append(await Peer.open(port))
-            assert await peers[-1].status("/healthz") == 200
+            assert await (await peers.open(port)).status("/healthz") == 200
         assert await peers[0].status("/healthz") == 200
-        peers.append(await Peer.open(port))
-        assert await peers[3].status("/healthz") == 200
+        assert await (await peers.open(port)).status("/healthz") == 200
         assert await peers[1].ended()
         assert [await peers[number].status("/healthz") for number in (0, 2, 3)] == [200] * 3
 
 
-async def test_a_connection_that_is_being_answered_is_closed_last(peers: list[Peer]) -> None:
+async def test_a_connection_that_is_being_answered_is_closed_last(peers: Peers) -> None:
     """Idle connections go first, however young they are; without one the oldest request ends."""
     gate = Gate()
     async with serving(web.get("/late", gate.show), limits=HttpLimits(connections=2)) as port:
-        busy = await Peer.open(port)
-        peers.append(busy)
+        busy = await peers.open(port)
         busy.ask("/late")
         await gate.has_begun.wait()
         for _ in range(4):
-            peers.append(await Peer.open(port))
-            assert await peers[-1].status("/healthz") == 200
+            assert await (await peers.open(port)).status("/healthz") == 200
         gate.has_begun.clear()
         peers[-1].ask("/late")
         await gate.has_begun.wait()
-        probe = await Peer.open(port)
-        peers.append(probe)
-        assert await probe.status("/healthz") == 200
+        assert await (await peers.open(port)).status("/healthz") == 200
         assert await busy.ended()
         gate.may_answer.set()
         assert (await peers[-2].answer())[0] == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nX: "])
-async def test_a_connection_without_a_whole_request_is_closed(peers: list[Peer], sent: bytes) -> None:
+async def test_a_connection_without_a_whole_request_is_closed(peers: Peers, sent: bytes) -> None:
     """Bytes one at a time do not lengthen its time."""
     async with serving(limits=HttpLimits(headers_s=QUICK)) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await peers.open(port)
         has_ended = asyncio.Event()
 
         async def dribble() -> None:
@@ -130,12 +129,11 @@ async def test_a_connection_without_a_whole_request_is_closed(peers: list[Peer],
             has_ended.set()
 
 
-async def test_an_idle_connection_is_closed_after_its_time_and_a_stream_is_not(peers: list[Peer]) -> None:
+async def test_an_idle_connection_is_closed_after_its_time_and_a_stream_is_not(peers: Peers) -> None:
     """The time runs between answers, not during one."""
     gate = Gate()
     async with serving(web.get("/late", gate.show), limits=HttpLimits(idle_s=QUICK)) as port:
-        stream, idle = await Peer.open(port), await Peer.open(port)
-        peers += [stream, idle]
+        stream, idle = await peers.open(port), await peers.open(port)
         stream.ask("/late")
         assert await idle.status("/healthz") == 200
         assert await idle.ended()
@@ -164,7 +162,7 @@ async def test_a_peer_that_takes_nothing_of_an_answer_is_cut_off() -> None:
             assert sending[0].get_write_buffer_size() == 0
 
 
-async def test_without_descriptors_it_is_logged_once_and_served_again(peers: list[Peer]) -> None:
+async def test_without_descriptors_it_is_logged_once_and_served_again(peers: Peers) -> None:
     """Neither the loop nor the log is filled with attempts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     filled: list[socket.socket] = []
@@ -185,8 +183,7 @@ async def test_without_descriptors_it_is_logged_once_and_served_again(peers: lis
                 for sock in (*filled, *waiting):
                     sock.close()
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            peers.append(await Peer.open(port))
-            assert await peers[-1].status("/healthz") == 200
+            assert await (await peers.open(port)).status("/healthz") == 200
     assert [line["event"] for line in logged].count("connections_not_accepted") == 1
 
 
@@ -199,32 +196,31 @@ def _server_tls() -> ssl.SSLContext:
     return context
 
 
-async def test_handshakes_count_as_connections(peers: list[Peer]) -> None:
+def _client_tls() -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(CA))
+    context.check_hostname = False
+    return context
+
+
+async def test_handshakes_count_as_connections(peers: Peers) -> None:
     """Connections that never send a byte of TLS are closed for those that do."""
-    client = ssl.create_default_context(cafile=str(CA))
-    client.check_hostname = False
     limits = HttpLimits(connections=3, handshake_s=DEADLINE_S, headers_s=DEADLINE_S)
     async with serving(limits=limits, tls=_server_tls()) as port:
-        silent = [await Peer.open(port) for _ in range(3)]
-        peers += silent
+        silent = [await peers.open(port) for _ in range(3)]
         for _ in range(3):
-            peers.append(await Peer.open(port, tls=client))
-            assert await peers[-1].status("/healthz") == 200
+            assert await (await peers.open(port, _client_tls())).status("/healthz") == 200
         assert all([await peer.ended() for peer in silent])
 
 
-async def test_a_peer_that_asks_for_the_end_ends_its_own_connection_alone() -> None:
+async def test_a_peer_that_asks_for_the_end_ends_its_own_connection_alone(peers: Peers) -> None:
     """As a kubelet's probe does. asyncio of Python 3.11.2 (Debian 12's) fails to abort such a connection, which is closed
     already: the server ended with it."""
-    client = ssl.create_default_context(cafile=str(CA))
-    client.check_hostname = False
     async with serving(tls=_server_tls()) as port:
         for _ in range(2):
-            probe = await Peer.open(port, tls=client)
+            probe = await peers.open(port, _client_tls())
             probe.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert (await probe.answer())[0] == 200
             assert await probe.ended()
-            probe.close()
 
 
 # --- bodies, and the time that they take of the loop ---
@@ -293,12 +289,11 @@ async def test_of_a_body_longer_than_is_taken_a_mebibyte_is_read() -> None:
 
 
 @pytest.mark.parametrize("path", ["/ignore", "/none"])
-async def test_a_body_that_could_be_taken_is_read_to_its_end_after_its_answer(path: str, peers: list[Peer]) -> None:
+async def test_a_body_that_could_be_taken_is_read_to_its_end_after_its_answer(path: str, peers: Peers) -> None:
     """Whoever sends all before reading gets the answer: after one that needs no body, and at a path that is not there."""
     body = bytes(4 * UNREAD_BYTES)
     async with serving(web.post("/ignore", ignore), limits=HttpLimits(body_bytes=len(body))) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await peers.open(port)
         peer.send(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         assert (await peer.answer())[0] == {"/ignore": 200, "/none": 404}[path]
         assert await peer.status("/healthz") == 200
@@ -318,12 +313,11 @@ def _send_until_closed(port: int, head: bytes) -> tuple[bytes, int]:
     return answer, sent
 
 
-async def test_a_connection_is_used_again_after_a_body_that_nobody_read(peers: list[Peer]) -> None:
+async def test_a_connection_is_used_again_after_a_body_that_nobody_read(peers: Peers) -> None:
     """It comes to its end after the answer."""
     body = bytes(UNREAD_BYTES // 2)
     async with serving(web.post("/ignore", ignore), limits=HttpLimits(body_bytes=MIB)) as port:
-        peer = await Peer.open(port)
-        peers.append(peer)
+        peer = await peers.open(port)
         for _ in range(3):
             peer.send(b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
             assert await peer.answer() == (200, b"unread")
@@ -357,7 +351,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-async def test_a_bad_request_leaves_no_line_in_the_log(caplog: pytest.LogCaptureFixture, content: bytes) -> None:
+async def test_a_bad_request_leaves_no_line_in_the_log(
+    caplog: pytest.LogCaptureFixture, peers: Peers, content: bytes
+) -> None:
     """Neither of a library nor of ours, however often it is sent; the next request is answered."""
     with caplog.at_level(logging.INFO), structlog.testing.capture_logs() as logged:
         async with serving(web.post("/read", read), web.post("/ignore", ignore)) as port:
@@ -365,34 +361,31 @@ async def test_a_bad_request_leaves_no_line_in_the_log(caplog: pytest.LogCapture
                 answer = await send_in_thread(port, content, then_ends=True)
                 assert answer[:10] in (b"", b"HTTP/1.0 4", b"HTTP/1.1 4", b"HTTP/1.1 2")
                 assert b"aiohttp" not in answer
-            probe = await Peer.open(port)
-            assert await probe.status("/healthz") == 200
-            probe.close()
+            assert await (await peers.open(port)).status("/healthz") == 200
     assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []
     assert logged == []
 
 
 async def test_a_peer_that_goes_during_an_answer_leaves_no_line_in_the_log(
-    caplog: pytest.LogCaptureFixture, peers: list[Peer]
+    caplog: pytest.LogCaptureFixture, peers: Peers
 ) -> None:
     """Before it is written, and while it is."""
     gate = Gate()
     with caplog.at_level(logging.INFO), structlog.testing.capture_logs() as logged:
         async with serving(web.get("/late", gate.show), limits=HttpLimits(cancels_handlers=False)) as port:
-            peers.append(await Peer.open(port))
-            peers[0].ask("/late")
+            leaving = await peers.open(port)
+            leaving.ask("/late")
             await gate.has_begun.wait()
-            peers[0].close()
+            leaving.close()
             await asyncio.sleep(0)
             gate.may_answer.set()
-            peers.append(await Peer.open(port))
-            assert await peers[1].status("/healthz") == 200
+            assert await (await peers.open(port)).status("/healthz") == 200
     assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []
     assert logged == []
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), FileNotFoundError("a bug")])
-async def test_a_handler_that_fails_is_a_500_and_one_line(peers: list[Peer], error: Exception) -> None:
+async def test_a_handler_that_fails_is_a_500_and_one_line(peers: Peers, error: Exception) -> None:
     """A fault that a peer can set off again and again does not fill the log either."""
 
     async def fail(_request: web.Request) -> web.Response:
@@ -401,6 +394,5 @@ async def test_a_handler_that_fails_is_a_500_and_one_line(peers: list[Peer], err
     with structlog.testing.capture_logs() as logged:
         async with serving(web.get("/fail", fail)) as port:
             for _ in range(10):
-                peers.append(await Peer.open(port))
-                assert await peers[-1].status("/fail") == 500
+                assert await (await peers.open(port)).status("/fail") == 500
     assert [line["event"] for line in logged] == ["http_request_failed"]

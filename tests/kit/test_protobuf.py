@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpushare_agent.agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.core.kit import protobuf
 from gpushare_agent.core.kit.protobuf import (
     Fields,
     MalformedMessageError,
@@ -217,27 +216,17 @@ def _mutate(data: bytes, edits: list[tuple[int, int]], cut: int) -> bytes:
 
 
 @given(
-    st.one_of(PREFERRED, ALLOCATE, LIST, POD).map(bytes),
+    st.one_of(PREFERRED, ALLOCATE, LIST, POD).map(bytes) | st.binary(max_size=200),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=5),
     st.integers(0, 40),
 )
 def test_mutated_messages_give_a_value_or_malformed_and_nothing_else(
     data: bytes, edits: list[tuple[int, int]], cut: int
 ) -> None:
-    """Bytes that were changed or cut end in a value or in MalformedMessageError, in every decoder."""
+    """Bytes that were changed or cut, and any others, end in a value or in MalformedMessageError, in every decoder."""
     for decode in DECODERS:
         try:
             decode(_mutate(data, edits, cut))
-        except MalformedMessageError as e:
-            assert str(e)
-
-
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_give_a_value_or_malformed_and_nothing_else(data: bytes) -> None:
-    """Any bytes whatever end in a value or in MalformedMessageError, in every decoder."""
-    for decode in DECODERS:
-        try:
-            decode(data)
         except MalformedMessageError as e:
             assert str(e)
 
@@ -292,15 +281,6 @@ def test_more_fields_than_are_read_are_malformed() -> None:
     assert len(list(scan_fields(b"\x08\x01" * 2, 0, 4, fields))) == 2
     with pytest.raises(MalformedMessageError, match="more than 3 fields"):
         list(scan_fields(b"\x08\x01" * 2, 0, 4, fields))
-
-
-def test_a_megabyte_of_device_ids_is_read() -> None:
-    """As long as real ones, with further fields."""
-    ids = [f"GPU-{n:04}::{n}" for n in range(60_000)]
-    data = string_list(1, ids) + string_list(2, ids[:30_000]) + integer_field(3, 5)
-    assert decode_preferred_allocation(bytes_field(1, data)) == [
-        protobuf.PreferredContainer(available=ids, must_include=ids[:30_000], size=5)
-    ]
 
 
 def test_fields_in_any_order_are_read() -> None:

@@ -121,12 +121,6 @@ def test_a_delay_lies_between_half_and_all_of_the_doubled_base_and_below_the_cap
     assert full / 2 <= delay_s <= full
 
 
-def test_delays_double_until_the_cap() -> None:
-    """With the jitter at its top: 1, 2, 4, 5, 5."""
-    backoff = Backoff(base_s=1, cap_s=5, random=lambda: 1.0)
-    assert [backoff.delay_s(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 5, 5]
-
-
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_the_service_manager_is_reported(short_dir: Path, is_abstract: bool) -> None:
     """One datagram on the socket that NOTIFY_SOCKET names, as a path or an abstract name."""

@@ -36,12 +36,6 @@ async def drain(watch: DirectoryWatch) -> None:
         pass
 
 
-async def test_the_first_wait_ends_at_once(short_dir: Path) -> None:
-    """What happened before the watch began is not known, so the caller has to compare."""
-    with closing(DirectoryWatch(short_dir, poll_s=NEVER_S)) as watch:
-        await watch.wait_change()
-
-
 async def test_creating_moving_and_deleting_a_file_each_end_a_wait(short_dir: Path) -> None:
     """Every change of a name in the directory is reported."""
     outside = short_dir.parent / f"{short_dir.name}-x"

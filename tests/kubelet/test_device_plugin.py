@@ -63,6 +63,12 @@ async def bench(*, pre_start_required: bool = True, call_timeout_s: float = DEAD
         yield Bench(plugin=plugin, table=table, admission=admission, rpcs=rpcs, stub=stub, path=path)
 
 
+@pytest.fixture
+async def b() -> AsyncIterator[Bench]:
+    async with bench() as made:
+        yield made
+
+
 def allocate_request(*containers: list[str]) -> v1beta1.AllocateRequest:
     return v1beta1.AllocateRequest([v1beta1.ContainerAllocateRequest(ids) for ids in containers])
 
@@ -88,57 +94,43 @@ async def test_the_options_name_the_calls_that_the_plugin_needs(required: bool) 
         )
 
 
-async def test_list_and_watch_sends_all_devices_then_one_message_per_change_and_ends_on_request() -> None:
+async def test_list_and_watch_sends_all_devices_then_one_message_per_change_and_ends_on_request(b: Bench) -> None:
     """Health and NUMA node 0 arrive; the stream ends with status OK."""
-    async with bench() as b:
-        stream = b.stub.list_and_watch()
-        first = await anext(stream)
-        assert [(d.id, d.health, d.topology) for d in first.devices] == [
-            (i, "Healthy", v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=0)])) for i in IDS
-        ]
-        assert b.plugin.open_streams == 1
-        b.table.set_devices([DeviceRow(id=i, healthy=i != IDS[1]) for i in IDS])
-        second = await anext(stream)
-        assert [d.health for d in second.devices] == ["Healthy", "Unhealthy", "Healthy"]
-        b.plugin.end_streams()
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        assert b.plugin.open_streams == 0
-
-
-async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported() -> None:
-    """The registration is woken by the end at once."""
-    async with bench() as b:
-        reported = asyncio.Event()
-        async with Channel(path=str(b.path)) as channel:
-            await anext(v1beta1.DevicePluginStub(channel).list_and_watch())
-            assert b.plugin.open_streams == 1
-            b.plugin.on_streams_changed = reported.set
-        await reported.wait()
-        assert b.plugin.open_streams == 0
-
-
-async def test_a_stream_opened_after_the_others_were_ended_lives() -> None:
-    """Ending is for the streams that are open; the next kubelet's stream is not affected."""
-    async with bench() as b:
-        b.plugin.end_streams()
-        stream = b.stub.list_and_watch()
+    stream = b.stub.list_and_watch()
+    first = await anext(stream)
+    assert [(d.id, d.health, d.topology) for d in first.devices] == [
+        (i, "Healthy", v1beta1.TopologyInfo(nodes=[v1beta1.NumaNode(id=0)])) for i in IDS
+    ]
+    assert b.plugin.open_streams == 1
+    b.table.set_devices([DeviceRow(id=i, healthy=i != IDS[1]) for i in IDS])
+    second = await anext(stream)
+    assert [d.health for d in second.devices] == ["Healthy", "Unhealthy", "Healthy"]
+    b.plugin.end_streams()
+    with pytest.raises(StopAsyncIteration):
         await anext(stream)
-        b.table.set_devices([])
-        assert {one.health for one in (await anext(stream)).devices} == {"Unhealthy"}
-        b.plugin.end_streams()
+    assert b.plugin.open_streams == 0
 
 
-async def test_the_handlers_advice_is_the_preferred_allocation() -> None:
+async def test_a_stream_that_the_kubelet_leaves_is_forgotten_and_reported(b: Bench) -> None:
+    """The registration is woken by the end at once."""
+    reported = asyncio.Event()
+    async with Channel(path=str(b.path)) as channel:
+        await anext(v1beta1.DevicePluginStub(channel).list_and_watch())
+        assert b.plugin.open_streams == 1
+        b.plugin.on_streams_changed = reported.set
+    await reported.wait()
+    assert b.plugin.open_streams == 0
+
+
+async def test_the_handlers_advice_is_the_preferred_allocation(b: Bench) -> None:
     """Each container request is asked and answered in order."""
-    async with bench() as b:
-        answer = await b.stub.get_preferred_allocation(preferred_request(2, 1))
-        assert [c.device_ids for c in answer.container_responses] == [IDS[:2], IDS[:1]]
-        assert b.admission.calls.events == [
-            ("preferred", RESOURCE, DEVICES, DEVICES[:1], 2),
-            ("preferred", RESOURCE, DEVICES, DEVICES[:1], 1),
-        ]
-        assert b.rpcs.finished == [(RESOURCE, "GetPreferredAllocation", "OK")]
+    answer = await b.stub.get_preferred_allocation(preferred_request(2, 1))
+    assert [c.device_ids for c in answer.container_responses] == [IDS[:2], IDS[:1]]
+    assert b.admission.calls.events == [
+        ("preferred", RESOURCE, DEVICES, DEVICES[:1], 2),
+        ("preferred", RESOURCE, DEVICES, DEVICES[:1], 1),
+    ]
+    assert b.rpcs.finished == [(RESOURCE, "GetPreferredAllocation", "OK")]
 
 
 async def test_a_failing_or_slow_handler_gives_no_advice_but_no_error() -> None:
@@ -157,22 +149,21 @@ async def test_a_failing_or_slow_handler_gives_no_advice_but_no_error() -> None:
         assert [code for _, _, code in b.rpcs.finished] == ["INTERNAL", "DEADLINE_EXCEEDED"]
 
 
-async def test_an_allocate_answer_holds_everything_that_the_edits_say() -> None:
+async def test_an_allocate_answer_holds_everything_that_the_edits_say(b: Bench) -> None:
     """Environment, mounts, device nodes, annotations and CDI names of each container, in order of request."""
-    async with bench() as b:
-        b.admission.allocate_answer = lambda ids: EDITS if ids == DEVICES[:1] else ContainerEdits()
-        answer = await b.stub.allocate(allocate_request(IDS[:1], IDS[1:]))
-        full, empty = answer.container_responses
-        assert full == v1beta1.ContainerAllocateResponse(
-            envs={"A": "1", "B": "2"},
-            mounts=[v1beta1.Mount(container_path="/c", host_path="/h", read_only=False)],
-            devices=[v1beta1.DeviceSpec(container_path="/dev/nvidia0", host_path="/dev/nvidia0", permissions="rw")],
-            annotations={"k": "v"},
-            cdi_devices=[v1beta1.CdiDevice(name="vendor/class=id")],
-        )
-        assert empty == v1beta1.ContainerAllocateResponse()
-        assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1]), ("allocate", RESOURCE, DEVICES[1:])]
-        assert b.rpcs.finished == [(RESOURCE, "Allocate", "OK")]
+    b.admission.allocate_answer = lambda ids: EDITS if ids == DEVICES[:1] else ContainerEdits()
+    answer = await b.stub.allocate(allocate_request(IDS[:1], IDS[1:]))
+    full, empty = answer.container_responses
+    assert full == v1beta1.ContainerAllocateResponse(
+        envs={"A": "1", "B": "2"},
+        mounts=[v1beta1.Mount(container_path="/c", host_path="/h", read_only=False)],
+        devices=[v1beta1.DeviceSpec(container_path="/dev/nvidia0", host_path="/dev/nvidia0", permissions="rw")],
+        annotations={"k": "v"},
+        cdi_devices=[v1beta1.CdiDevice(name="vendor/class=id")],
+    )
+    assert empty == v1beta1.ContainerAllocateResponse()
+    assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1]), ("allocate", RESOURCE, DEVICES[1:])]
+    assert b.rpcs.finished == [(RESOURCE, "Allocate", "OK")]
 
 
 CODES = {
@@ -194,39 +185,36 @@ CODES = {
 
 
 @pytest.mark.parametrize("reason", RefusalReason)
-async def test_a_refusal_arrives_as_its_code_with_reason_and_detail(reason: RefusalReason) -> None:
+async def test_a_refusal_arrives_as_its_code_with_reason_and_detail(reason: RefusalReason, b: Bench) -> None:
     """Allocate and PreStartContainer alike."""
-    async with bench() as b:
-        refused = Refused(reason=reason, detail="asked 50 %, free 20 %; ask for less")
-        b.admission.allocate_answer = lambda ids: refused
-        b.admission.pre_start_answer = refused
-        for call in (
-            b.stub.allocate(allocate_request(IDS)),
-            b.stub.pre_start_container(v1beta1.PreStartContainerRequest(IDS)),
-        ):
-            error = await error_of(call)
-            assert (error.status, error.message) == (CODES[reason], f"{reason}: asked 50 %, free 20 %; ask for less")
-        assert [(method, code) for _, method, code in b.rpcs.finished] == [
-            ("Allocate", CODES[reason].name),
-            ("PreStartContainer", CODES[reason].name),
-        ]
+    refused = Refused(reason=reason, detail="asked 50 %, free 20 %; ask for less")
+    b.admission.allocate_answer = lambda ids: refused
+    b.admission.pre_start_answer = refused
+    for call in (
+        b.stub.allocate(allocate_request(IDS)),
+        b.stub.pre_start_container(v1beta1.PreStartContainerRequest(IDS)),
+    ):
+        error = await error_of(call)
+        assert (error.status, error.message) == (CODES[reason], f"{reason}: asked 50 %, free 20 %; ask for less")
+    assert [(method, code) for _, method, code in b.rpcs.finished] == [
+        ("Allocate", CODES[reason].name),
+        ("PreStartContainer", CODES[reason].name),
+    ]
 
 
-async def test_one_refused_container_refuses_the_call() -> None:
+async def test_one_refused_container_refuses_the_call(b: Bench) -> None:
     """The containers after it are not asked any more."""
-    async with bench() as b:
-        b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="no")
-        await error_of(b.stub.allocate(allocate_request(IDS[:1], IDS[1:])))
-        assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1])]
+    b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="no")
+    await error_of(b.stub.allocate(allocate_request(IDS[:1], IDS[1:])))
+    assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1])]
 
 
-async def test_an_endless_refusal_is_cut_to_what_a_header_can_carry() -> None:
+async def test_an_endless_refusal_is_cut_to_what_a_header_can_carry(b: Bench) -> None:
     """The status text has a limit."""
-    async with bench() as b:
-        b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 100_000)
-        error = await error_of(b.stub.allocate(allocate_request(IDS)))
-        assert error.message is not None
-        assert len(error.message) == 2000
+    b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 100_000)
+    error = await error_of(b.stub.allocate(allocate_request(IDS)))
+    assert error.message is not None
+    assert len(error.message) == 2000
 
 
 async def test_a_slow_allocate_is_refused_in_time() -> None:
@@ -239,39 +227,36 @@ async def test_a_slow_allocate_is_refused_in_time() -> None:
         assert error.message.startswith(f"Allocate of {RESOURCE} was not decided within 0.02 s")
 
 
-async def test_a_bug_in_the_handler_is_internal_and_names_the_log() -> None:
+async def test_a_bug_in_the_handler_is_internal_and_names_the_log(b: Bench) -> None:
     """The text does not leak the exception, and points to the log event."""
 
     def fail(_: Any) -> Any:
         raise KeyError("secret")
 
-    async with bench() as b:
-        b.admission.allocate_answer = fail
-        error = await error_of(b.stub.allocate(allocate_request(IDS)))
-        assert error.status is Status.INTERNAL
-        assert "event device_plugin_call_failed" in (error.message or "")
-        assert "secret" not in (error.message or "")
+    b.admission.allocate_answer = fail
+    error = await error_of(b.stub.allocate(allocate_request(IDS)))
+    assert error.status is Status.INTERNAL
+    assert "event device_plugin_call_failed" in (error.message or "")
+    assert "secret" not in (error.message or "")
 
 
-async def test_an_abandoned_allocate_cancels_the_handler() -> None:
+async def test_an_abandoned_allocate_cancels_the_handler(b: Bench) -> None:
     """A caller that goes away does not leave a decision running."""
-    async with bench() as b:
-        b.admission.hangs = True
-        async with asyncio.TaskGroup() as tasks:
-            abandoned = tasks.create_task(b.stub.allocate(allocate_request(IDS)))
-            await b.admission.calls.wait_for(("allocate", RESOURCE, DEVICES))
-            abandoned.cancel()
-        b.admission.hangs = False
-        await b.stub.allocate(allocate_request(IDS))
-        assert [code for _, _, code in b.rpcs.finished] == ["CANCELLED", "OK"]
+    b.admission.hangs = True
+    async with asyncio.TaskGroup() as tasks:
+        abandoned = tasks.create_task(b.stub.allocate(allocate_request(IDS)))
+        await b.admission.calls.wait_for(("allocate", RESOURCE, DEVICES))
+        abandoned.cancel()
+    b.admission.hangs = False
+    await b.stub.allocate(allocate_request(IDS))
+    assert [code for _, _, code in b.rpcs.finished] == ["CANCELLED", "OK"]
 
 
-async def test_a_container_that_may_start_gets_an_empty_answer() -> None:
+async def test_a_container_that_may_start_gets_an_empty_answer(b: Bench) -> None:
     """PreStartContainer hands over the IDs."""
-    async with bench() as b:
-        answer = await b.stub.pre_start_container(v1beta1.PreStartContainerRequest(IDS))
-        assert answer == v1beta1.PreStartContainerResponse()
-        assert b.admission.calls.events == [("pre_start", RESOURCE, DEVICES)]
+    answer = await b.stub.pre_start_container(v1beta1.PreStartContainerRequest(IDS))
+    assert answer == v1beta1.PreStartContainerResponse()
+    assert b.admission.calls.events == [("pre_start", RESOURCE, DEVICES)]
 
 
 @pytest.mark.parametrize("method", ["GetPreferredAllocation", "Allocate", "PreStartContainer"])

@@ -133,17 +133,6 @@ async def test_an_absent_or_stalling_server_is_unavailable(short_dir: Path) -> N
             await stalled.list_entries(timeout_s=0.05)
 
 
-async def test_a_server_that_comes_back_is_used_again(short_dir: Path) -> None:
-    """After a kubelet restart the next call connects anew."""
-    async with serving(short_dir, Scripted(list_=two_pods)) as client:
-        await client.list_entries(timeout_s=DEADLINE_S)
-    with pytest.raises(Unavailable):
-        await client.list_entries(timeout_s=DEADLINE_S)
-    async with serving(short_dir, Scripted(list_=two_pods)):
-        assert len(await client.list_entries(timeout_s=DEADLINE_S)) == 2
-        client.close()
-
-
 async def test_garbage_is_corrupt(short_dir: Path) -> None:
     """Truncated in the frame of a pod: at once. Inside a container: when that pod is read."""
 

@@ -35,19 +35,26 @@ async def loop_cycles(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
+async def list_inside(gate: PodResourcesGate) -> None:
+    """As a GetPreferredAllocation does."""
+    async with gate.preferring() as inside:
+        await inside()
+
+
+async def list_outside(gate: PodResourcesGate) -> None:
+    """As a reconcile does."""
+    async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
+        pass
+
+
 async def test_a_list_inside_waits_for_an_open_allocate() -> None:
     """A container restart may have an Allocate open beside an admission."""
     lister = SlowLister()
     lister.answer.set()
     gate = PodResourcesGate(lister, clock=FakeClock())
-
-    async def prefer() -> None:
-        async with gate.preferring() as inside:
-            await inside()
-
     async with asyncio.TaskGroup() as group:
         with gate.allocating():
-            task = group.create_task(prefer())
+            task = group.create_task(list_inside(gate))
             await loop_cycles()
             assert lister.calls == 0 and not task.done()
     assert lister.calls == 1
@@ -58,15 +65,10 @@ async def test_a_list_inside_may_take_what_the_wait_before_it_left_of_two_second
     lister, clock = SlowLister(), FakeClock()
     lister.answer.set()
     gate = PodResourcesGate(lister, clock=clock)
-
-    async def prefer() -> None:
-        async with gate.preferring() as inside:
-            await inside()
-
-    await prefer()
+    await list_inside(gate)
     async with asyncio.TaskGroup() as group:
         with gate.allocating():
-            group.create_task(prefer())
+            group.create_task(list_inside(gate))
             await loop_cycles()
             clock.now += 0.5
     assert lister.timeouts_s == [2.0, 1.5]
@@ -75,10 +77,8 @@ async def test_a_list_inside_may_take_what_the_wait_before_it_left_of_two_second
 async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
     """The node must not hang with it."""
     gate = PodResourcesGate(SlowLister(), clock=FakeClock(), list_timeout_s=0.01)
-    with gate.allocating():
-        async with gate.preferring() as inside:
-            with pytest.raises(Unavailable, match="stays open"):
-                await inside()
+    with gate.allocating(), pytest.raises(Unavailable, match="stays open"):
+        await list_inside(gate)
 
 
 async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> None:
@@ -86,15 +86,9 @@ async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> Non
     lister, clock = SlowLister(), FakeClock()
     lister.answer.set()
     gate = PodResourcesGate(lister, clock=clock, quiet_s=0.02)
-    done = asyncio.Event()
-
-    async def list_outside() -> None:
-        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
-            done.set()
-
     async with asyncio.TaskGroup() as group:
         async with gate.preferring():
-            group.create_task(list_outside())
+            group.create_task(list_outside(gate))
             await loop_cycles()
         with gate.allocating():
             await loop_cycles()
@@ -102,7 +96,6 @@ async def test_a_list_outside_waits_until_admissions_are_over_and_quiet() -> Non
         await loop_cycles()
         assert lister.calls == 0, "the last Allocate ended just now"
         clock.now += 1.0
-        await done.wait()
     assert lister.calls == 1
 
 
@@ -110,37 +103,29 @@ async def test_a_preference_waits_for_a_list_outside() -> None:
     """So the Allocate that follows it cannot meet that List."""
     lister = SlowLister()
     gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0)
-    order: list[str] = []
-
-    async def list_outside() -> None:
-        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
-            order.append("listed")
+    preferring = asyncio.Event()
 
     async def prefer() -> None:
         async with gate.preferring():
-            order.append("preferring")
+            preferring.set()
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(list_outside())
+        listing = group.create_task(list_outside(gate))
         await lister.asked.wait()
         group.create_task(prefer())
         await loop_cycles()
-        assert order == []
+        assert not preferring.is_set()
         lister.answer.set()
-    assert order == ["listed", "preferring"]
+        await preferring.wait()
+        assert listing.done()
 
 
 async def test_an_allocate_that_meets_a_list_is_counted() -> None:
     """It cannot be delayed: the kubelet has opened it already."""
     lister, met = SlowLister(), []
     gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0, on_list=met.append)
-
-    async def list_outside() -> None:
-        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
-            pass
-
     async with asyncio.TaskGroup() as group:
-        group.create_task(list_outside())
+        group.create_task(list_outside(gate))
         await lister.asked.wait()
         with gate.allocating():
             pass
@@ -152,13 +137,8 @@ async def test_a_cancelled_list_frees_the_gate() -> None:
     """Shutting down in the middle of a reconcile leaves no admission waiting."""
     lister = SlowLister()
     gate = PodResourcesGate(lister, clock=FakeClock(), quiet_s=0.0)
-
-    async def list_outside() -> None:
-        async with gate.quiet_list("reconcile", wait_s=DEADLINE_S):
-            pass
-
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(list_outside())
+        task = group.create_task(list_outside(gate))
         await lister.asked.wait()
         task.cancel()
     async with gate.preferring():

@@ -97,15 +97,6 @@ async def test_both_resources_are_registered_and_list_their_devices(short_dir: P
         assert not a.registrar.is_registered("example.com/other")
 
 
-async def test_a_change_of_devices_reaches_the_kubelet_as_one_message(short_dir: Path) -> None:
-    """The table that the endpoint serves is the one that is changed."""
-    async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
-        await both_registered(kubelet)
-        a.tables[CORES].set_devices([DeviceRow(id="x", healthy=False), DeviceRow(id="y", healthy=True)])
-        await kubelet.happened.wait_for(("list", CORES, 3))  # with the one that is no longer offered
-        assert [d.health for d in kubelet.lists[CORES][-1].devices] == ["Unhealthy", "Healthy", "Unhealthy"]
-
-
 async def test_a_kubelet_that_comes_later_is_waited_for(short_dir: Path) -> None:
     """No kubelet at start is no error; the directory may be missing, too."""
     directory = short_dir / "device-plugins"
@@ -304,26 +295,3 @@ async def test_no_kubelet_is_unavailable(is_stale: bool, short_dir: Path) -> Non
         await register(
             short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
         )
-
-
-async def test_a_silent_kubelet_is_unavailable_in_time(short_dir: Path) -> None:
-    """The call has a deadline of its own."""
-    async with fake_kubelet(short_dir) as kubelet:
-        kubelet.stalls.add(CORES)
-        with pytest.raises(Unavailable):
-            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=0.05)
-
-
-async def test_something_that_is_no_grpc_server_is_unavailable(short_dir: Path) -> None:
-    """Garbage at the kubelet's socket does not escape as another error."""
-
-    async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 mail.example.com ESMTP\r\n" * 10)
-        writer.close()
-
-    server = await asyncio.start_unix_server(garbage, short_dir / "kubelet.sock")
-    async with server:
-        with pytest.raises(Unavailable):
-            await register(
-                short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
-            )

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from gpushare_agent.agent.runtime.cgroup_paths import (
     MAX_TEXT_BYTES,
     PeerIdentity,
-    container_id_of,
     parse_proc_cgroup,
-    pod_uid_of,
-    split_joined,
 )
 from gpushare_agent.core.model.names import PodUid
 
@@ -224,15 +221,3 @@ def test_no_text_raises(text: str, own_text: str) -> None:
         assert found.pod_uid in (None, UID)
         assert found.container_id in (None, ID)
         assert (found.pod_uid, found.container_id) != (None, None)
-
-
-def test_names_of_directories_are_reported_apart() -> None:
-    """The same names serve the search below the mounted hierarchies."""
-    assert pod_uid_of(f"pod{UID}") == pod_uid_of(f"kubepods-pod{UID_}.slice") == UID
-    assert pod_uid_of(f"pod{UID_}") is pod_uid_of("podman") is pod_uid_of(f"pod{UID}\n") is None
-    assert container_id_of(ID) == container_id_of(f"docker-{ID}.scope") == ID
-    assert (
-        container_id_of(f"crio-conmon-{ID}.scope") is container_id_of(ID.upper()) is container_id_of(f"{ID}0") is None
-    )
-    assert split_joined(f"kubepods-pod{UID_}.slice:cri-containerd:{ID}") == (UID, ID)
-    assert split_joined(f"pod{UID}:{ID}") is split_joined("a:b:c") is None

@@ -342,6 +342,24 @@ def test_a_pod_whose_directory_is_gone_has_no_process_until_it_is_there_again(tm
     assert cgroups.has_processes(UID) is True
 
 
+async def test_what_cannot_be_known_of_a_pods_processes_is_none(tmp_path: Path) -> None:
+    """No hierarchy at all, or a UID that is none: never a path."""
+    for root, uid in ((tmp_path / "none", UID), (tmp_path, PodUid("../../etc")), (tmp_path, PodUid(""))):
+        assert await Cgroups(root).has_processes_in_thread(uid) is None
+
+
+async def test_a_stalled_file_system_is_unavailable(tmp_path: Path) -> None:
+    """A pipe in the place of cgroup.procs stands for it: not known now is not the same as no process."""
+    pipe = tmp_path / f"kubepods/pod{UID}" / "cgroup.procs"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    cgroups = Cgroups(tmp_path)
+    for reason in ("got no answer within 2 s", "an earlier call still hangs"):
+        with pytest.raises(Unavailable, match=reason):
+            await cgroups.has_processes_in_thread(UID)
+    os.close(os.open(pipe, os.O_WRONLY))
+
+
 def test_a_container_outside_its_pods_directory_is_counted_after_it_was_found(tmp_path: Path) -> None:
     """As a runtime makes it that writes cgroups itself: the pod's own directory, if any, is empty. Also where the runtime
     was reconfigured meanwhile."""

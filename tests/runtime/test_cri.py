@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.agent.runtime.cri import runtime_endpoints
+from gpushare_agent.agent.runtime.cri import RuntimeClient, runtime_endpoints
 from gpushare_agent.core.kit.grpc_client import MAX_ANSWER_BYTES
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -103,10 +103,21 @@ async def talking(path: Path, talk: Callable[[asyncio.StreamReader, asyncio.Stre
         await asyncio.sleep(0)
 
 
-async def test_running_containers_of_pods_are_listed(short_dir: Path) -> None:
+@pytest.fixture
+async def runtime(short_dir: Path) -> AsyncIterator[FakeRuntime]:
+    async with serving(short_dir / "s", FakeRuntime()) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(short_dir: Path) -> AsyncIterator[RuntimeClient]:
+    async with open_runtime(f"unix://{short_dir}/s", timeout_s=DEADLINE_S) as opened:
+        yield opened
+
+
+async def test_running_containers_of_pods_are_listed(runtime: FakeRuntime, client: RuntimeClient) -> None:
     """By what the kubelet's labels say; of two with one name the later one. What has ended, or is of no pod, is left out,
     whatever the runtime makes of the filter."""
-    runtime = FakeRuntime()
     runtime.list_answer = v1.ListContainersResponse(
         containers=[
             container("5c" * 32, name="side", state=2),
@@ -116,19 +127,16 @@ async def test_running_containers_of_pods_are_listed(short_dir: Path) -> None:
             v1.Container(id="7e" * 32, labels={"other": "label"}, state=v1.ContainerState(1)),
         ]
     )
-    async with serving(short_dir / "s", runtime), open_runtime(f"unix://{short_dir}/s", timeout_s=DEADLINE_S) as client:
-        assert await client.running() == {ContainerKey(UID, "main"): ID}
+    assert await client.running() == {ContainerKey(UID, "main"): ID}
 
 
-async def test_the_owner_of_an_id_is_what_the_labels_say(short_dir: Path) -> None:
+async def test_the_owner_of_an_id_is_what_the_labels_say(runtime: FakeRuntime, client: RuntimeClient) -> None:
     """Also of a container that has ended."""
     raw = container(state=2)
-    runtime = FakeRuntime()
     runtime.status_answer = v1.ContainerStatusResponse(
         status=v1.ContainerStatus(id=ID, metadata=raw.metadata, state=raw.state, labels=raw.labels)
     )
-    async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
-        assert await client.owner_of(ID) == ContainerKey(UID, "main")
+    assert await client.owner_of(ID) == ContainerKey(UID, "main")
     assert runtime.asked == [f"ContainerStatus {ID}"]
 
 
@@ -141,13 +149,13 @@ async def test_the_owner_of_an_id_is_what_the_labels_say(short_dir: Path) -> Non
         v1.ContainerStatusResponse(),
     ],
 )
-async def test_a_container_that_is_not_there_or_of_no_pod_is_not_found(short_dir: Path, answer: Any) -> None:
+async def test_a_container_that_is_not_there_or_of_no_pod_is_not_found(
+    runtime: FakeRuntime, client: RuntimeClient, answer: Any
+) -> None:
     """In the words of each runtime."""
-    runtime = FakeRuntime()
     runtime.status_answer = answer
-    async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
-        with pytest.raises(NotFound):
-            await client.owner_of(ID)
+    with pytest.raises(NotFound):
+        await client.owner_of(ID)
 
 
 async def test_the_first_known_runtime_that_answers_is_taken_and_kept(short_dir: Path) -> None:
@@ -213,16 +221,15 @@ async def test_a_runtime_that_goes_and_comes_back_is_asked_anew(short_dir: Path)
                 assert (await client.version()).name == name
 
 
-async def test_a_call_that_stalls_ends_in_time_and_the_next_one_connects_anew(short_dir: Path) -> None:
+async def test_a_call_that_stalls_ends_in_time_and_the_next_one_connects_anew(
+    runtime: FakeRuntime, client: RuntimeClient
+) -> None:
     """The runtime hangs in one call; after that it answers."""
-    async with serving(short_dir / "s", FakeRuntime()) as runtime:
-        runtime.list_answer = asyncio.Event()
-        async with open_runtime(str(short_dir / "s"), timeout_s=SHORT_S) as client:
-            with pytest.raises(Unavailable, match=f"within {SHORT_S:g} s"):
-                await client.running()
-            client._timeout_s = DEADLINE_S
-            runtime.list_answer = v1.ListContainersResponse(containers=[container()])
-            assert len(await client.running()) == 1
+    runtime.list_answer, client._timeout_s = asyncio.Event(), SHORT_S
+    with pytest.raises(Unavailable, match=f"within {SHORT_S:g} s"):
+        await client.running()
+    runtime.list_answer, client._timeout_s = v1.ListContainersResponse(containers=[container()]), DEADLINE_S
+    assert len(await client.running()) == 1
 
 
 async def test_a_call_cut_off_by_the_runtimes_end_is_unavailable(short_dir: Path) -> None:
@@ -256,17 +263,15 @@ async def _fault_of(call: Any) -> Exception | None:
         bytes(v1.ListContainersResponse(containers=[container(**{"io.kubernetes.pod.uid": ""})])),
     ],
 )
-async def test_an_answer_that_is_none_is_corrupt_and_the_next_is_read(short_dir: Path, answer: bytes) -> None:
+async def test_an_answer_that_is_none_is_corrupt_and_the_next_is_read(
+    runtime: FakeRuntime, client: RuntimeClient, answer: bytes
+) -> None:
     """Cut off, of another form, too large, or with IDs that could become paths."""
-    async with (
-        serving(short_dir / "s", FakeRuntime()) as runtime,
-        open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client,
-    ):
-        runtime.list_answer = answer
-        with pytest.raises(Corrupt):
-            await client.running()
-        runtime.list_answer = v1.ListContainersResponse(containers=[container()])
-        assert len(await client.running()) == 1
+    runtime.list_answer = answer
+    with pytest.raises(Corrupt):
+        await client.running()
+    runtime.list_answer = v1.ListContainersResponse(containers=[container()])
+    assert len(await client.running()) == 1
 
 
 async def test_a_socket_without_grpc_behind_it_is_unavailable(short_dir: Path) -> None:
@@ -284,13 +289,11 @@ async def test_a_socket_without_grpc_behind_it_is_unavailable(short_dir: Path) -
                 await client.version()
 
 
-async def test_a_runtime_without_cri_v1_is_rejected_with_the_cure(short_dir: Path) -> None:
+async def test_a_runtime_without_cri_v1_is_rejected_with_the_cure(runtime: FakeRuntime, client: RuntimeClient) -> None:
     """docker's containerd has the plugin disabled."""
-    runtime = FakeRuntime()
     runtime.list_answer = GRPCError(Status.UNIMPLEMENTED, "unknown service runtime.v1.RuntimeService")
-    async with serving(short_dir / "s", runtime), open_runtime(str(short_dir / "s"), timeout_s=DEADLINE_S) as client:
-        with pytest.raises(Rejected, match="cri plugin"):
-            await client.running()
+    with pytest.raises(Rejected, match="cri plugin"):
+        await client.running()
 
 
 @pytest.mark.parametrize(
@@ -300,14 +303,6 @@ def test_an_endpoint_that_is_no_socket_is_rejected(endpoint: str) -> None:
     """Before anything is connected."""
     with pytest.raises(Rejected, match="unix:///run"):
         runtime_endpoints(endpoint, ())
-
-
-async def test_a_socket_deeper_than_an_address_is_reached(short_dir: Path) -> None:
-    """More than 107 bytes of path."""
-    deep = short_dir / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    async with serving(deep / "s", FakeRuntime()), open_runtime(f"unix://{deep}/s", timeout_s=DEADLINE_S) as client:
-        assert (await client.version()).version == "v2.1.0"
 
 
 async def test_calls_at_the_same_time_share_a_connection(short_dir: Path) -> None:
