@@ -96,7 +96,9 @@ class Lenient(Generic[T]):
         self._of = of
 
     def __get__(self, instance: object, owner: type) -> T:
-        return decoded_or(self._decoder, getattr(instance, self._of), self._empty)
+        content: Raw = getattr(instance, self._of)
+        # Not decoded where it is absent, for the reason that Entries has.
+        return self._empty() if content is NULL else decoded_or(self._decoder, content, self._empty)
 
 
 def texts(content: Raw) -> dict[str, str]:
