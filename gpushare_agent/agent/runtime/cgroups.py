@@ -359,8 +359,8 @@ class Cgroups:
     ) -> tuple[Mapping[str, CgroupDir], Mapping[PodUid, list[CgroupDir]], Mapping[str, CgroupProcesses | None]]:
         """`find_many`, `find_pods`, and `processes_round` of what they find."""
         own, pods = self.find_many(requested), self.find_pods(uids)
-        places = {one.container_id: one for places in pods.values() for one in places} | own
-        return own, pods, self.processes_round(places.values())
+        every = {one.container_id: one for places in pods.values() for one in places} | dict(own)
+        return own, pods, self.processes_round(every.values())
 
     def identify(self, pid: int) -> PeerIdentity | None:
         """The owner of a process; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.

@@ -208,8 +208,8 @@ class ContainerProcesses(Struct, eq=False):
         }
         users = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
         # Found and read at once: each call in a thread costs as much as what is done in it.
-        places, pods, read = await self.cgroups.find_and_read_in_thread(users, uids) if users or uids else ({}, {}, {})
-        own = self._own_cgroups(instances, ids, places)
+        known, pods, read = await self.cgroups.find_and_read_in_thread(users, uids) if users or uids else ({}, {}, {})
+        own = self._own_cgroups(instances, ids, known)
         rest = {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
         cgroups = own | self._pods_cgroups(rest, pods, now)
         noted = await self._alive(instances)
