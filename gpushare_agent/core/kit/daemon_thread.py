@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from gpushare_agent.core.model.errors import Unavailable
 
@@ -46,7 +45,7 @@ class DaemonThread:
 
         Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
-        answer: asyncio.Future[Callable[[], T]] | None = None
+        answer: asyncio.Future[tuple[T | None, BaseException | None]] | None = None
         try:
             # The time for the lock counts too: whoever waits for a slow call before it waits no longer than it said.
             async with asyncio.timeout(timeout_s), self._lock:
@@ -54,12 +53,14 @@ class DaemonThread:
                 answer = self._start(blocking, what)
                 # The time is the call's, not its caller's: the call goes on also where nobody waits for it any more.
                 self._overdue_at = time.monotonic() + timeout_s
-                outcome = await answer
+                result, failure = await answer
         except TimeoutError as error:
             if answer is not None:
                 self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
-        return outcome()
+        if failure is not None:
+            raise failure
+        return cast(T, result)
 
     async def _wait_for_earlier(self, what: str) -> None:
         """An earlier call that nobody waits for any more may yet be quick; one whose time is over is not waited for."""
@@ -69,23 +70,23 @@ class DaemonThread:
             raise Unavailable(f"{what} was not tried: an earlier call still hangs. {self._advice}")
         await self._is_over.wait()
 
-    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[Callable[[], T]]:
-        """The answer is what returns or raises the result: an error of the call is none of the waiting."""
+    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[tuple[T | None, BaseException | None]]:
+        """Its result or its error, as a value: an error of the call is none of the waiting."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Callable[[], T]] = loop.create_future()
+        answer: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
-        def end(outcome: Callable[[], T]) -> None:
+        def end(result: T | None, failure: BaseException | None) -> None:
             self._is_over.set()
             if not answer.done():  # else its caller was cancelled, and nobody waits any more
-                answer.set_result(outcome)
+                answer.set_result((result, failure))
 
         def work() -> None:
             try:
-                outcome = partial(_return, blocking())
+                outcome: tuple[T | None, BaseException | None] = blocking(), None
             except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
-                outcome = partial(_raise, error)
+                outcome = None, error
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(end, outcome)
+                loop.call_soon_threadsafe(end, *outcome)
 
         with self._thread_lock:
             # A thread that is about to end looks at the queue under the same lock: no job is put behind its back.
@@ -114,11 +115,3 @@ class DaemonThread:
             else:
                 job()
                 del job  # what it refers to is not kept until the next one
-
-
-def _return(result: T) -> T:
-    return result
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
