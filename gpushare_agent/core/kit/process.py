@@ -51,9 +51,9 @@ _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20
 
 
 def give_back_memory() -> None:
-    """Gives glibc fixed rules for this process (mallopt(3)): what is free at the end of the heap above 2 MiB goes back to the
-    system, and so does each block of 1 MiB that is freed. Else the first large answer raises both limits, up to 64 MiB, for
-    good. With the rules that glibc begins with, 128 KiB, each read of a socket took fresh pages: asyncio makes room for 256
+    """Gives glibc fixed rules for this process (mallopt(3)): what is free at the end of the heap above 2 MiB goes back to
+    the system, and so does each block of 1 MiB that is freed. Else the first large answer raises both limits, up to 64 MiB,
+    for good. With those that glibc begins with, 128 KiB, each read of a socket took fresh pages: asyncio makes room for 256
     KiB."""
     with suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
