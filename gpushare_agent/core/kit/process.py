@@ -46,19 +46,19 @@ def raise_open_files_limit() -> tuple[int, int]:
     return read_open_files_limit()
 
 
-_M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 2 << 20
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 512 * 1024
 
 
 def give_back_memory() -> None:
-    """Gives glibc fixed rules for this process (mallopt(3)): what is free at the end of the heap above 2 MiB goes back to
-    the system, and so does each block of 1 MiB that is freed. Else the first large answer raises both limits, up to 64 MiB,
+    """Gives glibc fixed rules for this process (mallopt(3)): what is free at the end of the heap above 512 KiB goes back to
+    the system, and so does each block as large that is freed. Else the first large answer raises both limits, up to 64 MiB,
     for good. With those that glibc begins with, 128 KiB, each read of a socket took fresh pages: asyncio makes room for 256
     KiB."""
     with suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-        library.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        library.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def sd_notify(state: str, environ: Mapping[str, str]) -> bool:
