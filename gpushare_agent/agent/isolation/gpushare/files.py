@@ -8,7 +8,8 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, descriptors of `usage` files, and the containers whose files no start has had yet.
+written all the time, descriptors of `usage` files and when their sizes were seen, and the containers whose files no start
+has had yet.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ T = TypeVar("T")
 
 _MOST_OPEN = 128
 """Files kept open for `usage_head`: a process may have 1,024 open, and each container has a socket."""
+SEEN_FOR_S = 2.0
+"""For so long after `usage_head` has seen a file's size it is not looked at again."""
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
@@ -92,6 +95,7 @@ class GpushareFiles:
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
+        self._seen_at: dict[ContainerKey, float] = {}
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
@@ -161,6 +165,12 @@ class GpushareFiles:
             return tuple(uid for uid in pods_in(root) if any(self.containers.glob(f"{uid}/*/{CONFIG_NAME}")))
         return ()
 
+    def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
+        """Those of which `usage_head` has not seen lately that their `usage` is as large as it should be: containers of
+        another isolation, one that cannot be read, and all where the reading of another one's file hangs."""
+        since = time.monotonic() - SEEN_FOR_S
+        return [key for key in keys if self._seen_at.get(key, since) <= since]
+
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
         """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
         cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
@@ -220,7 +230,8 @@ class GpushareFiles:
 
     def keeps_others(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> bool:
         """Whether `release` would close anything."""
-        return not (set(self._mapped).issubset(running) and set(self._usages).issubset(shares))
+        of_shares = self._usages.keys() | self._seen_at.keys()
+        return not (set(self._mapped).issubset(running) and of_shares.issubset(shares))
 
     def release(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> None:
         """Keeps only the maps of those that run, and the open files of those that have a share. In the thread of
@@ -230,6 +241,8 @@ class GpushareFiles:
                 self._mapped.pop(key)[0].close()
         for key in self._usages.keys() - set(shares):
             os.close(self._usages.pop(key))
+        for key in self._seen_at.keys() - set(shares):
+            del self._seen_at[key]
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
         """What its processes say that they have paid, on the first `gpus`: for read_paid. Called for 100 containers ten
@@ -241,13 +254,17 @@ class GpushareFiles:
                 os.close(self._usages.pop(key))
         if (file := self._usages.get(key)) is None:
             if len(self._usages) == _MOST_OPEN:
-                return self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))
+                head = self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))
+                self._seen_at[key] = time.monotonic()
+                return head
             file = self._usages[key] = self._in_usage(key, os.dup)
         try:
             _require_file(file, USAGE_NAME, USAGE_BYTES)
+            self._seen_at[key] = time.monotonic()
             return _read(file, usage_head_bytes(gpus))
         except (OSError, Corrupt):
             self.replaced.add(key)
+            self._seen_at.pop(key, None)
             with renamed(USAGE_NAME):
                 raise
 
