@@ -29,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import Struct
+
 from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
     CLOSED_MODE,
@@ -75,6 +77,16 @@ _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
 
+class _Rest(Struct):
+    """The containers that had the same head `before` and at the last reading, with their open files; those without one; and
+    when all of these files' sizes were seen."""
+
+    before: Mapping[ContainerKey, tuple[int, bytes]]
+    files: dict[ContainerKey, tuple[int, bytes]]
+    others: list[ContainerKey]
+    seen_at: float
+
+
 class GpushareFiles:
     """`containers` are the vDevice directories (setting virtual_manager.path), which isolation/vdevice removes. `limits` are
     the present limits of a container's GPUs, None if they are not known; `is_claims` is true if the share is a claim's."""
@@ -96,6 +108,7 @@ class GpushareFiles:
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
         self._seen_at: dict[ContainerKey, float] = {}
+        self._rest: _Rest | None = None
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
@@ -168,8 +181,9 @@ class GpushareFiles:
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
         """Those of which `usage_head` has not seen lately that their `usage` is as large as it should be: containers of
         another isolation, one that cannot be read, and all where the reading of another one's file hangs."""
-        since = time.monotonic() - SEEN_FOR_S
-        return [key for key in keys if self._seen_at.get(key, since) <= since]
+        since, rest = time.monotonic() - SEEN_FOR_S, self._rest
+        seen = rest.files if rest is not None and rest.seen_at > since else {}
+        return [key for key in keys if key not in seen and self._seen_at.get(key, since) <= since]
 
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
         """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
@@ -243,6 +257,32 @@ class GpushareFiles:
             os.close(self._usages.pop(key))
         for key in self._seen_at.keys() - set(shares):
             del self._seen_at[key]
+
+    def changed_heads(self, before: Mapping[ContainerKey, tuple[int, bytes]]) -> dict[ContainerKey, bytes | AgentError]:
+        """Of these containers, each with its number of GPUs and its last head, those that have another head, or whose file
+        cannot be used. In the thread of `usage_head`.
+
+        While all rest it is the same mapping, and what is known of their files is used as it is: of 100 files that are
+        read once a second nothing is in the processor's caches.
+        """
+        rest, now = self._rest, time.monotonic()
+        if rest is not None and (rest.before is not before or self.replaced):
+            rest = None
+        asked = list(before) if rest is None else [*rest.others, *_not_at_rest(rest.files)]
+        found: dict[ContainerKey, bytes | AgentError] = {}
+        for key in asked:
+            gpus, head = before[key]
+            try:
+                if (new := self.usage_head(key, gpus)) != head:
+                    found[key] = new
+            except AgentError as e:
+                found[key] = e
+        if rest is None:
+            opened = {key: (file, before[key][1]) for key in before if (file := self._usages.get(key)) is not None}
+            files = {key: one for key, one in opened.items() if key not in found}
+            rest = _Rest(before=before, files=files, others=[key for key in before if key not in files], seen_at=now)
+        rest.seen_at, self._rest = now, rest
+        return found
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
         """What its processes say that they have paid, on the first `gpus`: for read_paid. Called for 100 containers ten
@@ -335,6 +375,18 @@ def renamed(name: str) -> Iterator[None]:
         if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
         raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
+
+
+def _not_at_rest(files: Mapping[ContainerKey, tuple[int, bytes]]) -> Iterator[ContainerKey]:
+    """Those with another head, or which cannot be read."""
+    for key, (file, head) in files.items():
+        try:
+            _require_file(file, USAGE_NAME, USAGE_BYTES)
+            if os.pread(file, len(head), 0) == head:
+                continue
+        except (OSError, Corrupt):
+            pass
+        yield key
 
 
 def _close_all(files: Mapping[ContainerKey, int]) -> None:
