@@ -50,10 +50,10 @@ class DaemonThread:
             # The time for the lock counts too: whoever waits for a slow call before it waits no longer than it said.
             async with asyncio.timeout(timeout_s), self._lock:
                 await self._wait_for_earlier(what)
-                answer = self._start(blocking, what)
+                answer, is_over = self._start(blocking, what)
                 # The time is the call's, not its caller's: the call goes on also where nobody waits for it any more.
                 self._overdue_at = time.monotonic() + timeout_s
-                await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
+                await is_over  # not `answer`: the call goes on when this waiting is cancelled
         except TimeoutError as error:
             if answer is not None:
                 self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
@@ -68,10 +68,11 @@ class DaemonThread:
             raise Unavailable(f"{what} was not tried: an earlier call still hangs. {self._advice}")
         await asyncio.wait({self._under_way})
 
-    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
+    def _start(self, blocking: Callable[[], T], what: str) -> tuple[asyncio.Future[T], asyncio.Future[None]]:
+        """The answer, and what its caller waits for."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        answer.add_done_callback(self._ended)
+        is_over: asyncio.Future[None] = loop.create_future()
 
         def work() -> None:
             try:
@@ -79,7 +80,7 @@ class DaemonThread:
             except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
                 resolve = partial(answer.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(resolve)
+                loop.call_soon_threadsafe(self._end, answer, is_over, resolve)
 
         with self._thread_lock:
             # A thread that is about to end looks at the queue under the same lock: no job is put behind its back.
@@ -92,13 +93,16 @@ class DaemonThread:
             # Under the lock, too: else the thread could end between this and the look at `_has_thread`.
             self._jobs.put(work)
         self._under_way = answer
-        return answer
+        return answer, is_over
 
-    def _ended(self, answer: asyncio.Future[Any]) -> None:
+    def _end(self, answer: asyncio.Future[Any], is_over: asyncio.Future[None], resolve: Callable[[], None]) -> None:
+        resolve()
         answer.exception()  # else asyncio logs an error that nobody waits for
         # A result is its caller's alone: the file of a full node has megabytes, and the next call may be far away.
         if self._under_way is answer:
             self._under_way = None
+        if not is_over.done():  # nor cancelled
+            is_over.set_result(None)  # here: by a callback of `answer` its caller would go on two turns of the loop later
 
     def _work(self) -> None:
         """The thread's: calls, until there is none for a while."""
