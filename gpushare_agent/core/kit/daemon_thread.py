@@ -102,7 +102,9 @@ class DaemonThread:
         if self._under_way is answer:
             self._under_way = None
         if not is_over.done():  # nor cancelled
-            is_over.set_result(None)  # here: by a callback of `answer` its caller would go on two turns of the loop later
+            is_over.set_result(
+                None
+            )  # here: by a callback of `answer` its caller would go on two turns of the loop later
 
     def _work(self) -> None:
         """The thread's: calls, until there is none for a while."""
