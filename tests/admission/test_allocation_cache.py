@@ -93,3 +93,13 @@ def test_changes_are_reported() -> None:
     cache.release_pod(one.uid)
     cache.release_pod(one.uid)
     assert seen == [(False, True), (True, True), (True, False)]
+
+
+def test_ids_with_the_same_holders_have_one_set() -> None:
+    """Of a container that was named after a restart, whose thousands of IDs another key had for a moment."""
+    cache = AllocationCache()
+    unnamed, named = (allocation(pod(name), "main", ids(0, range(5)), ids(0, range(5))) for name in ("one", "two"))
+    for one in (unnamed, named):
+        cache.put(one)
+    cache.release(unnamed.key)
+    assert len({id(holders) for kind in KINDS for holders in cache.holders(kind).values()}) == 1
