@@ -424,7 +424,7 @@ def test_heads_that_are_other_ones_are_found_also_after_all_have_rested(world: W
         assert changed() == {missing: "NotFound"}
     assert files.unseen(before) == [missing]
     os.truncate(world.usage(OTHER), USAGE_BYTES - 1)
-    assert changed() == {missing: "NotFound", OTHER: "Corrupt"} and files.unseen(before) == [missing]
+    assert changed() == {missing: "NotFound", OTHER: "Corrupt"} and OTHER in files.unseen(before)
     os.truncate(world.usage(OTHER), USAGE_BYTES)
     for _ in range(2):
         assert changed() == {missing: "NotFound"}

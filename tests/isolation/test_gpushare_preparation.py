@@ -19,7 +19,7 @@ from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.kit.supervision import forever, stop_task
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
 from tests.isolation.support_library import fake_library
@@ -229,15 +229,13 @@ async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
     for key in (KEY, OTHER):
         world.allocations[key] = replace(world.allocations[KEY], key=key)
         assert await world.preparation.prepare([key]) is None
-    world.files.usage_head(KEY, 1)
+    before = {KEY: (1, world.files.usage_head(KEY, 1))}
+    assert world.files.changed_heads(before) == {}
     assert world.files.unseen(world.allocations) == [ContainerKey(WHOLE, "cuda"), OTHER]
     os.truncate(world.files.usage(), USAGE_BYTES + 1)
-    with pytest.raises(Corrupt):
-        world.files.usage_head(KEY, 1)
+    assert world.files.changed_heads(before).keys() == {KEY}
     await world.preparation.cut_oversized()
-    assert world.files.usage().stat().st_size == USAGE_BYTES and world.files.usage_head(KEY, 1)
-    world.files.release((), ())
-    assert not world.files.keeps_others((), ()) and KEY in world.files.unseen([KEY])
+    assert world.files.usage().stat().st_size == USAGE_BYTES and world.files.changed_heads(before) == {}
 
 
 async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) -> None:

@@ -8,7 +8,7 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, descriptors of `usage` files and when their sizes were seen, and the containers whose files no start
+written all the time, descriptors of `usage` files, what is known of those at rest, and the containers whose files no start
 has had yet.
 """
 
@@ -72,7 +72,7 @@ T = TypeVar("T")
 _MOST_OPEN = 128
 """Files kept open for `usage_head`: a process may have 1,024 open, and each container has a socket."""
 SEEN_FOR_S = 2.0
-"""For so long after `usage_head` has seen a file's size it is not looked at again."""
+"""For so long after `changed_heads` has seen a file's size it is not looked at again."""
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
@@ -107,7 +107,6 @@ class GpushareFiles:
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
-        self._seen_at: dict[ContainerKey, float] = {}
         self._rest: _Rest | None = None
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
@@ -179,11 +178,11 @@ class GpushareFiles:
         return ()
 
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
-        """Those of which `usage_head` has not seen lately that their `usage` is as large as it should be: containers of
-        another isolation, one that cannot be read, and all where the reading of another one's file hangs."""
-        since, rest = time.monotonic() - SEEN_FOR_S, self._rest
-        seen = rest.files if rest is not None and rest.seen_at > since else {}
-        return [key for key in keys if key not in seen and self._seen_at.get(key, since) <= since]
+        """Those of which `changed_heads` has not seen lately that their `usage` is as large as it should be: containers that
+        compute, or of another isolation, one that cannot be read, and all where the reading of one file hangs."""
+        rest = self._rest
+        seen = rest.files if rest is not None and time.monotonic() - rest.seen_at < SEEN_FOR_S else {}
+        return [key for key in keys if key not in seen]
 
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
         """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
@@ -244,8 +243,7 @@ class GpushareFiles:
 
     def keeps_others(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> bool:
         """Whether `release` would close anything."""
-        of_shares = self._usages.keys() | self._seen_at.keys()
-        return not (set(self._mapped).issubset(running) and of_shares.issubset(shares))
+        return not (set(self._mapped).issubset(running) and set(self._usages).issubset(shares))
 
     def release(self, running: Collection[ContainerKey], shares: Collection[ContainerKey]) -> None:
         """Keeps only the maps of those that run, and the open files of those that have a share. In the thread of
@@ -255,8 +253,6 @@ class GpushareFiles:
                 self._mapped.pop(key)[0].close()
         for key in self._usages.keys() - set(shares):
             os.close(self._usages.pop(key))
-        for key in self._seen_at.keys() - set(shares):
-            del self._seen_at[key]
 
     def changed_heads(self, before: Mapping[ContainerKey, tuple[int, bytes]]) -> dict[ContainerKey, bytes | AgentError]:
         """Of these containers, each with its number of GPUs and its last head, those that have another head, or whose file
@@ -281,7 +277,8 @@ class GpushareFiles:
             opened = {key: (file, before[key][1]) for key in before if (file := self._usages.get(key)) is not None}
             files = {key: one for key, one in opened.items() if key not in found}
             rest = _Rest(before=before, files=files, others=[key for key in before if key not in files], seen_at=now)
-        rest.seen_at, self._rest = now, rest
+        rest.seen_at = now
+        self._rest = rest if found.keys().isdisjoint(rest.files) else None
         return found
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
@@ -294,17 +291,13 @@ class GpushareFiles:
                 os.close(self._usages.pop(key))
         if (file := self._usages.get(key)) is None:
             if len(self._usages) == _MOST_OPEN:
-                head = self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))
-                self._seen_at[key] = time.monotonic()
-                return head
+                return self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))
             file = self._usages[key] = self._in_usage(key, os.dup)
         try:
             _require_file(file, USAGE_NAME, USAGE_BYTES)
-            self._seen_at[key] = time.monotonic()
             return _read(file, usage_head_bytes(gpus))
         except (OSError, Corrupt):
             self.replaced.add(key)
-            self._seen_at.pop(key, None)
             with renamed(USAGE_NAME):
                 raise
 
