@@ -230,7 +230,8 @@ async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
         world.allocations[key] = replace(world.allocations[KEY], key=key)
         assert await world.preparation.prepare([key]) is None
     before = {KEY: (1, world.files.usage_head(KEY, 1))}
-    assert world.files.changed_heads(before) == {}
+    for _ in range(2):
+        assert world.files.changed_heads(before) == {}
     assert world.files.unseen(world.allocations) == [ContainerKey(WHOLE, "cuda"), OTHER]
     os.truncate(world.files.usage(), USAGE_BYTES + 1)
     assert world.files.changed_heads(before).keys() == {KEY}

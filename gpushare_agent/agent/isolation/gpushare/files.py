@@ -84,7 +84,7 @@ class _Rest(Struct):
     before: Mapping[ContainerKey, tuple[int, bytes]]
     files: dict[ContainerKey, tuple[int, bytes]]
     others: list[ContainerKey]
-    seen_at: float
+    seen_at: float = 0.0
 
 
 class GpushareFiles:
@@ -108,6 +108,7 @@ class GpushareFiles:
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
         self._rest: _Rest | None = None
+        self._asked: Mapping[ContainerKey, tuple[int, bytes]] | None = None
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
@@ -273,12 +274,14 @@ class GpushareFiles:
                     found[key] = new
             except AgentError as e:
                 found[key] = e
-        if rest is None:
+        if rest is None and self._asked is before:  # a second time: it may come again
             opened = {key: (file, before[key][1]) for key in before if (file := self._usages.get(key)) is not None}
             files = {key: one for key, one in opened.items() if key not in found}
-            rest = _Rest(before=before, files=files, others=[key for key in before if key not in files], seen_at=now)
-        rest.seen_at = now
-        self._rest = rest if found.keys().isdisjoint(rest.files) else None
+            rest = _Rest(before=before, files=files, others=[key for key in before if key not in files])
+        if rest is not None:
+            rest.seen_at = now
+        self._rest = rest if rest is not None and found.keys().isdisjoint(rest.files) else None
+        self._asked = before
         return found
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
