@@ -175,8 +175,8 @@ class _Subscriptions:
         shown.usage.subscribe(shown.consumption.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
-        agent.kubelet.resizing.request_usage = shown.usage.request
-        agent.isolation.follow_usage(shown.usage.subscribe, shown.usage.request)
+        agent.kubelet.resizing.request_usage = shown.usage.request_round
+        agent.isolation.follow_usage(shown.usage.subscribe, shown.usage.request_round)
         for watch in agent.isolation.watches.values():
             watch.subscribe(agent.kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)

@@ -80,3 +80,13 @@ def test_counts_and_holders_are_those_of_a_new_count_after_any_changes(
                 for device in one.ids_of(kind):
                     holders.setdefault(device, set()).add(one.key)
             assert cache.holders(kind) == holders
+
+
+def test_ids_with_the_same_holders_have_one_set() -> None:
+    """Of a container that was named after a restart, whose thousands of IDs another key had for a moment."""
+    cache = AllocationCache()
+    unnamed, named = (allocation(pod(name), "main", ids(0, range(5)), ids(0, range(5))) for name in ("one", "two"))
+    for one in (unnamed, named):
+        cache.put(one)
+    cache.release(unnamed.key)
+    assert len({id(holders) for kind in KINDS for holders in cache.holders(kind).values()}) == 1

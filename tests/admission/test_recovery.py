@@ -77,6 +77,13 @@ def test_without_checkpoint_the_pod_store_tells_it() -> None:
     assert set(found) == {ContainerKey(PodUid("new"), "main")}
 
 
+def test_a_container_s_ids_are_the_set_that_the_kubelet_s_record_has() -> None:
+    """Both are kept, and have up to thousands of IDs."""
+    [got] = rebuilt(Records(listed=[ONE], checkpoint=[], pods=None)).values()
+    (recorded,) = ONE.containers
+    assert {id(one) for one in got.ids.values()} == {id(one) for one in recorded.devices.values()}
+
+
 def test_with_neither_a_stand_in_holds_the_ids() -> None:
     """They must not be allocated while their container is unknown."""
     found = rebuilt(Records(listed=[SHOWN], checkpoint=[], pods=None))

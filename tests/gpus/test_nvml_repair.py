@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.agent.gpus.nvml.reader import POLLS_OF_KIND
 from tests.gpus.support_nvml import ONE_GPU, TWO_PAIRS, read_once, reads, running_probe
 
 RECOVERY_ACTION = 230
@@ -81,3 +82,20 @@ async def test_compute_capability_and_brand_are_read_where_the_driver_has_them(l
     gpus = (await read_once(library_directory, TWO_PAIRS + values))["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
     assert [gpu["brand"] for gpu in gpus] == ["Nvidia", "Tesla", "", ""]
+
+
+async def test_what_kind_a_gpu_is_is_read_again_when_it_may_be_another(library_directory: Path) -> None:
+    """After polls that it did not answer, in another opening of NVML, and sometimes; not at each poll."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+
+        async def brand_by(number: int, more: str = "") -> str:
+            probe.becomes(f"{TWO_PAIRS}value brand 1 {number}\n{more}")
+            return str((await probe.read())["gpus"][1]["brand"])
+
+        assert [await brand_by(number) for number in (2, 3)] == ["Tesla", "Tesla"]
+        await brand_by(3, "error 1 999\n")
+        assert [await brand_by(number) for number in (4, 5)] == ["Grid", "Grid"]
+        await probe.ask("close")
+        assert await brand_by(6) == "Titan"
+        later = [await brand_by(5) for _ in range(POLLS_OF_KIND)]
+        assert later == [*["Titan"] * (POLLS_OF_KIND - 1), "GeForce"]

@@ -390,6 +390,34 @@ def test_a_file_that_cannot_be_read_any_more_is_opened_again(world: World) -> No
     assert open_usages(files.containers) == [str(usage)]
 
 
+def test_heads_that_are_other_ones_are_found_also_after_all_have_rested(world: World) -> None:
+    """Of a file that is written, shortened, or another one since the container started again."""
+    files, missing = world.files, ContainerKey(PodUid(f"9{UID[1:]}"), "cuda")
+    for key in (KEY, OTHER):
+        files.prepare(key)
+    before = {key: (1, files.usage_head(key, 1)) for key in (KEY, OTHER)} | {missing: (1, b"")}
+
+    def changed() -> dict[ContainerKey, str]:
+        return {key: type(found).__name__ for key, found in files.changed_heads(before).items()}
+
+    for _ in range(3):
+        assert changed() == {missing: "NotFound"}
+    assert files.unseen(before) == [missing]
+    os.truncate(world.usage(OTHER), USAGE_BYTES - 1)
+    assert changed() == {missing: "NotFound", OTHER: "Corrupt"} and OTHER in files.unseen(before)
+    os.truncate(world.usage(OTHER), USAGE_BYTES)
+    for _ in range(2):
+        assert changed() == {missing: "NotFound"}
+    files.prepare(KEY)
+    with world.usage().open("r+b") as file:
+        file.write(b"a new head")
+    for _ in range(2):
+        assert changed() == {missing: "NotFound", KEY: "bytes"}
+    before = before | {KEY: (1, files.usage_head(KEY, 1))}
+    assert changed() == {missing: "NotFound"}
+    assert files.changed_heads({OTHER: (1, b"")}).keys() == {OTHER}
+
+
 def test_only_so_many_files_stay_open_and_none_when_nobody_reads_them_any_more(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,9 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, Observed
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_BYTES, Observed, encode_config
 from gpushare_agent.agent.isolation.gpushare.observed import (
+    RUNS_FOR_S,
     BusyCount,
     ObservedContainers,
     owners_of,
@@ -158,7 +159,8 @@ def published(world: World) -> Observed:
 
 
 def observing(world: World, **others: Any) -> ObservedContainers:
-    given: dict[str, Any] = {"files": world.files, "shares": lambda: {KEY: (LIMITS,)}, "driver": ReadDriver()}
+    shares = {KEY: (LIMITS,)}  # the same at each look, as a node has them while nothing changes
+    given: dict[str, Any] = {"files": world.files, "shares": lambda: shares, "driver": ReadDriver()}
     return ObservedContainers(**given | others)
 
 
@@ -271,6 +273,42 @@ async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: Wor
     seen = published(world)
     assert seen == Observed(at_ns=seen.at_ns, used_bytes=600 * MIB)
     assert time.monotonic_ns() - seen.at_ns >= 2 * SECOND
+
+
+async def test_who_begins_after_all_have_rested_is_told_and_so_again(world: World) -> None:
+    """Also where its last launches became old while another's file was read."""
+    requests = list[int]()
+    service, clock = two_shares(world, request_usage=lambda: requests.append(1))
+    read = world.files.changed_heads
+
+    def read_late(before: Mapping[ContainerKey, tuple[int, bytes]]) -> Any:
+        clock.now += RUNS_FOR_S / 2
+        return read(before)
+
+    world.files.changed_heads = read_late  # type: ignore[method-assign]
+    for begun in range(1, 3):
+        for _ in range(4):
+            await service.look()
+        requests.clear()
+        await service.look()
+        assert not requests
+        world.launch(begun)
+        await service.look()
+        assert requests
+
+
+async def test_limits_that_could_not_be_written_are_written_while_all_rest(world: World) -> None:
+    shares = {KEY: (LIMITS,)}
+    service = observing(world, shares=lambda: shares)
+    for _ in range(3):
+        await service.look()
+    config, new = world.files.container_directory(KEY) / CONFIG_NAME, replace(LIMITS, cores=123)
+    aside, shares = config.rename(config.with_name("aside")), {KEY: (new,)}
+    for _ in range(2):
+        await service.look()
+    aside.rename(config)
+    await service.look()
+    assert world.config()[516:] == encode_config(KEY.pod_uid, KEY.container, [new])[516:]  # all but its sequence
 
 
 async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None:

@@ -207,6 +207,21 @@ def remove_all(vdevice: VDeviceFiles) -> None:
         vdevice.remove_aside(name)
 
 
+async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(world: World) -> None:
+    """One that grew is, once it cannot be read any more; and so is one that nobody reads."""
+    for key in (KEY, OTHER):
+        world.allocations[key] = replace(world.allocations[KEY], key=key)
+        assert await world.preparation.prepare([key]) is None
+    before = {KEY: (1, world.files.usage_head(KEY, 1))}
+    for _ in range(2):
+        assert world.files.changed_heads(before) == {}
+    assert world.files.unseen(world.allocations) == [ContainerKey(WHOLE, "cuda"), OTHER]
+    os.truncate(world.files.usage(), USAGE_BYTES + 1)
+    assert world.files.changed_heads(before).keys() == {KEY}
+    await world.preparation.cut_oversized()
+    assert world.files.usage().stat().st_size == USAGE_BYTES and world.files.changed_heads(before) == {}
+
+
 async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) -> None:
     """Its tenant decides how often."""
     assert await world.preparation.prepare([KEY]) is None

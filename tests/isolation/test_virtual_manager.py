@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
 from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
@@ -47,6 +48,20 @@ class HookedFiles(VDeviceFiles):
 
     before_removal: Callable[[ContainerKey], None] | None = None
     before_binding: Callable[[ContainerKey], None] | None = None
+    listings_of_pods = 0
+    listings_of_aside = 0
+    aside_error: Unavailable | None = None
+
+    def pod_names(self) -> tuple[PodUid, ...]:
+        self.listings_of_pods += 1
+        return super().pod_names()
+
+    def list_aside(self) -> tuple[str, ...]:
+        self.listings_of_aside += 1
+        error, self.aside_error = self.aside_error, None
+        if error is not None:
+            raise error
+        return super().list_aside()
 
     def step_held(self) -> AbstractContextManager[None]:
         """No file is touched meanwhile: whoever tries waits for the end of the block."""
@@ -693,6 +708,32 @@ async def test_a_change_is_polled_at_once_or_found_by_a_poll_of_all(
         if is_told:
             manager.changed()
         await poll_until(lambda: not socket.exists(), "the end of the server")
+
+
+async def test_what_was_put_aside_is_removed_and_looked_for_after_that_alone(world: World) -> None:
+    """At the agent's start, even where the first listing fails, after a start of a container and after a pod's end."""
+    files, aside = world.files, world.files.root / POD / f"{ASIDE_PREFIX}0"
+    aside.mkdir(parents=True)
+    files.aside_error = Unavailable("the disk")
+    intervals = Intervals(poll_s=0.001, settled_poll_s=0.001, cleanup_s=0.001, settled_cleanup_s=3600.0)
+    manager = world.manager(intervals, clock=time.monotonic)
+
+    async def rest() -> None:
+        first = files.listings_of_pods
+        await poll_until(lambda: files.listings_of_pods > first + 20, "further polls")
+
+    async with running(manager.run):
+        await poll_until(lambda: not aside.exists() and (world.directory / "vcuda.sock").exists(), "the removal")
+        await rest()
+        assert files.listings_of_aside <= 3
+        aside.mkdir()
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: not aside.exists(), "the removal after a start")
+        await rest()
+        world.allocations.clear()
+        world.pods.clear()
+        manager.changed()
+        await poll_until(lambda: not any(files.root.iterdir()), "the removal of the pod's")
 
 
 class HeldBinding:

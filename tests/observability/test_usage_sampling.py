@@ -321,3 +321,21 @@ async def test_a_reader_does_not_wait_for_a_driver_that_hangs() -> None:
     async with running(sampling.run):
         await sampling.refresh()
     assert sampling.current is None
+
+
+async def test_a_requested_round_is_one_and_no_more() -> None:
+    """A request of nobody who reads does not have the use sampled for seconds; one that comes during a round is not lost."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
+    async with rounds(sampling) as reported:
+        await reported.get()
+        await poll_until(lambda: sampling.is_idle, "the pause")
+        world.gate = asyncio.Event()
+        sampling.request_round()
+        await poll_until(lambda: world.open_samples == 1, "the requested round")
+        sampling.request_round()
+        world.gate.set()
+        for _ in range(2):
+            assert await reported.get() is not None
+        await poll_until(lambda: sampling.is_idle, "the pause after them")
+        assert world.samples == 3

@@ -255,12 +255,14 @@ class AllocationCache:
         del keys[key]
         if not keys:
             del self._pods[key.pod_uid]
+        # As in `put`, one set for all IDs with the same holders: those that a container is named by after a restart.
+        same = dict[frozenset[ContainerKey], frozenset[ContainerKey]]()
         for kind, ids in old.ids.items():
             holders = self._holders[kind]
             for device in ids:
                 left = holders[device] - {key}
                 if left:
-                    holders[device] = left
+                    holders[device] = same.setdefault(left, left)
                 else:
                     del holders[device]
         return old

@@ -1,7 +1,8 @@
 """Samples the use of the GPUs by containers: each period while somebody reads it, otherwise rarely.
 
 A round of a full node costs tens of milliseconds of processor time, so one that nobody reads is for the history alone.
-Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own.
+Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own. Who needs a
+further round and no more of them asks for it with `request_round`.
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
 delays the next one, which then begins at the next full period. A round counts for three periods: numbers that are no
@@ -59,7 +60,8 @@ Observer = Callable[[UsageRound | None], None]
 
 
 class UsageSampling(Struct, kw_only=True, eq=False):
-    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, if that is longer."""
+    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, if that is longer, and once where a
+    round is requested."""
 
     driver: GpuDriver
     owners: ProcessOwners
@@ -82,7 +84,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     """Until when rounds stand for the time."""
     _tried_at: float = float("-inf")
     _read_at: float = float("-inf")
-    _has_reader: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_requested: asyncio.Event = field(default_factory=asyncio.Event)
     _round_ends: asyncio.Event = field(default_factory=asyncio.Event)
     _is_failing: bool = False
     _is_slow: bool = False
@@ -93,19 +95,23 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     @property
     def current(self) -> UsageRound | None:
         """The last round, unless it is from before a pause. Reading it is also a request."""
-        self.request()
+        self._note_reader()
         # While rounds go on `_failed` withdraws an old one; in a pause nothing runs that could.
         is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
         return None if is_old else self._last
 
-    def request(self) -> None:
+    def request_round(self) -> None:
+        """A round begins within a period from now, also in a pause, which goes on after it."""
+        self._is_requested.set()
+
+    def _note_reader(self) -> None:
         """The use is sampled each period from now on, for READ_FOR_S."""
         self._read_at = self.clock()
-        self._has_reader.set()
+        self._is_requested.set()
 
     async def refresh(self) -> None:
         """If the last round is from a pause, waits for a new one before `current` is read; REFRESH_TIMEOUT_S at most."""
-        self.request()
+        self._note_reader()
         # By the last try, not the last success: while the driver is away each scrape would wait for a round that
         # fails.
         if self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s:
@@ -123,6 +129,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         """Samples until cancelled."""
         due_at = self.clock()
         while True:
+            self._is_requested.clear()  # before the round: what it shows must be at least as new as a request
             await self.sample_once()
             now = self.clock()
             due_at += self.period_s
@@ -136,10 +143,9 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             await asyncio.sleep(due_at - now)
             # With a long period READ_FOR_S ends within one: one read each round would look like no reader.
             if self.clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self.period_s):
-                self._has_reader.clear()
                 self.is_idle = self.idle_period_s > self.period_s
                 # One period of the pause has been slept above.
-                await wait_for(self._has_reader, max(0.0, self.idle_period_s - self.period_s))
+                await wait_for(self._is_requested, max(0.0, self.idle_period_s - self.period_s))
                 # The rhythm begins again with the reader: the periods of the pause were not missed.
                 due_at = max(due_at, self.clock())
 

@@ -196,7 +196,9 @@ def _from_checkpoint(
 
 def _ids(resource: str, devices: Collection[str], names: ResourceNames) -> dict[ResourceKind, frozenset[DeviceId]]:
     """The devices of one resource that are ours, by its kind; empty where none is."""
-    ids = frozenset(DeviceId(device) for device in devices if split_device_id(device) is not None)
+    ours = [DeviceId(device) for device in devices if split_device_id(device) is not None]
+    # The records are kept, too: one set for both.
+    ids = devices if isinstance(devices, frozenset) and len(ours) == len(devices) else frozenset(ours)
     kind = _kind(resource, ids, names)
     return {kind: ids} if kind is not None and ids else {}
 

@@ -210,6 +210,8 @@ _MISSING = frozenset({*UNSUPPORTED} - {"NO_PERMISSION"})
 _ANSWERS = _MISSING | {UNUSABLE}
 _REFUSALS = frozenset({"UNKNOWN", "NO_PERMISSION", "OPERATING_SYSTEM"})
 """Of every GPU, just after NVML was opened: as when systemctl daemon-reload took the container's right to the nodes."""
+POLLS_OF_KIND = 12
+"""What kind a GPU is, is read at one poll in so many: a quarter of a poll's calls."""
 _BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
 _MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
@@ -251,6 +253,16 @@ _ACTIONS = {
 _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. Take the GPU out of service."
 
 
+class _Kind(Struct, kw_only=True):
+    """What does not change of a GPU in the `opening` of NVML in which it was read; and how many polls went by it."""
+
+    opening: int
+    polls: int = 0
+    host_memory: HostMemory | None
+    compute_capability: tuple[int, int] | None
+    brand: str
+
+
 class NvmlReader(Struct, eq=False):
     """`mig_minors` is the host's file of capability nodes, None where MIG instances are not to be offered. `on_demand`
     selects the GPUs on which instances are made here. `unified_memory_mib` is the memory of a GPU that has none of its
@@ -269,6 +281,7 @@ class NvmlReader(Struct, eq=False):
     _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
     _places: dict[str, tuple[int | None, str]] = field(default_factory=dict)
     _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
+    _kinds: dict[GpuUuid, _Kind] = field(default_factory=dict)
     _answering: Set[GpuUuid] = frozenset()
     _errors: Set[str] = frozenset()
     """NVML's names of the errors of the last poll, one of each GPU that did not answer."""
@@ -344,9 +357,8 @@ class NvmlReader(Struct, eq=False):
         handle = found.handle
         bus_id, minor = self._names(found)
         memory_mib = _memory_mib(handle)
-        host_memory = HostMemory.UNIFIED if memory_mib is None else _host_memory(handle)
+        kind = self._kind_of(found)
         numa_node, pcie_root = self._place(bus_id)
-        capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
         fabric, has_joined, not_joined = _fabric(handle)
         # A GPU that has MIG goes on having it, also where one call fails: its instances are not given with it as a whole.
         mode, known = mig_mode(handle), self._known.get(found.uuid)
@@ -358,11 +370,11 @@ class NvmlReader(Struct, eq=False):
             bus_id=bus_id,
             name=_optional("nvmlDeviceGetName", handle) or _UNNAMED,
             memory_mib=self.unified_memory_mib if memory_mib is None else memory_mib,
-            host_memory=host_memory,
+            host_memory=HostMemory.UNIFIED if memory_mib is None else kind.host_memory,
             numa_node=numa_node,
             pcie_root=pcie_root,
-            compute_capability=(capability[0], capability[1]) if capability is not None else None,
-            brand=_BRANDS.get(ask("nvmlDeviceGetBrand", handle) or 0, ""),
+            compute_capability=kind.compute_capability,
+            brand=kind.brand,
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             mig_mode=mode if mode is not None or known is None else known.mig_mode,
             fabric=fabric,
@@ -373,6 +385,21 @@ class NvmlReader(Struct, eq=False):
         if reason := _repair_reason(handle):
             return _unhealthy(gpu, reason)
         return _withheld(gpu, not_joined) if not_joined else gpu
+
+    def _kind_of(self, found: FoundGpu) -> _Kind:
+        """As last read, if the GPU has answered since. Raises DriverLostError."""
+        kind, opening = self._kinds.get(found.uuid), self.session.openings
+        is_known = found.uuid in self._answering and kind is not None and kind.opening == opening
+        if kind is None or not is_known or kind.polls >= POLLS_OF_KIND:
+            capability = ask("nvmlDeviceGetCudaComputeCapability", found.handle)
+            kind = self._kinds[found.uuid] = _Kind(
+                opening=opening,
+                host_memory=_host_memory(found.handle),
+                compute_capability=(capability[0], capability[1]) if capability is not None else None,
+                brand=_BRANDS.get(ask("nvmlDeviceGetBrand", found.handle) or 0, ""),
+            )
+        kind.polls += 1
+        return kind
 
     def _names(self, found: FoundGpu) -> tuple[str, int]:
         """The bus ID and the minor number, else those that the kernel module says; empty and -1 where there are none. Raises

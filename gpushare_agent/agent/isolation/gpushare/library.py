@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from gpushare_agent.agent.isolation.directories import opened_root, step
@@ -35,6 +36,7 @@ _CURE = (
 Stamp = tuple[int, int, int]
 """Inode, size, and time of change in nanoseconds; differs for another file in the library's place."""
 _NO_LIBRARY: Stamp = (0, 0, 0)
+_OWN_PROGRAM = Path("/proc/self/exe")
 
 
 class Library:
@@ -80,7 +82,7 @@ class Library:
         try:
             status = self._status()
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
-            if stamp != self._checked:  # a check each second or two, and the ELF reader takes 3 ms
+            if stamp != self._checked:
                 self._check_machine()
                 self._checked = stamp
         except (NotFound, Corrupt, Unavailable) as e:
@@ -145,9 +147,12 @@ class Library:
         return stat.S_ISREG(status.st_mode) and (status.st_size > 0 or bool(self.missing_note))
 
     def _check_machine(self) -> None:
-        from gpushare_agent.agent.delivery.elf import read_elf  # a twentieth of the start, not yet needed
+        if (kind := _elf_kind(self.source)) and kind == _elf_kind(_OWN_PROGRAM):
+            return
+        # What is wrong with it. The ELF reader is a twentieth of the start, and 48 modules that nothing else here needs.
+        from gpushare_agent.agent.delivery.elf import read_elf
 
-        found, own = read_elf(self.source), read_elf(Path("/proc/self/exe"))
+        found, own = read_elf(self.source), read_elf(_OWN_PROGRAM)
         if (found.elf_class, found.machine) != (own.elf_class, own.machine):
             raise StartupError(
                 f"isolation gpushare: {self.source} is a {found.elf_class}-bit library for {found.machine}, and this node's"
@@ -162,6 +167,15 @@ class Library:
         if not stat.S_ISREG(status.st_mode):
             raise Unavailable(f"{self.source} cannot be used: it is no regular file")
         return status
+
+
+def _elf_kind(path: Path) -> bytes:
+    """Magic bytes, class, byte order and machine of an ELF file, by e_ident and e_machine of elf(5); empty if it cannot be
+    read."""
+    with suppress(OSError), path.open("rb") as file:
+        header = file.read(20)
+        return header[:6] + header[18:]
+    return b""
 
 
 def library_of(settings: Settings) -> Library:

@@ -221,6 +221,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     _is_round_missing: bool = True
     _ran: Collection[ContainerKey] = ()
     _shares: Mapping[ContainerKey, tuple[GpuLimits, ...]] | None = None
+    _resting: dict[ContainerKey, tuple[int, bytes]] | None = None
+    """Each with its number of GPUs and its head, while nobody computes and nothing is to be written."""
     _looked_at_ns: int = 0
     _requested_at: float = float("-inf")
     _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
@@ -272,10 +274,17 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         shares = self.shares()
         if self._ran or shares is not self._shares:  # while nothing runs, nothing comes that is to be forgotten
             self._keep(shares)
-            self._shares = shares
-        known = {key for key, one in self._running().items() if one.gpus}  # `read` reads those
-        resting = {key: len(limits) for key, limits in shares.items() if key not in known}
+            self._shares, self._resting = shares, None
+        known, is_new = set[ContainerKey](), self._resting is None
+        if self._resting is None:
+            known = {key for key, one in self._running().items() if one.gpus}  # `read` reads those
+            self._resting = {
+                key: (len(limits), self._containers[key].head) for key, limits in shares.items() if key not in known
+            }
+        resting = self._resting
         self._looked_at_ns = await self._note_paid(resting, self._looked_at_ns)
+        if not is_new and self._resting is resting:
+            return
         wrong = {
             key: limits
             for key, limits in shares.items()
@@ -298,6 +307,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         else:
             self._has_running.clear()
         self._ran = running.keys()
+        if known or wrong:
+            self._resting = None
 
     def _keep(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
         """Forgets ended containers, and GPUs without a share."""
@@ -331,7 +342,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             used = used_bytes(busy, owners)
             for key, one in on_gpu.get(uuid, {}).items():
                 one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
-        await self._note_paid({key: len(one.gpus) for key, one in running.items() if one.gpus})
+        await self._note_paid({key: (len(one.gpus), one.head) for key, one in running.items() if one.gpus})
         # Without containers that have ended meanwhile, or have other files now.
         running = {key: one for key, one in running.items() if self._containers.get(key) is one}
         at_ns = self._now_ns()
@@ -342,34 +353,38 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 on_it[key].seen[uuid] = published
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
-    async def _note_paid(self, gpus: Mapping[ContainerKey, int], since_ns: int = 0) -> int:
-        """Reads the `usage` of these containers, each with its number of GPUs, and answers when; `since_ns` where it was not
-        read. Of those that rest since the reading at `since_ns` nothing is noted until they change."""
-        before = {key: (count, self._containers[key].head) for key, count in gpus.items() if key in self._containers}
+    async def _note_paid(self, heads: Mapping[ContainerKey, tuple[int, bytes]], since_ns: int = 0) -> int:
+        """Reads the `usage` of these containers, each with its number of GPUs and its last head, and answers when;
+        `since_ns` where it was not read. Of those that rest since the reading at `since_ns` nothing is noted until they
+        change."""
 
-        def read() -> tuple[int, _Answers[tuple[bytes, list[Paid]] | None]]:
-            return self._now_ns(), _for_each(self._changed_head, before)
+        def read() -> tuple[int, _Answers[tuple[bytes, list[Paid]]]]:
+            at_ns = self._now_ns()
+            changed = self.files.changed_heads(heads)
+            return at_ns, {
+                key: one if isinstance(one, AgentError) else (one, read_paid(one)) for key, one in changed.items()
+            }
 
-        found = await self._call(read, "reading the use of containers") if before else None
+        found = await self._call(read, "reading the use of containers") if heads else None
         if found is None:
             return since_ns
         at_ns, answers = found
-        for key, answer in answers.items():
+        for key in answers if since_ns else heads:
             if (one := self._containers.get(key)) is None:  # it has ended meanwhile
                 continue
+            answer = answers.get(key)
             if isinstance(answer, AgentError):
-                one.head, one.has_files = b"", not isinstance(answer, NotFound)
+                has_files = not isinstance(answer, NotFound)
+                if one.head or one.has_files != has_files:
+                    self._resting = None
+                one.head, one.has_files = b"", has_files
                 self._failed(key, answer)
             elif answer is not None:
+                self._resting = None
                 self._note_changed(key, *answer)
-            if one.head and (answer is not None or not since_ns):
+            if (one := self._containers[key]).head:
                 self._note_claims(key, at_ns, since_ns)
         return at_ns
-
-    def _changed_head(self, key: ContainerKey, before: tuple[int, bytes]) -> tuple[bytes, list[Paid]] | None:
-        """None where it is the same as before. Most containers rest most of the time, and are read four times a second."""
-        head = self.files.usage_head(key, before[0])
-        return None if head == before[1] else (head, read_paid(head))
 
     def _note_changed(self, key: ContainerKey, head: bytes, paid: Sequence[Paid]) -> None:
         one, launches = self._containers[key], sum(each.launches for each in paid)

@@ -118,11 +118,13 @@ class Preparation:
     async def cut_oversized(self) -> None:
         """Shortens files that are larger than the library makes them, but for those that are being shortened, and logs it
         once for a container. Raises AgentError."""
-        shares = tuple(self._allocations())  # those of whole GPUs have no files
+        shares = tuple(self._allocations())
         # A container that is allocated again is warned of again.
         self._warned = {one for one in self._warned if one[0] in shares}
         self._threads = {key: thread for key, thread in self._threads.items() if key in shares}
-        found = await self._in_thread(partial(self.files.oversized, shares), "comparing the sizes of files")
+        if not (unseen := self._shares_of(self.files.unseen(shares))):
+            return
+        found = await self._in_thread(partial(self.files.oversized, unseen), "comparing the sizes of files")
         async with asyncio.TaskGroup() as group:
             for key, size in found:
                 group.create_task(self._cut(key, size), name=f"cut {key.container}")

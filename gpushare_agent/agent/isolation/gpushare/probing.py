@@ -39,8 +39,9 @@ from gpushare_agent.core.model.usage import SamplesBusy, UsageRound
 log = structlog.get_logger(__name__)
 
 STATE_NAME = "probe.json"
-PERIOD_S = 60.0
-"""The time between two looks for an idle GPU, and for a replaced library."""
+PERIOD_S = 55.0
+"""The time between two looks for an idle GPU, and for a replaced library. Less than usage.idle_period_s by default: the
+round of usage that a look asks for takes the place of the next one that nobody asks for."""
 ROUND_TIMEOUT_S = 15.0
 MOST_UNFINISHED = 2
 _MOST_CHARS = 1024

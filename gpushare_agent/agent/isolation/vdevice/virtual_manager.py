@@ -86,6 +86,8 @@ class Intervals(Struct, frozen=True, kw_only=True):
     ids_s: float = 1.0
     ids_max_periods: int = 32
     cleanup_s: float = 5.0
+    settled_cleanup_s: float = 60.0
+    """Between two looks for what was put aside, while this agent has put nothing aside: another may have left it."""
 
 
 class VirtualManager:
@@ -118,6 +120,7 @@ class VirtualManager:
         self._thread = DaemonThread("vdevice-files", advice=advice)
         self._removal = DaemonThread("vdevice-removal", advice=advice)
         self._removal_failures = ReportOnce()
+        self._has_aside = asyncio.Event()
         self._shared = SharedBudget(clock=clock, open_files=read_open_files_limit()[0])
         self._servers: dict[ContainerKey, VDeviceServer] = {}
         self._written: dict[ContainerKey, Written] = {}
@@ -170,6 +173,7 @@ class VirtualManager:
             self._unsettled.add(key)
             self._has_recent.set()
             self._may_lack_ids.set()
+        self._has_aside.set()  # a part may have put the directory of the instance before aside
         error = None if is_done else await self._prepare(desired)
         if error is None:
             return None
@@ -241,6 +245,7 @@ class VirtualManager:
                     remove = partial(self.files.remove_pod, uid)
                     is_removed = self._is_stale(uid) and await self.in_thread(remove, f"removing {uid}")
                 if is_removed:
+                    self._has_aside.set()
                     log.info("vdevice_directory_removed", pod_uid=uid)
             except Rejected as e:
                 # Once, at error: only a person can say whose directory it is.
@@ -250,7 +255,14 @@ class VirtualManager:
     async def remove_aside(self) -> None:
         """Removes what tenants have written, one file after the other: they decide how long that takes. One that cannot be
         removed does not stop the others, and is logged once. Raises Unavailable."""
-        for name in await self._removal.call(self.files.list_aside, "listing what was put aside", REMOVAL_TIMEOUT_S):
+        self._has_aside.clear()
+        try:
+            names = await self._removal.call(self.files.list_aside, "listing what was put aside", REMOVAL_TIMEOUT_S)
+        except AgentError:
+            self._has_aside.set()
+            raise
+        for name in names:
+            self._has_aside.set()  # it may stay: one that a process has open is shortened at each call
             try:
                 await self._removal.call(partial(self.files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
             except AgentError as e:
@@ -443,6 +455,7 @@ class VirtualManager:
         while True:
             await self._try(self.remove_aside)
             await asyncio.sleep(self._intervals.cleanup_s)
+            await wait_for(self._has_aside, self._intervals.settled_cleanup_s)
 
     async def _poll_recent(self) -> None:
         """Until the next poll of all: polls those that were prepared recently more often, because the in-container library
