@@ -12,7 +12,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind
-from tests.support_core import used_blocks, used_cores
+from tests.support_core import allocation, ids, pod, used_blocks, used_cores
 
 GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
 KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
