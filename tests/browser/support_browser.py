@@ -71,6 +71,19 @@ class Browser:
     async def script(self, body: str, *arguments: Any) -> Any:
         return await self._post("execute/sync", {"script": body, "args": list(arguments)})
 
+    async def of(self, selector: str, what: str) -> Any:
+        """A property of the first such element, or what a method of it returns."""
+        return await self.script(f"return document.querySelector(arguments[0]).{what}", selector)
+
+    async def each(self, selector: str, what: str) -> Any:
+        """As `of`, of each such element."""
+        return await self.script(
+            f"return [...document.querySelectorAll(arguments[0])].map((one) => one.{what})", selector
+        )
+
+    async def count(self, selector: str) -> Any:
+        return await self.script("return document.querySelectorAll(arguments[0]).length", selector)
+
     async def wait(self, body: str, *arguments: Any) -> Any:
         """Until the expression is true; its value. The browser itself polls."""
         script = (

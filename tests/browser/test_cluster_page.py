@@ -122,7 +122,7 @@ async def test_use_is_there_without_opening_a_node() -> None:
         assert (
             len(await browser.script("return document.querySelector(\"[data-node='gpu-1'] ul.quiet\").innerText")) < 700
         )
-        assert await browser.script("return document.querySelectorAll('main img').length") == 0
+        assert await browser.count("main img") == 0
         agents.documents["gpu-2"] = {**uses("gpu-2", {0: 0.5}), "containers": [None]}
         await browser.script("window.now = Date.now; Date.now = () => window.now() + 31000")
         await browser.wait(
@@ -133,7 +133,7 @@ async def test_use_is_there_without_opening_a_node() -> None:
         await browser.wait(
             "document.querySelector(\"[data-node='gpu-3']\").innerText.includes('0 % in use (1 min ago)')"
         )
-        assert await browser.script("return document.querySelectorAll('.node[data-stale]').length") == 1
+        assert await browser.count(".node[data-stale]") == 1
         for width, scheme in ((375, "dark"), (1024, "light"), (1920, "dark")):
             await browser.size(width, 2000)
             await browser.prefer(prefers_color_scheme=scheme)
@@ -257,8 +257,8 @@ async def test_a_long_reason_has_three_lines_until_it_is_opened() -> None:
         )
         await browser.wait("document.querySelector('summary.reason > span')?.offsetHeight")
         assert round(await browser.script(height), 1) == 3
-        assert (await browser.script("return document.querySelector('summary.reason').textContent")) == LONG[:256]
-        await browser.script("document.querySelector('summary.reason').focus()")
+        assert (await browser.of("summary.reason", "textContent")) == LONG[:256]
+        await browser.of("summary.reason", "focus()")
         await browser.press(ENTER)
         await browser.wait("document.querySelector('[open] > summary.reason')")
         assert await browser.script(height) > 3.5
@@ -327,9 +327,7 @@ async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
         # A short name has one line, also next to two badges.
         name = "const one = document.querySelector(\"[data-node='gpu-3'] .node-name\"), style = getComputedStyle(one);"
         assert await browser.script(f"{name} return one.clientHeight < 1.9 * parseFloat(style.lineHeight)")
-        tiles = await browser.script(
-            "return [...document.querySelectorAll('.tile')].map((one) => one.getBoundingClientRect().top)"
-        )
+        tiles = await browser.each(".tile", "getBoundingClientRect().top")
         assert len({tiles.count(top) for top in tiles}) == 1
         clipped = await browser.script(
             "return [...document.querySelectorAll('.scrolling, .panel')]"
@@ -337,14 +335,14 @@ async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
         )
         assert clipped == []
         await browser.script("scrollTo(0, document.documentElement.scrollHeight)")
-        assert await browser.script("return document.querySelector('#live').getBoundingClientRect().top") >= 0
+        assert await browser.of("#live", "getBoundingClientRect().top") >= 0
 
 
 async def test_nodes_and_their_gpus() -> None:
     """A node opens to its GPUs with the pods on each; what is out of service is said, and sums are of all nodes."""
     async with opened() as (browser, _):
         await open_all(browser)
-        tiles = await browser.script("return [...document.querySelectorAll('.tile')].map((one) => one.textContent)")
+        tiles = await browser.each(".tile", "textContent")
         assert tiles[:4] == ["Nodes3", "GPUs181 unhealthy, 1 cordoned", "Pods with GPUs3", "Waiting pods2"]
         rows = "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"
         first = (await browser.script(rows, "[data-node='gpu-1'] tbody tr"))[0]
@@ -376,7 +374,7 @@ async def test_a_narrow_page_keeps_names_whole_and_texts_straight() -> None:
         size = "const one = document.querySelector('.node-name'); return [one.offsetHeight, getComputedStyle(one).fontSize]"
         height, font = await browser.script(size)
         assert height < 2 * float(font.removesuffix("px"))
-        facts = await browser.script("return document.querySelector('.node summary > .quiet').textContent")
+        facts = await browser.of(".node summary > .quiet", "textContent")
         assert facts.startswith("2 × \ufffdgpu\ufffd · 0/200 allocated")
 
 
@@ -386,16 +384,12 @@ async def test_the_namespace_and_the_text_filter() -> None:
         await browser.script(
             "const one = document.querySelector('#namespace'); one.value = 'team-a'; one.dispatchEvent(new Event('change'))"
         )
-        assert await browser.script(
-            "return [...document.querySelectorAll('.node-name')].map((one) => one.textContent)"
-        ) == ["gpu-1"]
-        assert await browser.script("return document.querySelector('#waiting-empty').innerText") == (
-            "No pod of namespace team-a waits for GPUs."
-        )
-        assert await browser.script("return document.querySelector('#nodes-count').textContent") == "1 of 3 nodes"
-        await browser.script("document.querySelector('#filter').focus()")
+        assert await browser.each(".node-name", "textContent") == ["gpu-1"]
+        assert await browser.of("#waiting-empty", "innerText") == ("No pod of namespace team-a waits for GPUs.")
+        assert await browser.of("#nodes-count", "textContent") == "1 of 3 nodes"
+        await browser.of("#filter", "focus()")
         await browser.press(*"zz")
-        assert await browser.script("return document.querySelector('#nodes-empty').innerText") == (
+        assert await browser.of("#nodes-empty", "innerText") == (
             "No node with a pod of namespace team-a has “zz” in its name, GPU model or pods."
         )
 
@@ -414,7 +408,7 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
         assert "team-b/needs-much" in text and "20 GPU cores, 16.3 GiB" in text
         assert f"The scheduler: 0/3 nodes are available: {HOSTILE}" in text and "x" * 1001 not in text
         assert "too small, with 16 GiB in all" in text and "out of service" in text
-        assert await browser.script("return document.querySelectorAll('main img').length") == 0
+        assert await browser.count("main img") == 0
 
 
 async def test_what_an_open_pod_lacks_follows_the_cluster() -> None:
@@ -483,9 +477,7 @@ async def test_a_nodes_cordon_and_its_failure_are_marked() -> None:
         for name, words in (("gpu-1", "‖ Node cordoned"), ("gpu-2", "✕ Node not ready")):
             await browser.wait("document.querySelector(arguments[0]).innerText === arguments[1]",
                                f"[data-node='{name}'] .badge", words)  # fmt: skip
-        assert await browser.script("return document.querySelector('.tile').textContent") == (
-            "Nodes31 not ready, 1 cordoned"
-        )
+        assert await browser.of(".tile", "textContent") == ("Nodes31 not ready, 1 cordoned")
         cluster.put("pods", waiting("small", (1, 1)))
         await browser.wait("document.querySelector(\"[data-uid='uid-small'] summary\")")
         await browser.click("[data-uid='uid-small'] summary")
@@ -502,8 +494,8 @@ async def test_an_api_server_that_ended_is_reported() -> None:
         await browser.wait(
             "document.querySelector('#live').textContent.startsWith('Stale: no answer of the API server')"
         )
-        assert "no connection to the API server" in await browser.script("return document.querySelector('#live').title")
-        assert await browser.script("return document.querySelectorAll('.node').length") == 3
+        assert "no connection to the API server" in await browser.of("#live", "title")
+        assert await browser.count(".node") == 3
 
 
 async def test_a_nodes_use_and_its_dashboard_come_through_the_api_server() -> None:
@@ -534,9 +526,7 @@ async def test_a_nodes_use_and_its_dashboard_come_through_the_api_server() -> No
             await browser.wait("document.querySelectorAll('.containers tbody tr').length === 1")
             await browser.wait("document.querySelector('.curve-sm').getAttribute('d') !== null")
             assert await browser.wait(colour) == own
-            assert await browser.script("return document.querySelector('#all-nodes a').href") == (
-                f"http://localhost:{ports[0]}/"
-            )
+            assert await browser.of("#all-nodes a", "href") == (f"http://localhost:{ports[0]}/")
             assert [entry["message"] for entry in await browser.log()] == []
             await browser.open(f"http://localhost:{ports[0]}/nodes/other/")
             await browser.wait(
@@ -551,4 +541,4 @@ async def test_a_lost_server_is_reported() -> None:
             await browser.open(url)
             await browser.wait("document.querySelectorAll('.node').length === 3")
         await browser.wait("document.querySelector('#live').textContent.includes('No contact for')")
-        assert await browser.script("return document.querySelectorAll('.node').length") == 3
+        assert await browser.count(".node") == 3

@@ -152,7 +152,7 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
         assert decision["explanation"].rstrip(".") in refusal
         await browser.click("li:has([data-kind=bad]) summary")
         await browser.wait("document.querySelectorAll('.decisions tbody tr').length === 8")
-        text = await browser.script("return document.querySelector('li:has([data-kind=bad])').innerText")
+        text = await browser.of("li:has([data-kind=bad])", "innerText")
         assert "✕ Refused" in text and "default/much-too-much" in text and decision["reason"] in text
         assert decision["explanation"] in text
         assert all(candidate["verdict"] in text for candidate in decision["candidates"])
@@ -170,7 +170,7 @@ async def test_the_page_follows_the_node() -> None:
         await scene.node.remove_pod("goes")
         await scene.wait_row("goes", is_there=False)
         await scene.wait_row("stays")
-        assert "goes" not in await scene.browser.script("return document.querySelector('#gpus').textContent")
+        assert "goes" not in await scene.browser.of("#gpus", "textContent")
 
         write_faults(scene.node.paths.faults, lost={"6": "GPU is lost"})
         await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
@@ -199,7 +199,7 @@ async def test_an_opened_row_has_the_containers_processes_and_its_curve() -> Non
         )
         asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes(arguments[0])).length"
         assert await browser.script(f"return {asked}", "processes=true") == 0
-        await browser.script("document.querySelector('.opener').focus()")
+        await browser.of(".opener", "focus()")
         await browser.press(DOWN, ENTER)
         text = await browser.wait("document.querySelector('.processes li')?.textContent")
         containers = (await get_json(f"{scene.url}/api/v1/node?processes=true"))["containers"]
@@ -211,7 +211,7 @@ async def test_an_opened_row_has_the_containers_processes_and_its_curve() -> Non
         await browser.wait(
             "document.querySelector('.opened .curve').ariaLabel?.includes('cores of its share use: now')"
         )
-        before = await browser.script("return document.querySelector('.opened').previousElementSibling.textContent")
+        before = await browser.of(".opened", "previousElementSibling.textContent")
         assert "second" in before
         await browser.press(ENTER)
         await browser.wait("!document.querySelector('.opened')")
@@ -227,10 +227,10 @@ async def test_the_curves_show_the_day_where_that_is_chosen() -> None:
         await browser.wait(f"{label}?.startsWith('Last 15 minutes. SM use: now')")
         past = scene.agent.parts.observability.past
         past.day.fold(past.recent)
-        await browser.script("document.querySelector('input[name=span]').focus()")
+        await browser.of("input[name=span]", "focus()")
         await browser.press(RIGHT)
         await browser.wait(f"{label}?.startsWith('Last 24 hours. SM use: now')")
-        assert await browser.script("return document.querySelector('.ticks-x').textContent") == "−24 h168now"
+        assert await browser.of(".ticks-x", "textContent") == "−24 h168now"
         await browser.open(scene.url)
         await browser.wait(f"{label}?.startsWith('Last 24 hours. SM use: now')")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -85,6 +84,12 @@ async def test_every_text_has_contrast(scheme: str) -> None:
         assert (float(ground.split("(")[1].split()[0]) < 0.5) is (scheme == "dark"), ground
         assert await browser.script("return lowContrast()") == []
         assert await browser.script("return faintMarks()") == []
+        # A check that finds nothing must be able to find something.
+        await browser.script(
+            "document.querySelector('h1').style.color = getComputedStyle(document.body).backgroundColor"
+        )
+        [found] = await browser.script("return lowContrast()")
+        assert "node-of-4" in found
 
 
 async def test_what_is_chosen_is_seen_in_forced_colours() -> None:
@@ -96,14 +101,6 @@ async def test_what_is_chosen_is_seen_in_forced_colours() -> None:
                 f"return [...document.querySelectorAll('input[name={name}] + span')].map({kept})"
             )
             assert sorted(map(tuple, found)) == [(False, False)] * (len(found) - 1) + [(True, True)], name
-
-
-async def test_the_contrast_check_finds_a_faint_text() -> None:
-    """A check that finds nothing must be able to find something."""
-    async with opened(varied_node()) as (browser, _):
-        await browser.script("document.querySelector('h1').style.color = 'oklch(0.8 0.01 210)'")
-        [found] = await browser.script("return lowContrast()")
-        assert "node-of-4" in found
 
 
 async def test_everything_has_a_name() -> None:
@@ -160,35 +157,28 @@ async def test_the_keyboard_works_everything() -> None:
         await browser.press(TAB, ENTER)
         assert await browser.script("return document.activeElement.id") == "containers"
 
-        await browser.script("document.querySelector('input[name=theme]').focus()")
+        await browser.of("input[name=theme]", "focus()")
         await browser.press(RIGHT, RIGHT)
         assert await browser.script("return document.documentElement.dataset.theme") == "dark"
         assert await browser.script("return getComputedStyle(document.documentElement).colorScheme") == "dark"
 
-        await browser.script("document.querySelector('th.col-gpu button').focus()")
+        await browser.of("th.col-gpu button", "focus()")
         await browser.press(ENTER, ENTER)
-        assert await browser.script("return document.querySelector('th.col-gpu').ariaSort") == "descending"
-        order = await browser.script(
-            "return [...document.querySelectorAll('tbody .col-gpu')].map((td) => td.textContent)"
-        )
+        assert await browser.of("th.col-gpu", "ariaSort") == "descending"
+        order = await browser.each("tbody .col-gpu", "textContent")
         assert order[:8] == ["GPU 3"] * 2 + ["GPU 2"] * 2 + ["GPU 1"] * 2 + ["GPU 0"] * 2
 
-        await browser.script("document.querySelector('#filter').focus()")
+        await browser.of("#filter", "focus()")
         await browser.press(*"gpu 2")
-        assert (
-            await browser.script("return document.querySelector('#containers-count').textContent")
-            == "2 of 8 containers"
-        )
+        assert await browser.of("#containers-count", "textContent") == "2 of 8 containers"
 
-        await browser.script("document.querySelector('#only-refused').focus()")
+        await browser.of("#only-refused", "focus()")
         await browser.press(SPACE)
-        assert await browser.script("return document.querySelectorAll('#decisions > li').length") == 1
-        await browser.script("document.querySelector('#decisions summary').focus()")
+        assert await browser.count("#decisions > li") == 1
+        await browser.of("#decisions summary", "focus()")
         await browser.press(ENTER)
         await browser.wait("document.querySelectorAll('#decisions tbody tr').length === 4")
-        rows = await browser.script(
-            "return [...document.querySelectorAll('#decisions tbody tr')].map((row) => row.textContent)"
-        )
+        rows = await browser.each("#decisions tbody tr", "textContent")
         assert rows[0] == "GPU 040/10019.5 of 80 GiBlacks 60 cores"
 
 
@@ -220,9 +210,7 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
 async def test_each_width_shows_everything(width: int) -> None:
     """Rows of tiles are full, the table and the topology are not clipped, no name is cut, and the state stays in sight."""
     async with opened(SampleNode(gpus=8, containers=12), width=width) as (browser, _):
-        tiles = await browser.script(
-            "return [...document.querySelectorAll('.tile')].map((one) => one.getBoundingClientRect().top)"
-        )
+        tiles = await browser.each(".tile", "getBoundingClientRect().top")
         assert len({tiles.count(top) for top in tiles}) == 1
         clipped = await browser.script(
             "return [...document.querySelectorAll('#containers-table, #topology, #topology > *, .gpu-name, .legend-name')]"
@@ -231,21 +219,14 @@ async def test_each_width_shows_everything(width: int) -> None:
         assert clipped == []
         await browser.script("scrollTo(0, document.documentElement.scrollHeight)")
         assert await browser.wait("scrollY > 300")
-        assert await browser.script("return document.querySelector('#live').getBoundingClientRect().top") >= 0
-
-
-async def test_one_gpu_has_no_topology() -> None:
-    async with opened(SampleNode(gpus=1, containers=1)) as (browser, _):
-        assert (
-            await browser.script("return document.querySelector('#topology').innerText") == "One GPU, nothing to draw."
-        )
+        assert await browser.of("#live", "getBoundingClientRect().top") >= 0
 
 
 async def test_a_narrow_window_has_the_topology_as_a_list() -> None:
     """Every GPU under its switches, and what is wrong with it."""
     async with opened(varied_node(), width=400) as (browser, _):
-        assert not await browser.script("return document.querySelector('svg.topology').checkVisibility()")
-        lines = (await browser.script("return document.querySelector('.outline').innerText")).splitlines()
+        assert not await browser.of("svg.topology", "checkVisibility()")
+        lines = (await browser.of(".outline", "innerText")).splitlines()
         assert [line for line in lines if line.startswith("GPU")] == [
             "GPU 0",
             "GPU 1 ‖ cordoned",
@@ -258,10 +239,9 @@ async def test_a_free_gpu_takes_little_room() -> None:
     """It is drawn smaller, behind those in use, without bars and curves, and grows once a container has some of it."""
     node = SampleNode(gpus=16, containers=2)
     async with opened(node, width=1400) as (browser, _):
-        titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
-        assert await browser.script(titles, "#gpus h3") == ["GPU 0", "GPU 1"]
-        assert len(await browser.script(titles, "#gpus-free h3")) == 14
-        free_text = await browser.script("return document.querySelector('#gpus-free').innerText")
+        assert await browser.each("#gpus h3", "textContent") == ["GPU 0", "GPU 1"]
+        assert await browser.count("#gpus-free h3") == 14
+        free_text = await browser.of("#gpus-free", "innerText")
         assert free_text.count("Free: 100 GPU cores") == 14
         used, free = await browser.script(
             "return ['#gpus', '#gpus-free'].map((one) => document.querySelector(`${one} .gpu`).offsetHeight)"
@@ -274,14 +254,14 @@ async def test_a_free_gpu_takes_little_room() -> None:
 async def test_a_filter_without_a_match_is_answered() -> None:
     """With what was looked for; the table comes back with the text gone."""
     async with opened(varied_node()) as (browser, _):
-        await browser.script("document.querySelector('#filter').focus()")
+        await browser.of("#filter", "focus()")
         await browser.press(*"<b>x")
-        text = await browser.script("return document.querySelector('#containers-unmatched').innerText")
+        text = await browser.of("#containers-unmatched", "innerText")
         assert text == "No container has “<b>x” in its pod, namespace, GPU, isolation or state."
-        assert not await browser.script("return document.querySelector('#containers-table').checkVisibility()")
+        assert not await browser.of("#containers-table", "checkVisibility()")
         await browser.press(*["\ue003"] * 4)
-        assert await browser.script("return document.querySelector('#containers-table').checkVisibility()")
-        assert not await browser.script("return document.querySelector('#containers-unmatched').checkVisibility()")
+        assert await browser.of("#containers-table", "checkVisibility()")
+        assert not await browser.of("#containers-unmatched", "checkVisibility()")
 
 
 async def test_a_container_on_a_failed_gpu_is_marked() -> None:
@@ -316,25 +296,20 @@ async def test_a_cordon_is_no_fault() -> None:
             [["✕ Unhealthy"], [ILL]],
             [["✕ Unhealthy", "‖ Cordoned"], [ILL, "Cordoned: smoke"]],
         ]
-        free = "return [...document.querySelectorAll('.gpu-free')].map((one) => one.textContent)"
-        assert await browser.script(free) == [
+        assert await browser.each(".gpu-free", "textContent") == [
             "Not offered: cordoned",
             "Not offered: cordoned",
             "Not offered: unhealthy",
             "Not offered: unhealthy, cordoned",
         ]
-        kinds = "return [...document.querySelectorAll('article.gpu, .topology .leaf')].map((one) => one.dataset.kind)"
-        assert await browser.script(kinds) == ["warn", "warn", "bad", "bad"] * 2
-        tile = await browser.script("return document.querySelector('.tile').textContent")
+        kinds = await browser.each("article.gpu, .topology .leaf", "dataset.kind")
+        assert kinds == ["warn", "warn", "bad", "bad"] * 2
+        tile = await browser.of(".tile", "textContent")
         assert tile == "GPUs42 unhealthy, 3 cordoned"
         assert await browser.script("return document.title") == "(2 unhealthy) node-of-4: GPUs"
-
-
-async def test_cordoned_gpus_alone_make_nothing_unhealthy() -> None:
-    """Neither in the number of GPUs nor in the window's title."""
-    async with opened(SampleNode(gpus=2, containers=0, cordoned={0: ""})) as (browser, _):
-        assert await browser.script("return document.querySelector('.tile').textContent") == "GPUs21 cordoned"
-        assert await browser.script("return document.title") == "node-of-2: GPUs"
+        node.unhealthy.clear()  # Cordoned GPUs alone make nothing unhealthy.
+        await browser.wait("document.title === 'node-of-4: GPUs'")
+        assert await browser.of(".tile", "textContent") == "GPUs43 cordoned"
 
 
 async def test_a_container_has_the_colour_of_its_pod() -> None:
@@ -387,9 +362,9 @@ async def test_unattributed_texts_stay_texts() -> None:
     node.unhealthy[0] = hostile
     node.cordoned[3] = hostile
     async with opened(node) as (browser, _):
-        shown = await browser.script("return [...document.querySelectorAll('.reason')].map((one) => one.textContent)")
+        shown = await browser.each(".reason", "textContent")
         assert hostile in shown and f"Cordoned: {hostile}" in shown
-        assert await browser.script("return document.querySelectorAll('main img, main script').length") == 0
+        assert await browser.count("main img, main script") == 0
         assert "owned" not in await browser.script("return document.title")
 
 
@@ -470,7 +445,7 @@ async def test_compute_that_mps_hides_is_said_to_be_not_known() -> None:
 async def test_an_old_sample_is_stale_and_nothing_beside_it_ready() -> None:
     node = _Changed(gpus=1, containers=1)
     async with opened(node) as (browser, _):
-        assert await browser.script("return document.querySelector('#ready').checkVisibility()")
+        assert await browser.of("#ready", "checkVisibility()")
 
         def old(found: NodeSnapshot) -> NodeSnapshot:
             assert found.usage is not None
@@ -478,19 +453,17 @@ async def test_an_old_sample_is_stale_and_nothing_beside_it_ready() -> None:
 
         node.change = old
         await browser.wait("document.querySelector('#live').textContent.startsWith('Stale: last sample 3')")
-        assert not await browser.script("return document.querySelector('#ready').checkVisibility()")
+        assert not await browser.of("#ready", "checkVisibility()")
 
 
 @pytest.mark.parametrize(("width", "screens"), [(1920, 1), (1024, 2), (375, 2)])
 async def test_many_gpus_leave_the_containers_in_sight(width: int, screens: int) -> None:
     """Without curves and lists, which a choice brings back; so few screens of 1080 pixels above the containers."""
     async with opened(SampleNode(gpus=16, containers=60), width=width) as (browser, _):
-        top = "return document.querySelector('#containers').getBoundingClientRect().top"
-        assert await browser.script(top) < screens * 1080
-        shown = "return document.querySelector('#gpus .curve').checkVisibility()"
-        assert not await browser.script(shown)
+        assert await browser.of("#containers", "getBoundingClientRect().top") < screens * 1080
+        assert not await browser.of("#gpus .curve", "checkVisibility()")
         await browser.click("#compact")
-        assert await browser.script(shown)
+        assert await browser.of("#gpus .curve", "checkVisibility()")
 
 
 async def test_what_is_not_limited_is_said_once() -> None:
@@ -503,9 +476,9 @@ async def test_what_is_not_limited_is_said_once() -> None:
     node = _Changed(gpus=2, containers=20)
     node.change = limited
     async with opened(node, width=1920) as (browser, _):
-        folds = "return [...document.querySelectorAll('#not-limited summary')].map((one) => one.textContent)"
-        assert await browser.script(folds) == ["vcuda: 2 things not limited in 20 containers"]
-        assert await browser.script("return document.querySelectorAll('.containers tbody summary').length") == 0
+        folds = await browser.each("#not-limited summary", "textContent")
+        assert folds == ["vcuda: 2 things not limited in 20 containers"]
+        assert await browser.count(".containers tbody summary") == 0
 
 
 async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
@@ -514,13 +487,12 @@ async def test_a_gpu_that_mig_divides_is_its_instances() -> None:
     node = _Changed(gpus=2, containers=0)
     node.change = lambda _: divided_node(shares_in_mig=False)
     async with opened(node, width=1920) as (browser, _):
-        titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
         for place in (".gpu h3", "svg.topology .leaf text", "#topology tbody th"):
             await browser.wait("document.querySelectorAll(arguments[0]).length === 3", place)
-        assert sorted(await browser.script(titles, ".gpu h3")) == ["GPU 0", "GPU 1:0", "GPU 1:1"]
-        assert (await browser.script(titles, ".tile"))[0].startswith("GPUs2")
-        assert await browser.script(titles, "svg.topology .leaf text") == ["0", "1:0", "1:1"]
-        assert await browser.script(titles, "#topology tbody th") == ["GPU 0", "GPU 1:0", "GPU 1:1"]
+        assert sorted(await browser.each(".gpu h3", "textContent")) == ["GPU 0", "GPU 1:0", "GPU 1:1"]
+        assert (await browser.of(".tile", "textContent")).startswith("GPUs2")
+        assert await browser.each("svg.topology .leaf text", "textContent") == ["0", "1:0", "1:1"]
+        assert await browser.each("#topology tbody th", "textContent") == ["GPU 0", "GPU 1:0", "GPU 1:1"]
         free = "return [...document.querySelectorAll('.gpu')].map((one) => one.querySelector('.gpu-free').textContent)"
         assert (await browser.script(free))[-2:] == ["Given whole", "Free: 24 GiB, given whole"]
 
@@ -529,7 +501,7 @@ async def test_a_gpu_of_instances_on_demand_is_shown_without_any() -> None:
     node = _Changed(gpus=1, containers=0)
     node.change = lambda _: on_demand_node()
     async with opened(node) as (browser, _):
-        text = await browser.script("return document.querySelector('#mig-gpus').innerText")
+        text = await browser.of("#mig-gpus", "innerText")
         assert (
             text.startswith("GPU 1 (") and "with room for 1 of 2g.20gb, or 4 of 1g.10gb · in use: 1g.10gb at 6" in text
         )
@@ -540,19 +512,20 @@ async def test_a_use_over_the_share_is_marked() -> None:
     node = varied_node(containers=4)
     node.excess = {0: 1.5}
     async with opened(node) as (browser, _):
-        assert await browser.script("return document.querySelectorAll('.share.over').length") == 2
-        assert "over its share" in await browser.script("return document.querySelector('.legend').textContent")
-        assert await browser.script("return document.querySelectorAll('.meter[data-over]').length") == 2
+        assert await browser.count(".share.over") == 2
+        assert "over its share" in await browser.of(".legend", "textContent")
+        assert await browser.count(".meter[data-over]") == 2
 
 
 async def test_an_empty_node_says_what_to_do() -> None:
     """Without containers the limits to ask for, without GPUs the cure; no table, no drawing."""
     async with opened(SampleNode(gpus=1, containers=0)) as (browser, _):
-        text = await browser.script("return document.querySelector('#containers-empty').innerText")
+        text = await browser.of("#containers-empty", "innerText")
         assert "No pod has a share yet." in text
         assert "tencent.com/vcuda-core: 30" in text
         assert "kubectl apply -f manifests/samples/share.yaml" in text
-        assert await browser.script("return document.querySelector('#containers-table').hidden") is True
+        assert await browser.of("#topology", "innerText") == "One GPU, nothing to draw."
+        assert await browser.of("#containers-table", "hidden") is True
 
 
 async def test_a_lost_connection_is_reported_and_mended() -> None:
@@ -565,12 +538,12 @@ async def test_a_lost_connection_is_reported_and_mended() -> None:
             await drawn(browser)
             await browser.wait("document.querySelector('#live').dataset.state === 'good'")
         await browser.wait("document.querySelector('#live').textContent.includes('No contact for')")
-        assert not await browser.script("return document.querySelector('#ready').checkVisibility()")
+        assert not await browser.of("#ready", "checkVisibility()")
         node.containers = 3
         async with served_node(node, port=port):
             await browser.wait("document.querySelector('#live').dataset.state === 'good'")
             await browser.wait("document.querySelector('#ready').checkVisibility()")
-            assert await browser.script("return document.querySelectorAll('tbody tr[data-key]').length") == 3
+            assert await browser.count("tbody tr[data-key]") == 3
 
 
 async def test_motion_is_left_out_where_it_is_not_wanted() -> None:
@@ -582,19 +555,18 @@ async def test_motion_is_left_out_where_it_is_not_wanted() -> None:
         assert await browser.script(style) == "0s"
 
 
+def past_of(ratios: Sequence[float | None], sizes: Sequence[float | None]) -> FakeHistory:
+    curve = {"sm_ratio": ratios, "memory_used_bytes": sizes}
+    return FakeHistory({"at": None, "step_seconds": 5.0, "gpus": {uuid_of(0): curve}, "containers": {}})
+
+
 async def test_the_curve_is_the_agents_past() -> None:
     """As many points as the agent keeps, gaps left out, as text."""
-    past: dict[str, Any] = {
-        "at": None,
-        "step_seconds": 5.0,
-        "gpus": {uuid_of(0): {"sm_ratio": [None, 0.5, 1.0, None, 0.25], "memory_used_bytes": [None] * 5}},
-        "containers": {},
-    }
-    node = SampleNode(gpus=1, containers=0)
-    async with served_node(node, history=FakeHistory(past)) as served, open_browser() as browser:
+    past = past_of([None, 0.5, 1.0, None, 0.25], [None] * 5)
+    async with served_node(SampleNode(gpus=1, containers=0), history=past) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
-        label = await browser.script("return document.querySelector('.curve').ariaLabel")
+        label = await browser.of(".curve", "ariaLabel")
     assert path.count("M") == 2
     assert path.endswith("300.0 29.5")
     assert label == "Last 15 minutes. SM use: now 25 %, mean 58 %, most 100 %. Memory: not known."
@@ -602,19 +574,12 @@ async def test_the_curve_is_the_agents_past() -> None:
 
 async def test_the_curve_has_scales_and_the_values_under_the_pointer() -> None:
     """Percent at the side, minutes below, and at the pointer the moment with both values."""
-    past: dict[str, Any] = {
-        "at": None,
-        "step_seconds": 5.0,
-        "gpus": {uuid_of(0): {"sm_ratio": [0.25] * 90 + [0.75] * 90, "memory_used_bytes": [0] * 180}},
-        "containers": {},
-    }
-    node = SampleNode(gpus=1, containers=1)
-    async with served_node(node, history=FakeHistory(past)) as served, open_browser() as browser:
+    past = past_of([0.25] * 90 + [0.75] * 90, [0] * 180)
+    async with served_node(SampleNode(gpus=1, containers=1), history=past) as served, open_browser() as browser:
         await browser.open(served.url)
         await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
-        ticks = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
-        assert await browser.script(ticks, ".ticks-y span") == ["100 %", "50", "0"]
-        assert await browser.script(ticks, ".ticks-x span") == ["−15 min", "10", "5", "now"]
+        assert await browser.each(".ticks-y span", "textContent") == ["100 %", "50", "0"]
+        assert await browser.each(".ticks-x span", "textContent") == ["−15 min", "10", "5", "now"]
         point = (
             "const box = document.querySelector('.curve').getBoundingClientRect();"
             "document.querySelector('.plot').dispatchEvent(new PointerEvent(arguments[0],"

@@ -39,44 +39,23 @@ def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every line is ok and the exit code 0."""
+    """Every line is ok and the exit code 0. No probe file stays, what is not there is not made, and the pod resources socket
+    is connected to but never asked: a List while an Allocate is open makes the kubelet give a device twice."""
     async with complete_node(short_dir) as node:
-        assert await call("check", *node.flags()) == 0
+        flags = node.flags()
+        before = sorted(path.relative_to(short_dir) for path in short_dir.rglob("*"))
+        assert await call("check", *flags) == 0
+        assert sorted(path.relative_to(short_dir) for path in short_dir.rglob("*")) == before
+        assert node.pod_resources.connections == 1
+        assert bytes(node.pod_resources.received) == bytes(node.kubelet.received) == b""
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "This node is ready: errors 0, warnings 0."
     assert all(line.startswith("ok ") for line in lines[:-1])
     for what in (
-        "driver",
-        "kubelet socket",
-        "pod resources",
-        "container runtime",
-        "cgroups",
-        "host processes",
-        "directory",
-        "virtual manager",
-        "driver directory",
-        "open files",
-        "api server",
+        *("driver", "kubelet socket", "pod resources", "container runtime", "cgroups", "host processes", "directory"),
+        *("virtual manager", "driver directory", "open files", "api server"),
     ):
         assert any(f" {what} " in line for line in lines), what
-
-
-async def test_the_pod_resources_socket_is_connected_to_but_never_asked(short_dir: Path) -> None:
-    """A List while an Allocate is open makes the kubelet give a device twice: not one byte is sent."""
-    async with complete_node(short_dir) as node:
-        await check_node(node.settings())
-        assert node.pod_resources.connections == 1
-        assert bytes(node.pod_resources.received) == b""
-        assert bytes(node.kubelet.received) == b""
-
-
-async def test_the_check_leaves_the_node_as_it_was(short_dir: Path) -> None:
-    """No probe file stays, and what is not there is not made."""
-    async with complete_node(short_dir) as node:
-        settings = node.settings()
-        before = sorted(path.relative_to(short_dir) for path in short_dir.rglob("*"))
-        await check_node(settings)
-        assert sorted(path.relative_to(short_dir) for path in short_dir.rglob("*")) == before
 
 
 async def test_a_bare_directory_is_all_errors_each_with_a_cure(short_dir: Path) -> None:
@@ -207,22 +186,26 @@ async def test_the_permissions_line_tells_whether_pods_may_be_deleted(short_dir:
         assert "delete" not in await permissions(node, off)
 
 
-async def test_a_wrong_node_name_is_reported(short_dir: Path) -> None:
-    """The API server knows no such node: the cure names the flag."""
+@pytest.mark.parametrize(
+    ("flags", "level", "what", "detail", "cure"),
+    [
+        (["--node-name=other"], Level.ERROR, "api server", "other", "--node-name"),
+        (["--topology=/none"], Level.ERROR, "driver", "/none", ""),
+        # With this setting the agent starts without GPUs.
+        (["--topology=/none", "--fail-on-init-error=false"], Level.WARNING, "driver", "/none", ""),
+        (["--extra-config=/none.json"], Level.ERROR, "file", "/none.json", "--extra-config"),
+        # Without it shares would not be kept.
+        (["--volume-config=/none.conf"], Level.ERROR, "driver directory", "/none.conf", "cannot be left out"),
+        (["--volume-config=/none.conf", "--isolation=none"], Level.ERROR, "file", "/none.conf", ""),
+    ],
+)
+async def test_a_setting_that_does_not_suit_the_node_is_reported_once(
+    short_dir: Path, flags: list[str], level: Level, what: str, detail: str, cure: str
+) -> None:
     async with complete_node(short_dir) as node:
-        (found,) = not_ok(await check_node(node.settings("--node-name=other")))
-    assert "other" in found.detail
-    assert "--node-name" in found.cure
-
-
-async def test_the_driver_without_gpus_is_an_error_unless_the_agent_would_stay(short_dir: Path) -> None:
-    """With fail_on_init_error off, the agent starts without GPUs: a warning."""
-    async with complete_node(short_dir) as node:
-        missing = f"--topology={short_dir}/none"
-        (found,) = not_ok(await check_node(node.settings(missing)))
-        assert (found.what, found.level) == ("driver", Level.ERROR)
-        (found,) = not_ok(await check_node(node.settings(missing, "--fail-on-init-error=false")))
-        assert (found.what, found.level) == ("driver", Level.WARNING)
+        (found,) = not_ok(await check_node(node.settings(*flags)))
+    assert (found.level, found.what) == (level, what)
+    assert detail in found.detail and cure in found.cure
 
 
 async def test_unlike_mig_instances_under_strategy_single_are_an_error(short_dir: Path) -> None:
@@ -272,24 +255,6 @@ async def test_another_who_divides_the_gpus_is_named(short_dir: Path) -> None:
         assert not [one for one in await check_node(node.settings()) if one.what == "mig"]
 
 
-async def test_named_files_are_read(short_dir: Path) -> None:
-    """A file that a setting names must be readable."""
-    async with complete_node(short_dir) as node:
-        (found,) = not_ok(await check_node(node.settings(f"--extra-config={short_dir}/none.json")))
-    assert (found.what, found.level) == ("file", Level.ERROR)
-    assert "--extra-config" in found.cure
-
-
-async def test_a_volume_config_that_cannot_be_read_is_reported_once(short_dir: Path) -> None:
-    """And the cure is not to do without it, for then shares would not be kept."""
-    async with complete_node(short_dir) as node:
-        (found,) = not_ok(await check_node(node.settings(f"--volume-config={short_dir}/none.conf")))
-        assert (found.what, found.level) == ("driver directory", Level.ERROR)
-        assert "cannot be left out" in found.cure
-        named = node.settings(f"--volume-config={short_dir}/none.conf", "--isolation=none")
-        assert [found.what for found in not_ok(await check_node(named))] == ["file"]
-
-
 async def test_a_long_device_plugin_path_is_reported(short_dir: Path) -> None:
     """A socket's path has at most 107 bytes."""
     long = short_dir / ("x" * 100)
@@ -299,19 +264,18 @@ async def test_a_long_device_plugin_path_is_reported(short_dir: Path) -> None:
     assert "socket path" in {finding.what for finding in findings}
 
 
-def test_a_directory_that_is_a_file_is_not_writable(short_dir: Path) -> None:
-    """Nor is one below a file."""
+def test_a_directory_that_takes_no_file_is_reported(short_dir: Path) -> None:
+    """A file, what is below one, and what cannot be written to. That is found by writing, not by reading its mode: root may
+    do anything but this."""
     file = short_dir / "file"
     file.touch()
-    for path in (file, file / "below"):
-        with pytest.raises(Unavailable, match="is no directory"):
+    for path, words in (
+        (file, "is no directory"),
+        (file / "below", "is no directory"),
+        (Path("/sys/kernel"), "cannot write"),
+    ):
+        with pytest.raises(Unavailable, match=words):
             node_probes.require_writable(path)
-
-
-def test_a_directory_that_takes_no_file_is_reported() -> None:
-    """What cannot be written to is found by writing, not by reading its mode: root may do anything but this."""
-    with pytest.raises(Unavailable, match="cannot write"):
-        node_probes.require_writable(Path("/sys/kernel"))
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ async def test_more_than_any_node_has_fits_nowhere_and_has_its_remedies() -> Non
     ],
 )  # fmt: skip
 async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], remedy: str) -> None:
-    """Also where it asks for nothing of ours, and no other change is named."""
+    """Until it is deleted. Also where it asks for nothing of ours, and no other change is named."""
     async with served_cluster() as (url, cluster):
         mistaken = waiting("mistaken", (30, 8))
         mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
@@ -146,6 +146,8 @@ async def test_a_wrong_request_waits_with_what_to_write(limits: dict[str, str], 
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-mistaken")
         assert (answer["mistake"], answer["changes"], answer["fits"]) == (pod["mistake"], [], "")
         assert not any(gpu["verdict"] == "fits" for node in answer["nodes"] for gpu in node["gpus"])
+        cluster.remove("pods", "team-b/mistaken")
+        await waiting_pods(url, 2)
 
 
 async def test_only_an_agents_own_paths_are_reachable_through_it() -> None:
@@ -182,27 +184,22 @@ async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
         assert (gpu["name"], gpu["cordoned"], node["unattributed"]) == ("\ud800", "\udfff fan", ["\ud801"])
 
 
-async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> None:
-    """Whatever the reader's own settings say of it: nodes show their shares, and no unit of NVIDIA's."""
+async def test_which_requests_of_waiting_pods_are_listed() -> None:
+    """Those that are planned, and how many more it has: the answer for a pod of a thousand containers is a short one. One
+    that waits for NVIDIA's resource alone is not there, whatever the reader's own settings say of it: nodes show their
+    shares, and no unit of NVIDIA's."""
     async with served_cluster() as (url, cluster):
         other = waiting("whole", (0, 0))
         other["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
         cluster.put("pods", other)
-        cluster.put("pods", waiting("later", (1, 1)))
-        answer = await waiting_pods(url, 3)
-        assert sorted(pod["pod"] for pod in answer["pods"]) == ["later", "needs-much", "needs-nine"]
-        assert (await ask(f"{url}api/v1/waiting?uid={other['metadata']['uid']}"))[0] == 404
-
-
-async def test_so_many_requests_of_a_waiting_pod() -> None:
-    """Those that are planned, and how many more it has: the answer for a pod of a thousand containers is a short one."""
-    async with served_cluster() as (url, cluster):
         cluster.put("pods", waiting("many", *[(1, 1)] * 1000))
         answer = await waiting_pods(url, 3)
+        assert sorted(pod["pod"] for pod in answer["pods"]) == ["many", "needs-much", "needs-nine"]
         pod = next(one for one in answer["pods"] if one["pod"] == "many")
         assert (len(pod["requests"]), pod["more_requests"]) == (16, 984)
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
         assert answer["nodes"][0]["verdict"].startswith("more than 16 containers of the pod ask for GPUs")
+        assert (await ask(f"{url}api/v1/waiting?uid={other['metadata']['uid']}"))[0] == 404
 
 
 async def test_the_page_says_what_explain_says() -> None:
@@ -301,16 +298,6 @@ async def test_a_deleted_pod_shows_no_extender() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_waiting_pod_that_is_deleted_is_gone() -> None:
-    """Also one whose mistyped request is for nothing that is known."""
-    async with served_cluster() as (url, cluster):
-        mistyped, key = waiting("mistyped", (0, 0)), "team-b/mistyped"
-        mistyped["spec"]["containers"][0]["resources"]["limits"] = {"tencent.com/vcuda-cores": "10"}
-        for count, change in ((3, lambda: cluster.put("pods", mistyped)), (2, lambda: cluster.remove("pods", key))):
-            change()
-            await waiting_pods(url, count)
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -328,15 +315,13 @@ def test_a_row_has_the_first_reason(message: str, reason: str) -> None:
 
 async def test_a_quota_that_cannot_be_read_says_why() -> None:
     """Malformed, or without the right; nobody is shown as without a limit."""
-    async with served_cluster() as (url, cluster):
-        cluster.put_quota("{")
-        _, answer, _ = await ask(f"{url}api/v1/namespaces")
-        assert "no JSON" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
-    async with served_cluster() as (url, cluster):
-        forbidden = (403, raw_status(403, "no right"))
-        cluster.script.answers["/api/v1/namespaces/kube-system/configmaps"] = forbidden
-        _, answer, _ = await ask(f"{url}api/v1/namespaces")
-        assert "no right" in answer["quota_problem"] and {one["limits"] for one in answer["namespaces"]} <= {None}
+    for answer, problem in ((None, "no JSON"), ((403, raw_status(403, "no right")), "no right")):
+        async with served_cluster() as (url, cluster):
+            cluster.put_quota("{")
+            if answer is not None:
+                cluster.script.answers["/api/v1/namespaces/kube-system/configmaps"] = answer
+            _, found, _ = await ask(f"{url}api/v1/namespaces")
+        assert problem in found["quota_problem"] and {one["limits"] for one in found["namespaces"]} <= {None}
 
 
 def divided_node(name: str) -> Raw:

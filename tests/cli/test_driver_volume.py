@@ -39,8 +39,12 @@ async def run_json(host: FakeHost, *more: str, code: int = 0) -> dict[str, Any]:
 
 
 async def test_both_volumes_are_made_and_the_report_says_of_what(host: FakeHost) -> None:
-    """The report names every file with its source, and the driver's version can be read back."""
+    """The report names every file with its source, and the driver's version can be read back. Before and afterwards, --check
+    tells what would be done and does nothing."""
     host.ldconfig()
+    document = await run_json(host, "--check")
+    assert [report["state"] for report in document["volumes"]] == ["would change", "would change"]
+    assert not host.base.exists()
     document = await run_json(host)
     assert document["errors"] == 0
     shared, origin = document["volumes"]
@@ -55,6 +59,8 @@ async def test_both_volumes_are_made_and_the_report_says_of_what(host: FakeHost)
             assert (Path(report["directory"]) / target).is_file()
     for volume in configured_volumes(load_settings(host.arguments()[1:], {}).settings):
         assert installed_driver_version(volume) == (535, 104, 5)
+    document = await run_json(host, "--check")
+    assert [report["state"] for report in document["volumes"]] == ["unchanged", "unchanged"]
 
 
 async def test_the_text_says_the_same_and_the_second_run_changes_nothing(host: FakeHost) -> None:
@@ -70,16 +76,6 @@ async def test_the_text_says_the_same_and_the_second_run_changes_nothing(host: F
         "volume nvidia: unchanged",
         "volume origin: unchanged",
     ]
-
-
-async def test_check_tells_what_would_be_done_and_does_nothing(host: FakeHost) -> None:
-    """Before the first run both would change; nothing is written."""
-    document = await run_json(host, "--check")
-    assert [report["state"] for report in document["volumes"]] == ["would change", "would change"]
-    assert not host.base.exists()
-    await run_json(host)
-    document = await run_json(host, "--check")
-    assert [report["state"] for report in document["volumes"]] == ["unchanged", "unchanged"]
 
 
 async def test_a_missing_library_is_a_warning_and_the_rest_is_made(host: FakeHost) -> None:

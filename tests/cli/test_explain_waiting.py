@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections.abc import Awaitable, Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.cli.support_cluster_view import (
 from tests.fakes.api_server import json_server
 
 WAITING = PodUid("w")
+Explain = Callable[..., Awaitable[str]]
 
 
 def ask(read: ReadCluster) -> Waiting:
@@ -246,14 +248,13 @@ async def test_a_quota_is_raised_by_what_is_missing() -> None:
     ],
 )
 async def test_a_quota_that_no_extender_keeps_holds_up_no_pod(
-    shown_by: list[dict[str, Any]], is_enforced: bool, short_dir: Path, capsys: pytest.CaptureFixture[str]
+    shown_by: list[dict[str, Any]], is_enforced: bool, explain: Explain
 ) -> None:
-    cluster = Cluster([node("n", [16])], [pod("w", (60, 8)), *shown_by])
     quota = raw_list([{"data": {"gpu_quota": json.dumps({"ns": {"vcore": 0}})}}])
-    assert await explained(cluster, short_dir, **{"/api/v1/namespaces/kube-system/configmaps": quota}) == 0
-    text = capsys.readouterr().out
+    cluster = Cluster([node("n", [16])], [pod("w", (60, 8)), *shown_by])
+    text = await explain(cluster, **{"/api/v1/namespaces/kube-system/configmaps": quota})
     assert ("the quota (no extender enforces it here: none is Ready)" not in text) is is_enforced
-    assert ("  fits      now on GPU 0 of n" not in text) is is_enforced
+    assert ("  fits      now on GPU 0 of n: the scheduler has not tried again yet" not in text) is is_enforced
 
 
 async def test_a_node_refused_for_other_reasons_is_promised_to_nobody() -> None:
@@ -307,18 +308,25 @@ async def test_plans_for_pods_of_several_containers_are_bounded(monkeypatch: pyt
 # --- what the command prints ---
 
 
-def pod_path(name: str) -> str:
-    return f"/api/v1/namespaces/ns/pods/{name}"
-
-
 async def explained(cluster: Cluster, short_dir: Path, *words: str, is_agent: bool = False, **answers: Any) -> int:
     """By the plugin or an agent's own program, from an API server."""
-    answers = {pod_path("w"): cluster.pods[0]} | answers
+    words = ("explain", "w", "-n", "ns", *words)
+    answers = {"/api/v1/namespaces/ns/pods/w": cluster.pods[0]} | answers
     if not is_agent:
-        return await ran(cluster, short_dir, "explain", "w", "-n", "ns", *words, **answers)
+        return await ran(cluster, short_dir, *words, **answers)
     async with json_server(agent_answers(busy_node())) as agent:
-        words = ("explain", "w", "-n", "ns", f"--server={agent.url}", *words)
-        return await ran(cluster, short_dir, *words, line=COMMAND_LINE, **answers)
+        return await ran(cluster, short_dir, *words, f"--server={agent.url}", line=COMMAND_LINE, **answers)
+
+
+@pytest.fixture
+def explain(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> Explain:
+    """What is printed on both outputs, with the arguments of `explained`."""
+
+    async def explain(cluster: Cluster, *words: str, code: int = 0, **more: Any) -> str:
+        assert await explained(cluster, short_dir, *words, **more) == code
+        return "".join(capsys.readouterr())
+
+    return explain
 
 
 def full_node() -> Cluster:
@@ -328,11 +336,10 @@ def full_node() -> Cluster:
     return Cluster([node("n", [16], held={"p": {0: [70, 4]}})], [waits, pod("p", (70, 4), on="n")])
 
 
-async def test_a_waiting_pod_is_explained(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_waiting_pod_is_explained(explain: Explain) -> None:
     """Request, the scheduler's words without their control characters, the extender's reasons, the changes, and what was
-    not checked."""
-    assert await explained(full_node(), short_dir) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    not checked; as JSON, the same in fields."""
+    assert (await explain(full_node())).splitlines() == [
         "ns/w waits for a node",
         "  request   60 cores with 8 memory blocks (2 GiB)",
         "  scheduler 0/1 nodes are available: 1 \ufffd[31mno GPU.",
@@ -342,11 +349,17 @@ async def test_a_waiting_pod_is_explained(short_dir: Path, capsys: pytest.Captur
         "    - the end of pod ns/p on GPU 0 of n",
         "  unchecked whether the scheduler gpushare-scheduler runs",
     ]
+    document = json.loads(await explain(full_node(), "-o", "json"))
+    assert (document["schema"], document["pod"], document["decisions"]) == (2, "w", [])
+    found = document["waiting"]
+    assert (found["namespace"], found["nodes"], found["fitting"]) == ("ns", 1, {"nodes": [], "gpus": []})
+    assert found["reasons"] == {"no GPU has more than 30 cores free": 1}
+    less, end = found["changes"]
+    assert (less["kind"], less["container"], less["cores"], less["memory_bytes"]) == ("cores", "c0", 30, 2 << 30)
+    assert (end["kind"], end["node"], end["gpus"], end["pods"]) == ("end", "n", [0], [{"namespace": "ns", "pod": "p"}])
 
 
-async def test_a_node_whose_gpus_are_all_for_claims_says_so(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_node_whose_gpus_are_all_for_claims_says_so(explain: Explain) -> None:
     """To the device plugins they are Unhealthy, and nothing is wrong with them."""
     for_claims = node("n", [16, 16], sick=[0, 1])
     annotations = for_claims["metadata"]["annotations"]
@@ -354,8 +367,8 @@ async def test_a_node_whose_gpus_are_all_for_claims_says_so(
     annotations["gpushare-agent/gpus"] = text.replace(
         '"is_healthy": false', '"is_healthy": false, "reason": "for claims"'
     )
-    assert await explained(Cluster([for_claims], [pod("w", (60, 8))]), short_dir) == 0
-    assert "  GPUs      1 node: the node has no healthy GPU; 1 node: for claims" in capsys.readouterr().out.splitlines()
+    told = await explain(Cluster([for_claims], [pod("w", (60, 8))]))
+    assert "  GPUs      1 node: the node has no healthy GPU; 1 node: for claims" in told.splitlines()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -371,31 +384,13 @@ async def test_a_node_whose_gpus_are_all_for_claims_says_so(
     ],
 )  # fmt: skip
 async def test_what_the_pod_itself_says_is_named_also_where_nothing_of_the_cluster_may_be_read(
-    short_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    spec: dict[str, str],
-    annotations: dict[str, str],
-    said: str,
-    is_known: bool,
+    explain: Explain, spec: dict[str, str], annotations: dict[str, str], said: str, is_known: bool
 ) -> None:
     waits = pod("w", (60, 8), **spec)
     waits["metadata"]["annotations"] = annotations
     denied = {} if is_known else {"/api/v1/nodes": (403, {"kind": "Status", "message": "forbidden"})}
-    assert await explained(Cluster([node("n", [16])], [waits]), short_dir, **denied) == (0 if is_known else 1)
-    assert said in " ".join("".join(capsys.readouterr()).split())
-
-
-async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same in fields."""
-    assert await explained(full_node(), short_dir, "-o", "json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["pod"], document["decisions"]) == (2, "w", [])
-    found = document["waiting"]
-    assert (found["namespace"], found["nodes"], found["fitting"]) == ("ns", 1, {"nodes": [], "gpus": []})
-    assert found["reasons"] == {"no GPU has more than 30 cores free": 1}
-    less, end = found["changes"]
-    assert (less["kind"], less["container"], less["cores"], less["memory_bytes"]) == ("cores", "c0", 30, 2 << 30)
-    assert (end["kind"], end["node"], end["gpus"], end["pods"]) == ("end", "n", [0], [{"namespace": "ns", "pod": "p"}])
+    told = await explain(Cluster([node("n", [16])], [waits]), code=0 if is_known else 1, **denied)
+    assert said in " ".join(told.split())
 
 
 @pytest.mark.parametrize(
@@ -412,14 +407,13 @@ async def test_a_waiting_pod_as_json(short_dir: Path, capsys: pytest.CaptureFixt
 )
 @pytest.mark.parametrize("is_agent", [False, True])
 async def test_a_wrong_request_is_answered_with_what_to_write(
-    short_dir: Path, capsys: pytest.CaptureFixture[str], limits: dict[str, str], remedy: str, *, is_agent: bool
+    explain: Explain, limits: dict[str, str], remedy: str, *, is_agent: bool
 ) -> None:
     """The same by both programs: no other size and no other node would help."""
     mistaken = pod("w", (30, 8))
     mistaken["spec"]["containers"][0]["resources"] = {"limits": limits}
     cluster = Cluster([node("n", [16, 16])], [mistaken])
-    assert await explained(cluster, short_dir, is_agent=is_agent) == 0
-    told = capsys.readouterr().out
+    told = await explain(cluster, is_agent=is_agent)
     asked = ", ".join(f"{name}: {count}" for name, count in sorted(limits.items()))
     assert f"  request   {asked}" in told
     assert "  mistake   container c0: " in told and remedy in told
@@ -428,18 +422,14 @@ async def test_a_wrong_request_is_answered_with_what_to_write(
     [mistake] = [line.removeprefix("  mistake   ") for line in told.splitlines() if line.startswith("  mistake")]
     said = f"0/9 nodes are available: 2 too few, 7 {mistake}. preemption: none"
     mistaken["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": said}]
-    await explained(Cluster([node("n", [16, 16])], [mistaken]), short_dir, is_agent=is_agent)
-    told = capsys.readouterr().out
+    told = await explain(cluster, is_agent=is_agent)
     assert "  scheduler 0/9 nodes are available: 2 too few, 7 for the mistake below. preemption: none\n" in told
 
 
-async def test_more_gpus_than_any_node_has_is_a_mistake_and_has_changes(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_more_gpus_than_any_node_has_is_a_mistake_and_has_changes(explain: Explain) -> None:
     """The most that can be written, and what would start now."""
     cluster = Cluster([node("n", [16, 16], held={"p": {0: [10, 2]}})], [pod("w", (1600, 0)), pod("p", (10, 2), on="n")])
-    assert await explained(cluster, short_dir) == 0
-    told = capsys.readouterr().out
+    told = await explain(cluster)
     assert (
         f"  mistake   container c0: 1600 cores are 16 GPUs, and no node has more than 2. Write {CORES}: 200 or less."
         in told
@@ -448,66 +438,42 @@ async def test_more_gpus_than_any_node_has_is_a_mistake_and_has_changes(
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("of_node", "spec", "said"),
     [
-        ({"nodeSelector": {"pool": "b"}}, "the node does not match the pod's nodeSelector pool=b (1 node)"),
-        (
-            {
-                "affinity": {
-                    "nodeAffinity": {
-                        "requiredDuringSchedulingIgnoredDuringExecution": {
-                            "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]
-                        }
-                    }
-                }
-            },
-            "the node does not match the pod's node affinity on zone (1 node)",
-        ),
+        ({"labels": {"pool": "a"}}, {"nodeSelector": {"pool": "b"}},
+         "the node does not match the pod's nodeSelector pool=b"),
+        ({}, {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]}}}},
+         "the node does not match the pod's node affinity on zone"),
+        ({"unschedulable": True}, {}, "the node is cordoned"),
     ],
-)
-async def test_a_selector_that_fits_no_node_is_named(
-    short_dir: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], said: str
+)  # fmt: skip
+async def test_a_node_with_room_that_is_refused_is_named(
+    explain: Explain, of_node: dict[str, Any], spec: dict[str, Any], said: str
 ) -> None:
-    """The nodes do offer shares of GPUs; a taint and a cordon are named as well."""
-    cluster = Cluster([node("n", [16], labels={"pool": "a"})], [pod("w", (30, 8), **spec)])
-    assert await explained(cluster, short_dir) == 0
-    told = capsys.readouterr().out
-    assert f"  also      nodes with room on their GPUs are refused: {said}" in told
+    """The nodes do offer shares of GPUs."""
+    told = await explain(Cluster([node("n", [16], **of_node)], [pod("w", (30, 8), **spec)]))
+    assert f"  also      nodes with room on their GPUs are refused: {said} (1 node)" in told
     assert "no node offers" not in told
-    assert await explained(Cluster([node("n", [16], unschedulable=True)], [pod("w", (30, 8))]), short_dir) == 0
-    assert "are refused: the node is cordoned (1 node)" in capsys.readouterr().out
-    assert await explained(Cluster([], [pod("w", (30, 8))]), short_dir) == 0
-    assert "  GPUs      no node offers shares of GPUs" in capsys.readouterr().out
+    assert "  GPUs      no node offers shares of GPUs" in await explain(Cluster([], [pod("w", (30, 8), **spec)]))
 
 
-async def test_a_pod_that_asks_by_claims_alone_asks_for_something(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_pod_that_asks_by_claims_alone_asks_for_something(explain: Explain) -> None:
     """What would let it start is the scheduler's to say, because it places claims."""
     claiming = pod("w", (0, 0), resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}])
     claiming["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
-    assert await explained(Cluster([node("n", [16])], [claiming]), short_dir) == 1
-    told = " ".join(capsys.readouterr().err.split())
+    told = " ".join((await explain(Cluster([node("n", [16])], [claiming]), code=1)).split())
     assert "The pod asks for claim gpu; agents offer" in told and "in ResourceSlices what claims may ask for." in told
 
 
-async def test_a_pod_that_fits_waits_for_something_else(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Or the scheduler has not tried again yet."""
-    cluster = Cluster([node("n", [16])], [pod("w", (60, 8))])
-    assert await explained(cluster, short_dir) == 0
-    assert "  fits      now on GPU 0 of n: the scheduler has not tried again yet" in capsys.readouterr().out
-
-
-async def test_the_missing_right_is_named(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_missing_right_is_named(explain: Explain) -> None:
     """Whoever may read his own namespace alone gets the scheduler's words and the right that is missing; without the right
     to read the quota the rest is worked out."""
     denied = (403, {"kind": "Status", "message": 'nodes is forbidden: User "jane" cannot list resource "nodes"'})
-    assert await explained(full_node(), short_dir, **{"/api/v1/nodes": denied}) == 1
-    said = capsys.readouterr().err
+    said = await explain(full_node(), code=1, **{"/api/v1/nodes": denied})
     assert len(said.splitlines()) == 1
     assert "ns/w is on no node yet" in said
     assert 'User "jane" cannot list resource "nodes"' in said
     assert "docs/reference/cli.md" in said
-    quota = {"/api/v1/namespaces/kube-system/configmaps": denied}
-    assert await explained(full_node(), short_dir, **quota) == 0
-    assert "unchecked whether the scheduler gpushare-scheduler runs; the quota (cannot list" in capsys.readouterr().out
+    told = await explain(full_node(), **{"/api/v1/namespaces/kube-system/configmaps": denied})
+    assert "unchecked whether the scheduler gpushare-scheduler runs; the quota (cannot list" in told

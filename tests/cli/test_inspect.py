@@ -34,6 +34,8 @@ from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
+AGENTS = "/api/v1/namespaces/gpushare-system/pods"
+NODE_THROUGH_POD = f"{AGENTS}/http:agent-n1:5678/proxy/api/v1/node"
 
 
 async def inspected(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -132,22 +134,18 @@ async def test_a_narrow_terminal_breaks_no_word() -> None:
     assert f"n1 GPU 1: {reason}" in " ".join(words)
 
 
-async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what it may use."""
+async def test_the_document_of_inspect_says_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON and as YAML, with the containers whether the details were asked for or not."""
     async with json_server(agent_answers(busy_node())) as agent:
-        out = await inspected(capsys, f"--server={agent.url}", "-d")
         short = await inspected(capsys, f"--server={agent.url}")
-    rows = [line.split() for line in out.splitlines()]
+        detailed = await inspected(capsys, f"--server={agent.url}", "-d")
+        document = json.loads(await inspected(capsys, f"--server={agent.url}", "--output=json"))
+        assert yaml.safe_load(await inspected(capsys, f"--server={agent.url}", "--output=yaml")) == document
+    rows = [line.split() for line in detailed.splitlines()]
     assert ["n1", "0", "default", "train", "trainer", "40", "4"] in rows
     assert ["n1", "1", "default", "big", "main", "100", "24"] in rows
     assert "trainer" not in short
 
-
-async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON and as YAML, with the containers whether they were asked for or not."""
-    async with json_server(agent_answers(busy_node())) as agent:
-        document = json.loads(await inspected(capsys, f"--server={agent.url}", "--output=json"))
-        assert yaml.safe_load(await inspected(capsys, f"--server={agent.url}", "--output=yaml")) == document
     assert document["schema"] == 2
     (node,) = document["nodes"]
     assert node["gpus"][0] == {
@@ -185,40 +183,27 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.seen)
 
 
-async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the node's annotation has it."""
+async def test_a_node_of_all_says_what_its_annotation_has(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A MIG instance has NVIDIA's name; where memory is the host's is said once a node, because every GPU of a GB200 is the
+    same. That a GPU is out and by whom is there, not why: that is not known, and not nothing."""
     mig = {"label": "0:1", "profile": "1g.10gb", "shares": False}
-    node = raw_node("a", [raw_gpu(4, mig=mig)])
-    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
-        lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
-        (gpu,) = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
-    assert lines[1].split()[:3] == ["a", "0:1", "NVIDIA"]
-    assert (gpu["index"], gpu["mig"]["label"]) == (4, "0:1")
-
-
-async def test_memory_that_is_the_hosts_is_said_once_a_node(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every GPU of a GB200 is the same."""
-    node = raw_node("a", [raw_gpu(n, host_memory="numa-node") for n in range(4)] + [raw_gpu(4, host_memory=[])])
-    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
-        lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
-    assert [line.partition(" of the host")[0] for line in lines if "memory is" in line] == [
-        "a GPU 0, 1, 2, 3: its memory is a NUMA node"
+    gpus = [
+        raw_gpu(0, is_healthy=False, cordoned=True, host_memory="numa-node"),
+        raw_gpu(1, is_healthy=False, host_memory="numa-node"),
+        raw_gpu(4, mig=mig, host_memory=[]),
     ]
-
-
-async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The node's object has that a GPU is out and by whom, not why: that is not known, and not nothing."""
-    node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
-    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
+    answers = {"/api/v1/nodes": raw_list([raw_node("a", gpus)]), "/api/v1/pods": raw_list([])}
+    async with cluster(short_dir, answers) as (_, settings):
         lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
-        gpus = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
+        shown = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
-    assert lines[-1].startswith("2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
-    assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
+    assert lines[3].split()[:2] == ["0:1", "NVIDIA"]
+    assert [line.partition(" of the host")[0] for line in lines if "memory is" in line] == [
+        "a GPU 0, 1: its memory is a NUMA node"
+    ]
+    assert lines[-1].startswith("2 GPUs of the node, 1 MIG instance, 1 unhealthy, 1 cordoned: ")
+    assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in shown[:2]] == [(False, None), (False, None)]
+    assert (shown[2]["index"], shown[2]["mig"]["label"]) == (4, "0:1")
 
 
 async def test_a_pods_annotation_charges_it_to_no_gpu(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,32 +275,18 @@ def _is_all_written(pods: list[dict[str, Any]], node: dict[str, Any]) -> bool:
 async def test_another_nodes_agent_is_asked_through_its_pod(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found by label and node, on the port that its container names."""
-    proxy = "/api/v1/namespaces/gpushare-system/pods/http:agent-n1:9999/proxy/api/v1/node"
+    """Found by label and node, on the port that its container names. `kubectl gpushare inspect n1` is `--node n1`."""
+    proxy = f"{AGENTS}/http:agent-n1:9999/proxy/api/v1/node"
     pods = raw_list([raw_agent_pod("n1", port=9999), raw_agent_pod("n1", name="old", phase="Failed")])
-    async with cluster(short_dir, {"/api/v1/namespaces/gpushare-system/pods": pods, proxy: busy_node()}) as (
-        server,
-        settings,
-    ):
+    async with cluster(short_dir, {AGENTS: pods, proxy: busy_node()}) as (server, settings):
         assert await call("top", settings, "--once", "n1") == 0
-    assert "default/train/trainer" in capsys.readouterr().out
-    assert [request.path for request in server.seen] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
-    assert server.seen[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
-    assert server.seen[0].query["fieldSelector"] == "spec.nodeName=n1"
-
-
-@pytest.mark.parametrize("command", ["top", "inspect"])
-async def test_the_node_may_stand_behind_the_command(
-    command: str, short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`kubectl gpushare top n1` is `--node n1`."""
-    path = "/api/v1/namespaces/gpushare-system/pods"
-    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
-    async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
-        words = [command, "n1", settings, "-o", "json"]
-        assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
-    assert server.seen[0].query["fieldSelector"] == "spec.nodeName=n1"
-    assert "gpus" in capsys.readouterr().out
+        assert "default/train/trainer" in capsys.readouterr().out
+        for command in ("top", "inspect"):
+            assert await call(command, "n1", settings, "-o", "json", line=PLUGIN_LINE) == 0
+            assert "gpus" in capsys.readouterr().out
+    assert [request.path for request in server.seen] == [AGENTS, proxy] * 3
+    assert {request.query["labelSelector"] for request in server.seen[::2]} == {"app.kubernetes.io/name=gpushare-agent"}
+    assert {request.query["fieldSelector"] for request in server.seen[::2]} == {"spec.nodeName=n1"}
 
 
 async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,34 +308,28 @@ async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureF
 
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And with several, their nodes are named."""
-    path = "/api/v1/namespaces/gpushare-system/pods"
-    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
-    async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
+    answers = {AGENTS: raw_list([raw_agent_pod("n1")]), NODE_THROUGH_POD: busy_node()}
+    async with cluster(short_dir, answers) as (server, settings):
         assert await call("top", settings, "--once", line=PLUGIN_LINE) == 0
         assert "node n1 " in capsys.readouterr().out
-        server.script.answers[path] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
+        server.script.answers[AGENTS] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
         with pytest.raises(NotFound, match=r"2 nodes have an agent \(n1, n2\): name one with --node NODE"):
             await call("top", settings, "--once", line=PLUGIN_LINE)
 
 
-@pytest.mark.parametrize(
-    ("namespace", "path"),
-    [("gpushare-system", "/api/v1/namespaces/gpushare-system/pods"), ("", "/api/v1/pods")],
-)
-async def test_a_node_without_an_agent_is_reported(namespace: str, path: str, short_dir: Path) -> None:
+async def test_a_node_without_an_agent_is_reported(short_dir: Path) -> None:
     """With the command that finds it, in the namespace that was searched, or in all."""
-    async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
-        with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
-            await call("top", settings, "--once", "n9", f"--agent-namespace={namespace}")
-    assert [request.path for request in server.seen] == [path]
+    for namespace, path in (("gpushare-system", AGENTS), ("", "/api/v1/pods")):
+        async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
+            with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
+                await call("top", settings, "--once", "n9", f"--agent-namespace={namespace}")
+        assert [request.path for request in server.seen] == [path]
 
 
 async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:
     """The API server's own words are in the line."""
-    path = "/api/v1/namespaces/gpushare-system/pods"
-    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
     refused = {"message": "error trying to reach service: connection refused"}
-    answers = {path: raw_list([raw_agent_pod("n1")]), proxy: (503, refused)}
+    answers = {AGENTS: raw_list([raw_agent_pod("n1")]), NODE_THROUGH_POD: (503, refused)}
     async with cluster(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
             await call("top", settings, "n1")

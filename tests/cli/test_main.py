@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -75,11 +77,7 @@ def test_a_mistyped_option_names_the_nearest_of_the_command_and_its_settings(
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert f"is unknown (did you mean {meant}?)" in err
-
-
-def test_an_option_like_no_other_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is guessed."""
-    assert PLUGIN_LINE.main(["version", "--zzz"], {}) == 2
+    assert PLUGIN_LINE.main(["version", "--zzz"], {}) == 2  # like no other: nothing is guessed
     assert "unrecognized arguments: --zzz" in capsys.readouterr().err
 
 
@@ -237,34 +235,45 @@ async def test_an_agent_error_ends_in_one_line_and_code_1() -> None:
     assert "/nonexistent" in ended.err
 
 
-async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
-    """`gpushare-agent config | head -1` prints nothing on standard error."""
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    """The end to write to, that nobody reads."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        ended = await run_program("config", stdout=write_end)
+        yield write_end
     finally:
         os.close(write_end)
+
+
+async def test_a_reader_that_hangs_up_early_is_no_error_to_tell() -> None:
+    """`gpushare-agent config | head -1` prints nothing on standard error."""
+    with closed_pipe() as stdout:
+        ended = await run_program("config", stdout=stdout)
     assert (ended.code, ended.err) == (1, "")
+
+
+async def interrupted_at(fifo: Path, *words: str) -> tuple[int | None, bytes, bytes]:
+    """How Python with these words ended that was interrupted when it had opened the pipe, and its outputs."""
+    async with running_process(
+        *(sys.executable, *words),
+        env=clean_environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    ) as process:
+        writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
+        process.send_signal(signal.SIGINT)
+        os.close(writer)  # a program that was not reading yet would wait for ever: it gets the end of the file
+        out, err = await process.communicate()
+        return process.returncode, out, err
 
 
 async def test_an_interrupt_ends_with_130_and_quietly(short_dir: Path) -> None:
     """Ctrl-C during a command without a handler of its own is reported by the exit code alone."""
     fifo = short_dir / "settings.yaml"
     os.mkfifo(fifo)  # reading it waits for a writer: the program hangs in a known place
-    async with (
-        running_process(
-            *(sys.executable, "-m", "gpushare_agent", "config", "--config", str(fifo)),
-            env=clean_environment(),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        ) as process,
-    ):
-        writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
-        process.send_signal(signal.SIGINT)
-        os.close(writer)  # a program that was not reading yet would wait for ever: it gets the end of the file
-        out, err = await process.communicate()
-    assert (process.returncode, out, err) == (130, b"", b"")
+    found = await interrupted_at(fifo, "-m", "gpushare_agent", "config", "--config", str(fifo))
+    assert found == (130, b"", b"")
 
 
 LOSES_AN_INTERRUPT = """
@@ -309,19 +318,8 @@ sys.meta_path.insert(0, Finder)
 """
     (short_dir / "waits.py").write_text(waits)
     code = f"{finder if module else waits}\n{PROGRAM.format(function=function)}"
-    async with (
-        running_process(
-            *(sys.executable, "-c", code, *words),
-            env=clean_environment(),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        ) as process,
-    ):
-        writer = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)  # returns once the program has opened it
-        process.send_signal(signal.SIGINT)
-        _, err = await process.communicate()
-        os.close(writer)
-    assert (process.returncode, err) == (130, b"")
+    ended, _, err = await interrupted_at(fifo, "-c", code, *words)
+    assert (ended, err) == (130, b"")
 
 
 async def test_an_interrupt_of_a_request_is_quiet() -> None:
@@ -363,11 +361,8 @@ async def test_what_a_shell_runs_in_the_background_goes_on_ignoring_interrupts()
 @pytest.mark.parametrize("words", ["version", "config", "config -o yaml", "--help", "run --help", "completion bash"])
 async def test_a_full_disk_is_one_line(words: str) -> None:
     """Whether the output is written at once, at the command's end, or by argparse, which ignores errors."""
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        ended = await run_program(*words.split(), stdout=full)
-    finally:
-        os.close(full)
+    with open("/dev/full", "wb") as full:
+        ended = await run_program(*words.split(), stdout=full.fileno())
     expected = "gpushare-agent: cannot write to standard output: No space left on device\n"
     assert (ended.code, ended.err) == (1, expected)
 
@@ -392,15 +387,9 @@ sys.exit(CommandLine(program="p", purpose="", commands=[command], more="").main(
 @pytest.mark.parametrize("is_full", [False, True], ids=["closed", "full"])
 async def test_output_that_several_tasks_cannot_write_is_no_bug(is_full: bool) -> None:
     """A TaskGroup raises their errors in a group, as a live view does."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        stdout = full if is_full else write_end
+    with closed_pipe() as closed, open("/dev/full", "wb") as full:
+        stdout = full.fileno() if is_full else closed
         code, _, err = await output_of(*(sys.executable, "-c", PRINTS_IN_TASKS), env=clean_environment(), stdout=stdout)
-    finally:
-        os.close(write_end)
-        os.close(full)
     expected = b"p: cannot write to standard output: No space left on device\n" if is_full else b""
     assert (code, err) == (1, expected)
 

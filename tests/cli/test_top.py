@@ -8,7 +8,8 @@ import io
 import json
 import re
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from gpushare_agent.kubectl.render_top import (
     with_history,
 )
 from gpushare_agent.kubectl.view_commands import server_url
-from tests.cli.support_cli import agent_answers, at_terminal, busy_node, call, foot_of, screen_of
+from tests.cli.support_cli import Terminal, agent_answers, at_terminal, busy_node, call, foot_of, screen_of
 from tests.fakes.api_server import FakeApiServer, Seen, answers, json_server, stalls_before_headers
 from tests.settings.support_settings import run_program
 
@@ -70,6 +71,8 @@ async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: py
     assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "1.95/4"]
     assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "0.1"]
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
+    # What was not sampled is not known, and not zero.
+    assert (rows[-1][0], rows[-1][5:]) == ("3", ["Healthy", "0/100", "-", "-/24", "0", "-", "-"])
 
 
 @pytest.mark.parametrize(
@@ -143,44 +146,27 @@ def test_a_reason_is_folded_in_a_narrow_terminal() -> None:
     assert " ".join(reason.split()) in " ".join(text.split())
 
 
-async def test_what_is_not_known_is_a_dash_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU 3 was not sampled."""
-    lines = (await printed(busy_node(), capsys)).splitlines()
-    (line,) = [line.split() for line in lines if line.startswith("3 ")]
-    assert line[5:] == ["Healthy", "0/100", "-", "-/24", "0", "-", "-"]
-
-
-async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Below the first line."""
-    document = busy_node()
-    document["agent"] |= {"is_ready": False, "not_ready": ["tencent.com/vcuda-core is not registered with the kubelet"]}
-    lines = (await printed(document, capsys)).splitlines()
-    assert "NOT READY" in lines[0]
-    assert lines[2] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
-
-
-async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_agent_that_is_not_ready_or_does_not_sample_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Old values are marked as old."""
     document = busy_node()
+    document["agent"] |= {"is_ready": False, "not_ready": ["tencent.com/vcuda-core is not registered with the kubelet"]}
     document["at"] = document["agent"]["sampled_at"] + 42
-    assert "usage sampled 42 s ago" in await printed(document, capsys)
+    lines = (await printed(document, capsys)).splitlines()
+    assert "NOT READY" in lines[0] and "usage sampled 42 s ago" in lines[0]
+    assert lines[2] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
     document["agent"]["sampled_at"] = None
     assert "usage not sampled yet" in await printed(document, capsys)
 
 
-async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """No allocated share is left out."""
+async def test_what_has_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """No allocated share is left out; and an empty table would look like a fault of the program."""
     document = busy_node()
     document["containers"][0]["gpus"] = []
     lines = (await printed(document, capsys)).splitlines()
     assert lines[-2] == "on no GPU that the driver names"
     assert lines[-1].split()[:3] == ["default/big/main", "Unknown", "whole"]
-
-
-async def test_a_node_without_gpus_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty table would look like a fault of the program."""
-    document = busy_node() | {"gpus": [], "containers": []}
-    assert "this node has no GPU that the driver can name" in await printed(document, capsys)
+    empty = busy_node() | {"gpus": [], "containers": []}
+    assert "this node has no GPU that the driver can name" in await printed(empty, capsys)
 
 
 async def test_json_and_yaml_are_the_agents_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,50 +316,42 @@ async def test_an_interval_out_of_bounds_ends_in_2(interval: str) -> None:
     assert "is not between 0.1 and 3600 seconds" in ended.err
 
 
-async def test_without_a_terminal_there_is_one_table() -> None:
-    """`gpushare-agent top | grep` ends, with the variables of the settings read."""
+async def test_without_a_terminal_or_with_a_dumb_one_there_is_one_table() -> None:
+    """`gpushare-agent top | grep` ends, with the settings read. Where a screen cannot be drawn, nothing would be shown
+    until q."""
     async with json_server(agent_answers(busy_node())) as agent:
         port = agent.url.rpartition(":")[2]
         ended = await run_program("top", "--web.addr=127.0.0.1", f"--web.port={port}")
+
+        async with at_terminal("top", "--server", agent.url, term="dumb") as terminal:
+            await terminal.wait_shown(lambda text: "default/train/trainer" in text)
+            assert await terminal.wait_end() == 0
     assert (ended.code, ended.err) == (0, "")
-    assert "\x1b" not in ended.out
-    assert len(agent.seen) == 1
+    assert "\x1b" not in ended.out + terminal.shown
+    assert len(agent.seen) == 2
 
 
-async def test_a_dumb_terminal_gets_one_table() -> None:
-    """A screen cannot be drawn there: nothing would be shown until q."""
-    async with (
-        json_server(agent_answers(busy_node())) as agent,
-        at_terminal("top", "--server", agent.url, term="dumb") as terminal,
-    ):
-        await terminal.wait_shown(lambda text: "default/train/trainer" in text)
+@asynccontextmanager
+async def live_top(agent: FakeApiServer, *words: str, columns: int = 120, rows: int = 30) -> AsyncIterator[Terminal]:
+    """`top` at a terminal; q ends it after the block."""
+    async with at_terminal("top", "--server", agent.url, *words, columns=columns, rows=rows) as terminal:
+        yield terminal
+        terminal.press("q")
         assert await terminal.wait_end() == 0
-        assert "\x1b" not in terminal.shown
 
 
-def by_q(terminal: Any) -> None:
-    terminal.press("q")
-
-
-def by_sigint(terminal: Any) -> None:
-    terminal.process.send_signal(signal.SIGINT)
-
-
-def by_sigterm(terminal: Any) -> None:
-    terminal.process.send_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("end", [by_q, by_sigint, by_sigterm])
-async def test_the_live_table_ends_and_leaves_the_terminal_as_it_was(
-    end: Callable[[Any], Awaitable[None] | None],
-) -> None:
+@pytest.mark.parametrize("end", ["q", signal.SIGINT, signal.SIGTERM])
+async def test_the_live_table_ends_and_leaves_the_terminal_as_it_was(end: str | signal.Signals) -> None:
     """Exit code 0, the mode is back, the screen that was there before is shown again."""
     async with json_server(agent_answers(busy_node())) as agent:
         async with at_terminal("top", "--interval=0.1", "--server", agent.url) as terminal:
             before = terminal.mode()
             await terminal.wait_shown(lambda text: "default/train/trainer" in text and "q ends" in text)
             assert terminal.mode() != before
-            end(terminal)
+            if isinstance(end, signal.Signals):
+                terminal.process.send_signal(end)
+            else:
+                terminal.press(end)
             assert await terminal.wait_end() == 0
             await terminal.wait_shown(lambda text: "\x1b[?1049l" in text)
             assert terminal.mode() == before
@@ -383,18 +361,13 @@ async def test_the_live_table_ends_and_leaves_the_terminal_as_it_was(
 async def test_the_live_table_shows_what_changes_and_outlives_the_agent() -> None:
     """A restart of the agent is shown, and its node stays on the screen."""
     document = busy_node()
-    async with (
-        json_server(agent_answers(document)) as agent,
-        at_terminal("top", "--interval=0.1", "--server", agent.url) as terminal,
-    ):
+    async with json_server(agent_answers(document)) as agent, live_top(agent, "--interval=0.1") as terminal:
         await terminal.wait_shown(lambda text: "q ends" in text)
         agent.script.answers["/api/v1/node"] = document | {"node": "renamed"}
         await terminal.wait_shown(lambda text: "node renamed" in text)
         agent.script.answers.clear()
         await terminal.wait_shown(lambda text: "as of the last answer" in text)
         assert terminal.process.returncode is None
-        terminal.press("q")
-        assert await terminal.wait_end() == 0
 
 
 PROCESSES = [
@@ -473,36 +446,29 @@ async def test_p_asks_the_agent_for_processes_and_the_screen_has_curves() -> Non
     history = curves(document, [0.5] * 180)
     async with (
         json_server({"/api/v1/node": node, "/api/v1/history": dict(history)}) as agent,
-        at_terminal("top", "--interval=600", "--server", agent.url, columns=80, rows=24) as terminal,
+        live_top(agent, "--interval=600", columns=80, rows=24) as terminal,
     ):
         await terminal.wait_shown(lambda text: "15 min  SM" in "\n".join(screen_of(text)))
         terminal.press("p")
         await terminal.wait_shown(lambda text: "process 4242 python3.11, inside 12" in "\n".join(screen_of(text)))
         terminal.press("p")
         await terminal.wait_shown(lambda text: "process 4242" not in "\n".join(screen_of(text)))
-        terminal.press("q")
-        assert await terminal.wait_end() == 0
 
 
 async def test_a_small_terminal_scrolls() -> None:
     """As many lines as fit; the rest is counted, and j and the arrows lead there."""
-    async with (
-        json_server(agent_answers(busy_node())) as agent,
-        at_terminal("top", "--interval=60", "--server", agent.url, rows=9) as terminal,
-    ):
+    async with json_server(agent_answers(busy_node())) as agent, live_top(agent, "--interval=60", rows=9) as terminal:
         await terminal.wait_shown(lambda text: "5 more lines" in text)
         assert "Cordoned" not in terminal.shown
         terminal.press("jjj\x1b[B")
         await terminal.wait_shown(lambda text: "Cordoned" in text)
-        terminal.press("q")
-        assert await terminal.wait_end() == 0
 
 
 async def test_keys_sort_filter_and_help() -> None:
     """Each shows at once what it changed."""
     async with (
         json_server(agent_answers(busy_node())) as agent,
-        at_terminal("top", "--interval=60", "--server", agent.url, columns=80, rows=24) as terminal,
+        live_top(agent, "--interval=60", columns=80, rows=24) as terminal,
     ):
         await terminal.wait_shown(lambda text: "? help" in text)
         terminal.press("?")
@@ -518,21 +484,14 @@ async def test_keys_sort_filter_and_help() -> None:
         assert not re.search("train|big|^[123] ", "\n".join(screen_of(terminal.shown)), re.M)
         terminal.press("/\x1b")
         await terminal.wait_shown(lambda text: "default/big/main" in "\n".join(screen_of(text)))
-        terminal.press("q")
-        assert await terminal.wait_end() == 0
 
 
 async def test_a_new_size_draws_the_whole_screen_again() -> None:
     """No line is longer than the terminal, and the head does not wrap."""
-    async with (
-        json_server(agent_answers(busy_node())) as agent,
-        at_terminal("top", "--interval=60", "--server", agent.url, columns=120, rows=30) as terminal,
-    ):
+    async with json_server(agent_answers(busy_node())) as agent, live_top(agent, "--interval=60") as terminal:
         await terminal.wait_shown(lambda text: "POWER W" in text)
         terminal.resize(columns=60, rows=12)
         await terminal.wait_shown(lambda text: "more lines" in foot_of(text))
         lines = screen_of(terminal.shown)
         assert (len(lines), max(map(len, lines)) <= 60) == (12, True)
         assert [line.split()[0] for line in lines[:3]] == ["node", "allocated", "GPU"]
-        terminal.press("q")
-        assert await terminal.wait_end() == 0

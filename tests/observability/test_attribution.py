@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -10,8 +13,10 @@ from gpushare_agent.agent.observability.attribution import AllocatedContainers, 
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import MIB, GpuUuid
-from gpushare_agent.core.model.usage import ProcessKind, ProcessSample, UsageRound
+from gpushare_agent.core.model.usage import GpuSample, ProcessKind, ProcessSample, UsageRound
 from tests.observability.support_usage import UUIDS, driver_sample, gpu_sample, id_of, key_of, owner, process
+
+A, B = key_of(1), key_of(2)
 
 
 def allocated(
@@ -25,6 +30,10 @@ def allocated(
     )
 
 
+def joined(owners: Mapping[int, PeerIdentity], known: AllocatedContainers, *gpus: GpuSample, **more: Any) -> UsageRound:
+    return join_usage(driver_sample(*gpus), owners, known, sampled_at=3.5, **more)
+
+
 def pids_of(found: UsageRound, key: ContainerKey, index: int) -> tuple[int, ...]:
     return found.containers[key, UUIDS[index]].pids
 
@@ -35,62 +44,49 @@ def unattributed_of(found: UsageRound, index: int) -> list[int]:
 
 def test_a_process_counts_for_the_container_whose_id_its_cgroup_names() -> None:
     """Two containers on one GPU each get their own processes, and the sums of what these use."""
-    a, b = key_of(1), key_of(2)
-    sample = driver_sample(
-        gpu_sample(0, process(10, memory=5, sm=0.2), process(11, memory=7, sm=0.3), process(20, memory=1, sm=0.1))
-    )
-    found = join_usage(
-        sample, {10: owner(1), 11: owner(1), 20: owner(2)}, allocated({a: (0,), b: (0,)}), sampled_at=3.5
-    )
-    use = found.containers[a, UUIDS[0]]
+    owners = {10: owner(1), 11: owner(1), 20: owner(2)}
+    processes = process(10, memory=5, sm=0.2), process(11, memory=7, sm=0.3), process(20, memory=1, sm=0.1)
+    found = joined(owners, allocated({A: (0,), B: (0,)}), gpu_sample(0, *processes))
+    use = found.containers[A, UUIDS[0]]
     assert (use.pids, use.memory_bytes, use.sm_ratio) == ((10, 11), 12, 0.5)
-    assert found.containers[b, UUIDS[0]].memory_bytes == 1
+    assert found.containers[B, UUIDS[0]].memory_bytes == 1
     assert found.sampled_at == 3.5
     assert not found.unattributed
 
 
 def test_a_container_without_a_process_uses_nothing() -> None:
     """Zero, because that is known; on each of its GPUs."""
-    found = join_usage(driver_sample(gpu_sample(0), gpu_sample(1)), {}, allocated({key_of(1): (0, 1)}), sampled_at=0)
+    found = joined({}, allocated({A: (0, 1)}), gpu_sample(0), gpu_sample(1))
     for index in (0, 1):
-        use = found.containers[key_of(1), UUIDS[index]]
+        use = found.containers[A, UUIDS[index]]
         assert (use.pids, use.memory_bytes, use.sm_ratio, use.encoder_ratio) == ((), 0, 0.0, 0.0)
 
 
 def test_what_a_gpu_does_not_tell_is_not_zero() -> None:
     """A GPU that lists no processes, and processes without sizes, leave None; a GPU that did not answer leaves nothing."""
-    sample = driver_sample(gpu_sample(0, lists=False), gpu_sample(1, process(10, memory=None, sm=None)))
-    found = join_usage(sample, {10: owner(1)}, allocated({key_of(1): (0, 1, 2)}), sampled_at=0)
-    silent, unsized = found.containers[key_of(1), UUIDS[0]], found.containers[key_of(1), UUIDS[1]]
+    gpus = gpu_sample(0, lists=False), gpu_sample(1, process(10, memory=None, sm=None))
+    found = joined({10: owner(1)}, allocated({A: (0, 1, 2)}), *gpus)
+    silent, unsized = found.containers[A, UUIDS[0]], found.containers[A, UUIDS[1]]
     assert (silent.memory_bytes, silent.sm_ratio, silent.pids) == (None, None, ())
     assert (unsized.memory_bytes, unsized.sm_ratio, unsized.pids) == (None, None, (10,))
-    assert (key_of(1), UUIDS[2]) not in found.containers
+    assert (A, UUIDS[2]) not in found.containers
 
 
-def test_a_known_size_counts_beside_an_unknown_one() -> None:
-    """What some processes' sizes add up to is the least that is used."""
-    sample = driver_sample(gpu_sample(0, process(10, memory=MIB), process(11, memory=None)))
-    found = join_usage(sample, {10: owner(1), 11: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
-    assert found.containers[key_of(1), UUIDS[0]].memory_bytes == MIB
-
-
-def test_processes_never_use_more_than_the_whole_gpu() -> None:
-    """Ratios of processes that are sampled one by one may add up to more."""
-    sample = driver_sample(gpu_sample(0, process(10, sm=0.7), process(11, sm=0.6)))
-    found = join_usage(sample, {10: owner(1), 11: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
-    assert found.containers[key_of(1), UUIDS[0]].sm_ratio == 1.0
+def test_sums_over_processes_are_of_what_is_known_and_of_one_gpu_at_most() -> None:
+    """What the known sizes add up to is the least that is used. Ratios of processes that are sampled one by one may add
+    up to more than the whole GPU."""
+    processes = process(10, memory=MIB, sm=0.7), process(11, memory=None, sm=0.6)
+    found = joined({10: owner(1), 11: owner(1)}, allocated({A: (0,)}), gpu_sample(0, *processes))
+    use = found.containers[A, UUIDS[0]]
+    assert (use.memory_bytes, use.sm_ratio) == (MIB, 1.0)
 
 
 def test_before_its_id_is_known_a_process_counts_for_the_pods_only_holder_on_the_gpu() -> None:
     """With two containers of the pod on the GPU it stays unattributed."""
     only, first, second = key_of(1), key_of(2, "a"), key_of(2, "b")
-    sample = driver_sample(gpu_sample(0, process(10), process(20)), gpu_sample(1, process(21)))
-    found = join_usage(
-        sample,
-        {10: owner(1, "f" * 64), 20: owner(2, "e" * 64), 21: owner(2, "d" * 64)},
-        allocated({only: (0,), first: (0, 1), second: (0,)}, reported=()),
-        sampled_at=0,
-    )
+    owners = {10: owner(1, "f" * 64), 20: owner(2, "e" * 64), 21: owner(2, "d" * 64)}
+    known = allocated({only: (0,), first: (0, 1), second: (0,)}, reported=())
+    found = joined(owners, known, gpu_sample(0, process(10), process(20)), gpu_sample(1, process(21)))
     assert pids_of(found, only, 0) == (10,)
     assert unattributed_of(found, 0) == [20]
     assert pids_of(found, first, 1) == (21,)
@@ -101,28 +97,19 @@ def test_processes_of_nobody_are_unattributed() -> None:
     sidecar = key_of(1, "sidecar")
     known = AllocatedContainers(gpus={key_of(1): (UUIDS[0],)}, by_id={id_of(1): key_of(1), id_of(9): sidecar})
     owners = {10: NOBODY, 12: owner(7), 13: owner(1, id_of(9))}
-    sample = driver_sample(gpu_sample(0, *(process(pid) for pid in (10, 11, 12, 13))))
-    found = join_usage(sample, owners, known, sampled_at=0)
+    found = joined(owners, known, gpu_sample(0, *(process(pid) for pid in (10, 11, 12, 13))))
     assert unattributed_of(found, 0) == [10, 11, 12, 13]
     assert pids_of(found, key_of(1), 0) == ()
 
 
 def test_a_container_is_a_stranger_on_a_gpu_that_it_does_not_hold() -> None:
-    """A privileged container may use any GPU; that is seen there and not charged to its share."""
-    sample = driver_sample(gpu_sample(0, process(10)), gpu_sample(1, process(10)))
-    found = join_usage(sample, {10: owner(1)}, allocated({key_of(1): (0,)}), sampled_at=0)
-    assert pids_of(found, key_of(1), 0) == (10,)
-    assert unattributed_of(found, 1) == [10]
-    assert (key_of(1), UUIDS[1]) not in found.containers
-
-
-def test_an_id_without_a_pod_in_its_path_is_enough() -> None:
-    """So the kernel writes a neighbour's path for a reader with a cgroup namespace of its own."""
-    identity = PeerIdentity(pod_uid=None, container_id=id_of(1))
-    found = join_usage(
-        driver_sample(gpu_sample(0, process(10))), {10: identity}, allocated({key_of(1): (0,)}), sampled_at=0
-    )
-    assert pids_of(found, key_of(1), 0) == (10,)
+    """A privileged container may use any GPU; that is seen there and not charged to its share. An ID without a pod in its
+    path is enough: so the kernel writes a neighbour's path for a reader with a cgroup namespace of its own."""
+    for identity in (owner(1), PeerIdentity(pod_uid=None, container_id=id_of(1))):
+        found = joined({10: identity}, allocated({A: (0,)}), gpu_sample(0, process(10)), gpu_sample(1, process(10)))
+        assert pids_of(found, A, 0) == (10,)
+        assert unattributed_of(found, 1) == [10]
+        assert (A, UUIDS[1]) not in found.containers
 
 
 def test_only_ids_that_may_be_of_containers_with_gpus_are_looked_up() -> None:
@@ -141,12 +128,9 @@ def test_every_process_is_counted_once(rows: list[tuple[int, int, int]], pods: d
     gpus: dict[int, list[ProcessSample]] = {index: [] for index in range(3)}
     for index, pid, memory in sorted(rows):
         gpus[index].append(process(pid, memory=memory))
-    found = join_usage(
-        driver_sample(*(gpu_sample(index, *processes) for index, processes in gpus.items())),
-        {pid: owner(number) for pid, number in pods.items()},
-        allocated({key_of(1): (0,), key_of(2): (0, 1), key_of(3): (2,)}),
-        sampled_at=0,
-    )
+    owners = {pid: owner(number) for pid, number in pods.items()}
+    known = allocated({A: (0,), B: (0, 1), key_of(3): (2,)})
+    found = joined(owners, known, *(gpu_sample(index, *processes) for index, processes in gpus.items()))
     for index, processes in gpus.items():
         uuid: GpuUuid = UUIDS[index]
         counted = [pid for (_, gpu), use in found.containers.items() if gpu == uuid for pid in use.pids]
@@ -158,23 +142,15 @@ def test_every_process_is_counted_once(rows: list[tuple[int, int, int]], pods: d
 
 # ---- what containers pay ----
 
-A, B = key_of(1), key_of(2)
-
 
 def computing(
     a: float | None, b: float | None, *, nobodys: float = 0.0, **paid: float
 ) -> dict[ContainerKey, tuple[float | None, str]]:
     """What is shown of two containers with a process each, as the driver and, by name, the library say; `nobodys` is a
     process on the node itself."""
-    sample = driver_sample(gpu_sample(0, process(10, sm=a), process(20, sm=b), process(30, sm=nobodys)))
-    pays = {A: paid.get("pays_a"), B: paid.get("pays_b")}
-    found = join_usage(
-        sample,
-        {10: owner(1), 20: owner(2)},
-        allocated({A: (0,), B: (0,)}),
-        sampled_at=0,
-        paid=lambda key, _: pays[key],
-    )
+    sample = gpu_sample(0, process(10, sm=a), process(20, sm=b), process(30, sm=nobodys))
+    pays, known = {A: paid.get("pays_a"), B: paid.get("pays_b")}, allocated({A: (0,), B: (0,)})
+    found = joined({10: owner(1), 20: owner(2)}, known, sample, paid=lambda key, _: pays[key])
     return {key: (use.sm_ratio, use.sm_source.value) for (key, _), use in found.containers.items()}
 
 
@@ -202,18 +178,15 @@ def test_of_a_client_of_mps_without_a_sample_it_is_said_why() -> None:
 
     def shown(client: ProcessSample, **pays: float) -> tuple[float | None, str, int | None]:
         server = process(30, memory=66, sm=0.4)
-        sample = driver_sample(gpu_sample(0, replace(client, kind=ProcessKind.MPS), server))
-        found = join_usage(
-            sample, {10: owner(1)}, allocated({A: (0,)}), sampled_at=0, paid=lambda key, _: pays.get("pays")
-        )
+        sample = gpu_sample(0, replace(client, kind=ProcessKind.MPS), server)
+        found = joined({10: owner(1)}, allocated({A: (0,)}), sample, paid=lambda key, _: pays.get("pays"))
         use = found.containers[A, UUIDS[0]]
         return use.sm_ratio, use.sm_source.value, use.memory_bytes
 
     assert shown(process(10, memory=1342, sm=None)) == (None, "mps", 1342)
     assert shown(process(10, memory=1342, sm=0.1)) == (0.1, "driver", 1342)
     assert shown(process(10, memory=1342, sm=None), pays=0.3) == (0.3, "library", 1342)
-    sample = driver_sample(gpu_sample(0, process(10, sm=None)))
-    found = join_usage(sample, {10: owner(1)}, allocated({A: (0,)}), sampled_at=0)
+    found = joined({10: owner(1)}, allocated({A: (0,)}), gpu_sample(0, process(10, sm=None)))
     assert found.containers[A, UUIDS[0]].sm_source.value == "driver"
 
 
@@ -223,12 +196,7 @@ def test_more_than_the_whole_gpu_is_not_believed() -> None:
 
 def test_a_share_of_two_allocations_pays_once() -> None:
     """A claim's container may use several results, under one share; its processes are in the first."""
-    sample = driver_sample(gpu_sample(0, process(10, sm=0.5), process(20, sm=0.5)))
-    found = join_usage(
-        sample,
-        {10: owner(1), 20: owner(2)},
-        allocated({A: (0,), key_of(1, "other"): (0,), B: (0,)}, reported=(A, B)),
-        sampled_at=0,
-        paid=lambda key, _: 0.3,
-    )
+    sample = gpu_sample(0, process(10, sm=0.5), process(20, sm=0.5))
+    known = allocated({A: (0,), key_of(1, "other"): (0,), B: (0,)}, reported=(A, B))
+    found = joined({10: owner(1), 20: owner(2)}, known, sample, paid=lambda key, _: 0.3)
     assert [use.sm_ratio for use in found.containers.values()] == [0.3, 0.0, 0.3]

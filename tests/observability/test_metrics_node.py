@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpushare_agent.agent.observability.metrics.node import THROTTLE_REASONS, Co
 from gpushare_agent.agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text, line
 from gpushare_agent.agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.names import MIB, device_id
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.model.usage import GpuSample, UsageRound
@@ -50,27 +52,31 @@ Rows = dict[str, list[tuple[dict[str, str], float]]]
 
 def rows_of(shown: NodeSnapshot) -> Rows:
     """As Prometheus reads them."""
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
     found: Rows = {}
-    for family in parse_text(metrics.exposition("")[1].decode()):
+    for family in parse_text(page_of(node_series(shown)).exposition("")[1].decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return found
 
 
-def used(*gpus: GpuSample, allocated: AllocatedContainers, owners: dict[int, PeerIdentity]) -> UsageRound:
-    return join_usage(driver_sample(*gpus), owners, allocated, sampled_at=999.5)
+def page_of(series: Iterable[Series]) -> AgentMetrics:
+    metrics, shown = AgentMetrics(), list(series)
+    metrics.show_node(NodePage(lambda _: shown, max_age_s=60.0))
+    return metrics
+
+
+def used(*gpus: GpuSample, allocated: Sequence[Allocation] = (), owners: dict[int, PeerIdentity]) -> UsageRound:
+    """The containers of the allocations have the IDs 1, 2 and so on."""
+    by_id = {id_of(number): one.key for number, one in enumerate(allocated, 1)}
+    known = AllocatedContainers(gpus={one.key: one.gpus for one in allocated}, by_id=by_id)
+    return join_usage(driver_sample(*gpus), owners, known, sampled_at=999.5)
 
 
 def one_share(*processes: Any, **others: Any) -> NodeSnapshot:
     """A container with 40 cores and 2 GiB of GPU 0."""
     allocated = allocation(key_of(1))
-    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
-    usage = used(
-        gpu_sample(0, *processes, **others), gpu_sample(1), allocated=known, owners={10: owner(1), 11: owner(1)}
-    )
-    return snapshot(facts(allocated), usage=usage)
+    gpus, owners = (gpu_sample(0, *processes, **others), gpu_sample(1)), {10: owner(1), 11: owner(1)}
+    return snapshot(facts(allocated), usage=used(*gpus, allocated=[allocated], owners=owners))
 
 
 def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
@@ -139,10 +145,9 @@ def test_a_container_without_a_limit_has_a_row_and_no_other_has_one() -> None:
 def test_the_total_of_whole_gpus_is_the_sum_over_them() -> None:
     """Two busy GPUs are up to 200 percent, as gpu-manager counts."""
     allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
-    known = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     gpus = (gpu_sample(0, process(10, sm=0.5)), gpu_sample(1, process(11, sm=0.75)))
-    shown = snapshot(facts(allocated), usage=used(*gpus, allocated=known, owners={10: owner(1), 11: owner(1)}))
-    rows = rows_of(shown)
+    usage = used(*gpus, allocated=[allocated], owners={10: owner(1), 11: owner(1)})
+    rows = rows_of(snapshot(facts(allocated), usage=usage))
     assert [(labels["gpu"], value) for labels, value in rows["container_gpu_utilization"]] == [
         ("gpu0", 50.0),
         ("gpu1", 75.0),
@@ -170,40 +175,40 @@ def test_our_series_of_a_container_are_in_base_units_for_each_gpu() -> None:
     }
 
 
-def test_an_elastic_share_may_use_more_than_it_was_given() -> None:
-    """The limit is the pod's ceiling."""
+def test_before_the_first_round_what_is_given_is_known_and_no_use() -> None:
+    """What was not sampled is not zero. The limit of an elastic share is the pod's ceiling."""
     rows = rows_of(snapshot(facts(allocation(key_of(1)), core_limit=90)))
-    assert rows["gpushare_container_allocated_cores_ratio"][0][1] == 0.4
-    assert rows["gpushare_container_cores_limit_ratio"][0][1] == 0.9
-
-
-def test_before_the_first_round_a_container_has_its_limits_and_no_use() -> None:
-    """What was not sampled is not zero."""
-    rows = rows_of(snapshot(facts(allocation(key_of(1)))))
-    assert "gpushare_container_memory_limit_bytes" in rows
     assert not {name for name in rows if "used" in name or "utilization_ratio" in name}
     assert "container_gpu_memory_total" not in rows
+    given = {
+        "gpushare_container_allocated_cores_ratio": [0.4],
+        "gpushare_container_cores_limit_ratio": [0.9],
+        "gpushare_container_memory_limit_bytes": [2048.0 * MIB],
+        "gpushare_gpu_cores_allocated_ratio": [0.4, 0.0],
+        "gpushare_gpu_memory_allocated_bytes": [2048.0 * MIB, 0.0],
+        "gpushare_gpu_cores_capacity_ratio": [1.0, 1.0],
+    }
+    assert {name: [value for _, value in rows[name]] for name in given} == given
 
 
 def test_a_container_admitted_after_the_last_round_uses_nothing_yet() -> None:
-    """From the moment of its allocation it has its series, where the GPU lists processes; else nothing is known of it."""
-
-    def rows(*, lists: bool) -> Rows:
-        empty = used(gpu_sample(0, lists=lists), allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
-        return rows_of(snapshot(facts(allocation(key_of(1))), usage=empty))
-
-    listed = rows(lists=True)
-    assert [value for _, value in listed["gpushare_container_memory_used_bytes"]] == [0.0]
-    assert [value for _, value in listed["container_gpu_utilization"]] == [0.0, 0.0]
-    assert "gpushare_container_memory_used_bytes" not in rows(lists=False)
+    """From the moment of its allocation it has its series."""
+    rows = rows_of(snapshot(facts(allocation(key_of(1))), usage=used(gpu_sample(0), owners={})))
+    assert [value for _, value in rows["gpushare_container_memory_used_bytes"]] == [0.0]
+    assert [value for _, value in rows["container_gpu_utilization"]] == [0.0, 0.0]
 
 
 def test_what_the_driver_does_not_tell_has_no_row() -> None:
-    """A GPU without lists of processes: no used series, neither zero nor anything else."""
+    """A GPU without lists of processes: no used series, neither zero nor anything else, also of a new container."""
     rows = rows_of(one_share(lists=False))
     assert "gpushare_container_memory_used_bytes" not in rows
     assert "gpushare_container_sm_utilization_ratio" not in rows
     assert {labels["uuid"] for labels, _ in rows["gpushare_gpu_stranger_processes"]} == {UUIDS[1]}
+    counted_elsewhere = rows_of(one_share(process(10, sm=None)))  # in the process of the MPS server
+    assert "gpushare_container_sm_utilization_ratio" not in counted_elsewhere
+    assert "gpushare_container_memory_used_bytes" in counted_elsewhere
+    new = snapshot(facts(allocation(key_of(1))), usage=used(gpu_sample(0, lists=False), owners={}))
+    assert "gpushare_container_memory_used_bytes" not in rows_of(new)
 
 
 def test_every_sample_of_a_gpu_has_its_series() -> None:
@@ -229,9 +234,8 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
         nvlink_sent_bytes_total=2**41,
         processes=(process(77, memory=42),),
     )
-    usage = used(sample, allocated=AllocatedContainers(gpus={}, by_id={}), owners={})
     sick = inventory(sick={1: "lost"})
-    rows = rows_of(snapshot(usage=usage, gpus=sick, cordoned={UUIDS[1]: "by hand"}))
+    rows = rows_of(snapshot(usage=used(sample, owners={}), gpus=sick, cordoned={UUIDS[1]: "by hand"}))
     first, second = ({"uuid": UUIDS[index], "gpu": str(index), "node": "n1"} for index in (0, 1))
     expected = {
         "sm_utilization_ratio": 0.5,
@@ -262,10 +266,7 @@ def test_every_sample_of_a_gpu_has_its_series() -> None:
     assert throttled == dict.fromkeys(THROTTLE_REASONS, 0.0) | {"power_cap": 1.0, "sun_storm": 1.0}
     assert rows["gpushare_gpu_healthy"] == [(first, 1.0), (second, 0.0)]
     assert rows["gpushare_gpu_cordoned"] == [(first, 0.0), (second, 1.0)]
-    assert rows["gpushare_gpu_memory_capacity_bytes"] == [
-        (first, float(GPU_MIB * MIB)),
-        (second, float(GPU_MIB * MIB)),
-    ]
+    assert rows["gpushare_gpu_memory_capacity_bytes"] == [(one, float(GPU_MIB * MIB)) for one in (first, second)]
     info = rows["gpushare_gpu_info"][0][0]
     assert (info["name"], info["driver_version"]) == ("NVIDIA H100 80GB HBM3", "550.54.14")
     assert rows["gpushare_usage_sampled_timestamp_seconds"] == [({"node": "n1"}, 999.5)]
@@ -281,14 +282,6 @@ def test_a_gpu_that_is_left_out_on_purpose_is_neither_healthy_nor_not() -> None:
 def test_the_throttle_reasons_are_those_of_the_driver() -> None:
     """Every bit that has a name, so that each can be alerted on before it is ever set."""
     assert throttle_reasons(0x7FF) == THROTTLE_REASONS
-
-
-def test_what_is_given_of_a_gpu_is_shown_from_the_allocation_on() -> None:
-    """Without any sample."""
-    rows = rows_of(snapshot(facts(allocation(key_of(1)))))
-    assert [value for _, value in rows["gpushare_gpu_cores_allocated_ratio"]] == [0.4, 0.0]
-    assert [value for _, value in rows["gpushare_gpu_memory_allocated_bytes"]] == [2048.0 * MIB, 0.0]
-    assert [value for _, value in rows["gpushare_gpu_cores_capacity_ratio"]] == [1.0, 1.0]
 
 
 def test_the_order_of_containers_does_not_depend_on_who_came_first() -> None:
@@ -316,11 +309,8 @@ def test_no_label_breaks_out_of_its_quotes(value: str) -> None:
 def test_namesakes_are_one_row_with_the_sum() -> None:
     """A pod deleted by force whose processes run on, and the one made again under its name: no series is there twice."""
     old, new = allocation(key_of(1)), allocation(key_of(2), (0, 1), cores=200, blocks=0)
-    known = AllocatedContainers(
-        gpus={one.key: one.gpus for one in (old, new)}, by_id={id_of(1): old.key, id_of(2): new.key}
-    )
     gpus = (gpu_sample(0, process(10, sm=0.25), process(20, sm=0.5)), gpu_sample(1, process(21, sm=0.125)))
-    usage = used(*gpus, allocated=known, owners={10: owner(1), 20: owner(2), 21: owner(2)})
+    usage = used(*gpus, allocated=[old, new], owners={10: owner(1), 20: owner(2), 21: owner(2)})
     shown = snapshot(facts(old), facts(new), usage=usage)
     rows = rows_of(shown)
     assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 2.4)]
@@ -337,17 +327,13 @@ def test_namesakes_are_one_row_with_the_sum() -> None:
     assert [one.split()[-1] for one in few["gpushare_container_sm_utilization_ratio"].splitlines()] == ["0.75", "0.125"]
     for found in rows.values():
         assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found)
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda _: node_series(shown), max_age_s=1.0))
-    assert list(
-        parse_openmetrics(metrics.exposition(OPENMETRICS)[1].decode())
-    )  # raises for a series that is there twice
+    opened = page_of(node_series(shown)).exposition(OPENMETRICS)[1].decode()
+    assert list(parse_openmetrics(opened))  # raises for a series that is there twice
 
 
 def test_openmetrics_and_text_say_the_same() -> None:
     """Both parse, a counter keeps its samples' names, and OpenMetrics ends with its last line once."""
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda _: node_series(one_share(process(10), nvlink_sent_bytes_total=5)), max_age_s=1.0))
+    metrics = page_of(node_series(one_share(process(10), nvlink_sent_bytes_total=5)))
     type_of_text, text = metrics.exposition("")
     type_of_open, opened = metrics.exposition(OPENMETRICS)
     assert (type_of_text.partition(";")[0], type_of_open.partition(";")[0]) == (
@@ -463,10 +449,9 @@ def test_a_share_has_seven_series_unless_all_are_wanted() -> None:
 
     few, every = rows(ContainerSeries()), rows(ContainerSeries(is_all=True))
     assert (len(few), len(set(few)), len(every)) == (7, 7, 17)
-    manifests = [
-        Path(__file__).parents[2] / "manifests/monitoring" / name for name in ("dashboard.json", "alerts.yaml")
-    ]
-    read = {name for one in manifests for name in re.findall(r"gpushare_container_\w+", one.read_text())}
+    monitoring = Path(__file__).parents[2] / "manifests/monitoring"
+    texts = [(monitoring / name).read_text() for name in ("dashboard.json", "alerts.yaml")]
+    read = {name for text in texts for name in re.findall(r"gpushare_container_\w+", text)}
     read.remove("gpushare_container_gpu_seconds_total")  # made apart from these: consumption.py
     assert read - {*few, "gpushare_container_not_limited"} == set()
     assert set(every) - set(few) == {
@@ -481,13 +466,9 @@ def test_lines_that_are_kept_show_every_change() -> None:
     kept, share, gpus = ContainerSeries(is_all=True), facts(allocation(key_of(1))), inventory()
 
     def shown(one: ContainerFacts, sm: float, memory: int = MIB, **others: Any) -> NodeSnapshot:
-        known = AllocatedContainers(
-            gpus={one.allocation.key: one.allocation.gpus}, by_id={id_of(1): one.allocation.key}
-        )
         sample = gpu_sample(0, process(10, memory=memory, sm=sm))
-        return replace(
-            snapshot(one, usage=used(sample, allocated=known, owners={10: owner(1)})), **({"inventory": gpus} | others)
-        )
+        usage = used(sample, allocated=[one.allocation], owners={10: owner(1)})
+        return replace(snapshot(one, usage=usage), **({"inventory": gpus} | others))
 
     renamed = replace(gpus, gpus=tuple(replace(gpu, index=gpu.index + 4) for gpu in gpus.gpus))
     other_pod = replace(share, allocation=replace(share.allocation, pod_name="other"))
@@ -505,9 +486,8 @@ def test_lines_that_are_kept_show_every_change() -> None:
     ):
         assert kept.series(one) == ContainerSeries(is_all=True).series(one)
     first, second, again = ({one.name: one.lines for one in kept.series(shown(share, sm))} for sm in (0.25, 0.5, 0.5))
-    assert {name for name in first if first[name][0] is not second[name][0]} >= {
-        "gpushare_container_sm_utilization_ratio"
-    }
+    of_sm = "gpushare_container_sm_utilization_ratio"
+    assert first[of_sm][0] is not second[of_sm][0]
     assert first["gpushare_container_memory_limit_bytes"][0] is second["gpushare_container_memory_limit_bytes"][0]
     assert all(second[name][0] is again[name][0] for name in second)
 
@@ -528,20 +508,15 @@ async def test_a_page_is_prepared_in_slices_and_is_of_one_round() -> None:
     del shown[0]
     found = page.text(is_openmetrics=False)
     assert len(containers._known) == 1
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda _: node_series(second, ContainerSeries()), 60.0))
-    assert metrics.exposition("")[1].startswith(found)
+    assert page_of(node_series(second, ContainerSeries())).exposition("")[1].startswith(found)
     assert b"0.5" in found and b'pod="ended"' not in found
 
 
 def dcgm_rows(shown: NodeSnapshot) -> dict[str, dict[str, tuple[dict[str, str], float]]]:
     """By name and GPU, as Prometheus reads them."""
-    metrics = AgentMetrics()
-    metrics.show_node(NodePage(lambda _: list(dcgm_series(shown)), max_age_s=1.0))
-    families = parse_text(metrics.exposition("")[1].decode())
     return {
         family.name: {sample.labels["gpu"]: (dict(sample.labels), sample.value) for sample in family.samples}
-        for family in families
+        for family in parse_text(page_of(dcgm_series(shown)).exposition("")[1].decode())
         if family.name.startswith("DCGM_")
     }
 
@@ -565,12 +540,7 @@ def test_dcgms_names_have_its_labels_and_units() -> None:
 
 def test_dcgms_rows_name_nobody_where_several_share_the_gpu_and_mig_instances_have_none() -> None:
     """One row of each GPU: sums over them stay right."""
-    usage = used(
-        gpu_sample(0, sm_ratio=0.5),
-        gpu_sample(1, sm_ratio=0.5),
-        allocated=AllocatedContainers(gpus={}, by_id={}),
-        owners={},
-    )
+    usage = used(gpu_sample(0, sm_ratio=0.5), gpu_sample(1, sm_ratio=0.5), owners={})
     shares = [facts(allocation(key_of(number), pod=f"p{number}")) for number in (1, 2)]
     gpus = inventory()
     divided = replace(gpus, gpus=(gpus.gpus[0], replace(gpus.gpus[1], mig=mig_instance(1, 0, 0).mig)))

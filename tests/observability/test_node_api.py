@@ -170,33 +170,28 @@ async def test_a_node_that_has_not_changed_is_not_sent_again(accepted: str) -> N
 
 
 async def test_decisions_come_newest_first_and_as_asked_for() -> None:
-    """By pod, by namespace, above a number, one by its number, and at most so many."""
+    """By pod, by namespace, above a number, one by its number, and at most so many. With the record's fields: nested values
+    too, enums by their value."""
     node = SampleNode(gpus=2, containers=0)
     async with served_node(node) as served:
         for number in (1, 2, 3):
             served.decisions.add(node.decision(number, refused=number == 2))
 
-        async def numbers(query: str) -> list[int]:
+        async def decisions(query: str) -> list[dict[str, Any]]:
             status, found, _ = await _get(f"{served.url}/api/v1/decisions{query}")
             assert status == 200
-            return [one["number"] for one in found["decisions"]]
+            return list(found["decisions"])
 
-        assert await numbers("") == [3, 2, 1]
-        assert await numbers("?limit=2") == [3, 2]
-        assert await numbers("?after=1") == [3, 2]
-        assert await numbers("?number=2") == [2]
-        assert await numbers("?number=9") == []
-        assert await numbers("?pod=trainer-1&namespace=team-a") == [1]
-        assert await numbers("?pod=trainer-1&namespace=team-b") == []
-
-
-async def test_a_decision_has_the_records_fields() -> None:
-    """Nested values too, enums by their value."""
-    node = SampleNode(gpus=2, containers=0)
-    async with served_node(node) as served:
-        served.decisions.add(node.decision(1, refused=True))
-        _, found, _ = await _get(f"{served.url}/api/v1/decisions")
-    [one] = found["decisions"]
+        for query, numbers in {
+            "": [3, 2, 1],
+            "?limit=2": [3, 2],
+            "?after=1": [3, 2],
+            "?number=9": [],
+            "?pod=trainer-1&namespace=team-a": [1],
+            "?pod=trainer-1&namespace=team-b": [],
+        }.items():
+            assert [one["number"] for one in await decisions(query)] == numbers, query
+        [one] = await decisions("?number=2")
     assert (one["outcome"], one["reason"], one["gpus"]) == ("refused", "Fragmented", [])
     assert one["asked"] == {"cores": 100, "memory_bytes": 4096 * 2**20, "hint": [], "must_gpus": []}
     assert [(gpu["index"], gpu["verdict"]) for gpu in one["candidates"]] == [
@@ -236,11 +231,9 @@ async def test_the_day_and_the_changes_of_the_gpus_can_be_asked_for() -> None:
     past.changes.clock = lambda: 5.0
     past.changes.health_changed(uuid, NodeEventReason.GPU_CORDONED, "fan")
     past.changes.event_came(GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=31), 2)
+    asked = "history?span=day", "history?span=day&only=gpus", "history", "changes"
     async with served_node(SampleNode(gpus=1, containers=0), history=history, past=past) as served:
-        whole = (await _get(f"{served.url}/api/v1/history?span=day"))[1]
-        gpus = (await _get(f"{served.url}/api/v1/history?span=day&only=gpus"))[1]
-        recent = (await _get(f"{served.url}/api/v1/history"))[1]
-        changes = (await _get(f"{served.url}/api/v1/changes"))[1]
+        whole, gpus, recent, changes = [(await _get(f"{served.url}/api/v1/{one}"))[1] for one in asked]
     assert (whole["at"], whole["step_seconds"], recent["step_seconds"]) == (86_400.0, 300.0, 10.0)
     assert {half: whole[half].keys() for half in ("gpus", "containers")} == {
         half: recent[half].keys() for half in ("gpus", "containers")

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpushare_agent.agent.observability.usage_history import MAX_CONTAINERS, MAX_GPUS, RATIO_DIGITS, UsageHistory
@@ -23,6 +23,7 @@ STEP_S = 5.0
 A = ContainerKey(PodUid("pod-a"), "main")
 B = ContainerKey(PodUid("pod-b"), "main")
 GPU = GpuUuid("GPU-0")
+PAUSES = st.sampled_from([0, 1, 1, 1, 3, POINTS - 1, POINTS, 3 * POINTS])
 
 
 def history() -> tuple[UsageHistory, FakeClock]:
@@ -62,17 +63,6 @@ def gpu_ratios(kept: UsageHistory) -> list[Any]:
     return values
 
 
-def test_a_point_is_the_mean_of_its_rounds() -> None:
-    """Rounds of one step become one point, oldest point first."""
-    kept, clock = history()
-    for sm in (0.2, 0.4, 0.9):
-        kept.add(usage(sm))
-        clock.now += 1.0
-    clock.now = 1000.0 + STEP_S
-    kept.add(usage(0.1))
-    assert gpu_ratios(kept) == [None] * (POINTS - 2) + [0.5, 0.1]
-
-
 def test_a_new_curve_costs_the_same_however_long_the_window_is() -> None:
     """A node that starts has hundreds of them in its first round."""
     costs = []
@@ -94,34 +84,6 @@ def test_a_step_without_a_round_is_a_gap() -> None:
     clock.now += STEP_S
     kept.add(usage(0.4))
     assert gpu_ratios(kept)[-3:] == [0.2, None, 0.4]
-
-
-def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
-    """Memory is drawn though the compute is not known."""
-    kept, _ = history()
-    kept.add(usage(None))
-    gpu = document(kept)["gpus"]["GPU-0"]
-    assert (gpu["sm_ratio"][-1], gpu["memory_used_bytes"][-1]) == (None, 4096)
-
-
-def test_the_ring_turns() -> None:
-    """Only the last points are kept, whatever came before."""
-    kept, clock = history()
-    for number in range(3 * POINTS):
-        clock.now = 1000.0 + number * STEP_S
-        kept.add(usage(number / 100))
-    assert gpu_ratios(kept) == [number / 100 for number in range(2 * POINTS, 3 * POINTS)]
-
-
-def test_after_a_long_pause_nothing_old_is_shown() -> None:
-    """A ring whose places all are of the past has none of them left."""
-    kept, clock = history()
-    for number in range(POINTS):
-        clock.now = 1000.0 + number * STEP_S
-        kept.add(usage(0.9))
-    clock.now += 7.3 * POINTS * STEP_S
-    kept.add(usage(0.1))
-    assert gpu_ratios(kept) == [None] * (POINTS - 1) + [0.1]
 
 
 def test_a_container_is_the_sum_over_its_gpus() -> None:
@@ -151,14 +113,19 @@ def test_a_container_that_is_gone_keeps_its_curve_until_it_has_left_the_window()
     assert list(document(kept)["containers"]) == ["pod-b/main"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3 * POINTS), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
+@example([(0, 0.2), (0, 0.4), (0, 0.9), (1, 0.1)])
+@example([(1, number / 100) for number in range(3 * POINTS)])
+@example([*[(1, 0.9)] * POINTS, (POINTS - 2, 0.1)])
+@example([*[(1, 0.9)] * POINTS, (8 * POINTS, 0.1)])
+@given(st.lists(st.tuples(PAUSES, st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
 def test_every_point_is_the_mean_of_what_was_added_in_its_time(steps: list[tuple[int, float | None]]) -> None:
-    """Whatever the pauses between rounds: each of the last points, and nothing else, compared with a plain list."""
+    """Whatever the pauses between rounds: each of the last points, the oldest first, and nothing else, compared with a plain
+    list. A ring whose places all are of the past has none of them left."""
     kept, clock = history()
     slots: dict[int, list[float]] = {}
     slot = int(clock.now / STEP_S)
     for pause, sm in steps:
-        slot += pause if pause > POINTS else pause // POINTS
+        slot += pause
         clock.now = slot * STEP_S + 1.0
         kept.add(usage(sm))
         if sm is not None:
@@ -253,12 +220,13 @@ def test_a_document_under_way_is_of_one_moment() -> None:
     assert kept.version == 2
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_a_gap(value: float) -> None:
-    """JSON has no word for it."""
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_what_is_not_told_or_no_number_is_a_gap_of_that_curve_alone(value: float | None) -> None:
+    """JSON has no word for what is no number. Memory is drawn though the compute is not known."""
     kept, _ = history()
     kept.add(usage(value))
-    assert gpu_ratios(kept)[-1] is None
+    gpu = document(kept)["gpus"]["GPU-0"]
+    assert (gpu["sm_ratio"][-1], gpu["memory_used_bytes"][-1]) == (None, 4096)
 
 
 def test_a_rare_round_is_drawn_for_all_the_time_for_which_it_stands() -> None:

@@ -142,8 +142,7 @@ async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
     world = World(owners={10: owner(1)})
     world.allocate(key_of(1), container_id=id_of(1))
     world.sample_now = driver_sample(gpu_sample(0, process(10)), errors={"timeout": 2})
-    sampling = world.sampling()
-    reported: list[UsageRound | None] = []
+    sampling, reported = world.sampling(), list[UsageRound | None]()
     sampling.subscribe(reported.append)
     await sampling.sample_once()
     assert sampling.current is not None
@@ -192,9 +191,11 @@ async def test_an_init_container_that_has_run_has_nothing_allocated() -> None:
 
 
 async def test_stale_numbers_are_dropped_after_three_periods() -> None:
-    """Two failed rounds keep the last one, the third drops it; it is logged once and comes back by itself."""
+    """Two failed rounds keep the last one, the third drops it: observers get None once. It is logged once and comes back by
+    itself."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
-    sampling = world.sampling()
+    sampling, reported = world.sampling(), list[UsageRound | None]()
+    sampling.subscribe(reported.append)
     await sampling.sample_once()
     last = sampling.current
     world.error = Unavailable("the driver does not answer")
@@ -203,29 +204,17 @@ async def test_stale_numbers_are_dropped_after_three_periods() -> None:
             world.now += 1.0
             await sampling.sample_once()
             assert sampling.current is last
+        world.error, world.owners_error = None, Unavailable("/proc does not answer")
         for _ in range(3):
             world.now += 1.0
             await sampling.sample_once()
             assert sampling.current is None
     assert [line["event"] for line in logs] == ["usage_not_sampled", "usage_unknown"]
     assert world.counted.count(("failed",)) == 5
-    world.error = None
+    world.owners_error = None
     await sampling.sample_once()
     assert sampling.current is not None
-
-
-async def test_observers_are_notified_once_that_the_numbers_are_gone() -> None:
-    """None, and then nothing until there are numbers again."""
-    world = World()
-    sampling = world.sampling()
-    reported: list[UsageRound | None] = []
-    sampling.subscribe(reported.append)
-    await sampling.sample_once()
-    world.owners_error = Unavailable("/proc does not answer")
-    for _ in range(6):
-        world.now += 1.0
-        await sampling.sample_once()
-    assert [one is None for one in reported] == [False, True]
+    assert reported == [last, None, sampling.current]
 
 
 async def test_a_round_stands_for_the_time_since_the_one_before() -> None:
