@@ -233,7 +233,7 @@ class _Subscriptions:
             agent.dra.waker.pod_changed(old, new)
         agent.cluster.pod_changed(old, new)
         for uid in {uid for pod in (old, new) if pod is not None for uid in agent.node.claim_pods.subjects(pod)}:
-            agent.cluster.allocations_changed(uid)
+            agent.cluster.allocations_changed(uid, is_pod=True)
             self._changed(uid, is_pod=True)
 
     def _changed(self, uid: PodUid | None = None, *, is_pod: bool = False) -> None:

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from gpushare_agent.agent.auto_isolation import NodeSettings
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.kubelet.device_plugin import DevicePlugin
-from gpushare_agent.core.kit.protobuf import bytes_field, decode_preferred_allocation, integer_field, string_list
+from gpushare_agent.core.kit.protobuf import bytes_field, integer_field, string_list
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid, device_id
 from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import load_settings
+from gpushare_agent.core.wire.v1beta1 import PreferredAllocationRequest
 from tests.support_core import container, pod
 from tests.support_steps import Steps, counted
 
@@ -144,7 +145,7 @@ class CrowdedNode:
             self._channel.admitted = self._listed(held or nothing)
             request = bytes_field(1, string_list(1, free) + integer_field(3, size))
             with counted() as steps:
-                [asked] = decode_preferred_allocation(request, plugin.ids.announced)
+                [asked] = plugin.decoders[PreferredAllocationRequest](request)
                 chosen, _ = await plugin._prefer(asked, float("inf"))
             found[f"GetPreferredAllocation {resource}"] = steps
             with counted() as steps:

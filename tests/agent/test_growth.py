@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from gpushare_agent.agent.composition import NodeAgent
 from gpushare_agent.agent.isolation.gpushare.part import GpusharePart
 from gpushare_agent.core.model.allocations import ContainerKey
+from gpushare_agent.core.model.names import RESIZE_ANNOTATION
+from gpushare_agent.core.model.pods import Pod
 from tests.agent.support_growth import CrowdedNode, grown
 from tests.support_steps import Steps, counted
 
@@ -143,3 +145,25 @@ async def test_what_follows_an_admission_takes_as_many_steps_next_to_many_shares
     few = await _rest_of_life(FEW, short_dir / "f", isolation)
     many = await _rest_of_life(min(shares, files - 350), short_dir / "m", isolation)
     assert not grown(few, many, {}), grown(few, many, {})
+
+
+async def test_a_pods_status_wakes_nothing_that_does_not_follow_from_it(tmp_path: Path) -> None:
+    """The node's taint, the sizes of shares and the pod's annotations, where it changes nothing but its status."""
+    node = await CrowdedNode.open(1, tmp_path)
+    agent, admitted = node.agent, node.pod("new")
+    agent.node.pods.upsert(admitted)
+    await node.admit(admitted)
+    taint, sizes = agent.cluster.node_fields["taint"]._is_changed, agent.kubelet.resizing._reconciler._is_requested
+
+    async def woken(changed: Pod) -> list[bool]:
+        await _compare(agent)
+        taint.clear()
+        sizes.clear()
+        agent.node.pods.upsert(changed)
+        return [taint.is_set(), sizes.is_set(), changed.uid in agent.cluster.annotations._queue]
+
+    running = node.start(admitted)
+    assert await woken(running) == [False, False, False]
+    asked = replace(running, annotations={RESIZE_ANNOTATION: "cores=2"}, resource_version="3")
+    assert await woken(asked) == [False, True, True]
+    assert await woken(replace(asked, annotations={}, resource_version="4")) == [False, True, True]

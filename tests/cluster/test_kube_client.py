@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -106,6 +107,22 @@ async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[E
     async with fake_api(others=[behaviour]) as server, opened(server.url, timeouts=timeouts) as api:
         with pytest.raises(error, match="cannot get pod default/p: "):
             await api.get_pod("default", "p", timeout_s=timeouts.request_s)
+
+
+async def test_a_connection_is_kept_from_one_pod_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a minute: a new one begins with a TLS handshake."""
+    callers, passed_s = set[object](), [0.0]
+    monkeypatch.setattr("aiohttp.connector.monotonic", lambda: time.monotonic() + passed_s[0])
+
+    async def note(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        callers.add(request.transport.get_extra_info("peername"))
+        return web.json_response({})
+
+    async with fake_api(others=[note]) as server, opened(server.url) as api:
+        for passed_s[0] in (0.0, 60.0, 120.0):
+            await api.get_pod("default", "p")
+    assert len(callers) == 1
 
 
 async def test_the_servers_own_words_are_in_the_error() -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 
 from gpushare_agent.core.kit.logs import WRITER, RepeatedLines, setup_logging, write_stderr
 from tests.settings.support_settings import clean_environment
@@ -249,3 +250,21 @@ def test_the_next_line_tells_how_many_were_left_out() -> None:
     last = record()
     assert keeps(last)
     assert "2 more" in last.getMessage()
+
+
+class _Unshown:
+    def __repr__(self) -> str:
+        raise ValueError("no text of it")
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_cannot_be_shown_ends_nobody_who_logs_it(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its line there is the traceback, and the next one is written."""
+    setup_logging("info", form)
+    log = structlog.get_logger("x")
+    log.info("first", value=_Unshown())
+    log.info("second")
+    assert WRITER.flush()
+    text = capsys.readouterr().err
+    assert "ValueError: no text of it\n" in text
+    assert "second" in text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import platform
 import subprocess
 import sys
 from contextlib import suppress
@@ -75,3 +76,23 @@ async def test_of_a_child_that_did_not_read_its_standard_input_nothing_is_logged
     await asyncio.sleep(0)
     gc.collect()
     assert told == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other rules")
+def test_what_each_read_takes_stays_and_what_is_large_goes_back() -> None:
+    """Memory that the process has again takes no page from the system; a large answer takes all of its pages each time."""
+    code = """
+import resource
+from gpushare_agent.core.kit.process import give_back_memory
+def pages(size):
+    b"x" * size
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        b"x" * size
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / size
+give_back_memory()
+print(pages(262144), pages(4 << 20))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    read, large = map(float, run.stdout.split())
+    assert read < 2 and large > 8, run.stdout

@@ -125,7 +125,7 @@ def test_an_offer_of_known_ids_is_what_it_is_without_knowing_them(
     for place, value in flips:
         data[place % len(data)] = value
     found: list[Any] = []
-    for known in ({}, KNOWN_IDS.announced):
+    for known in (None, KNOWN_IDS.read_fields):
         try:
             decoded = decode_preferred_allocation(bytes(data), known)
             found.append([
@@ -140,12 +140,12 @@ def test_known_ids_are_read_without_their_texts() -> None:
     """With one or two bytes of size, and a length of 10, which is the key of the field too."""
     for size in (1, 10, 24, 300):
         data = bytes_field(1, string_list(1, OFFERED) + integer_field(3, size))
-        [found] = decode_preferred_allocation(data, KNOWN_IDS.announced)
+        [found] = decode_preferred_allocation(data, KNOWN_IDS.read_fields)
         assert (found.known, found.available, found.size) == (frozenset(KNOWN_IDS.read(OFFERED)), [], size)
     # What stands for a length of 10 in the mapping is the first byte of a longer length in a message.
     offer = string_list(1, OFFERED[:1]).replace(b"\n\n", b"\n\xff") + integer_field(3, 1)
     with pytest.raises(MalformedMessageError):
-        decode_preferred_allocation(bytes_field(1, offer), KNOWN_IDS.announced)
+        decode_preferred_allocation(bytes_field(1, offer), KNOWN_IDS.read_fields)
 
 
 @given(PREFERRED, UNKNOWN)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from gpushare_agent.agent.kubelet.device_table import (
     WITHDRAWN_S,
     DeviceRow,
     DeviceTable,
+    ExpectedOffer,
     check_lists,
     device_rows,
     list_bytes,
@@ -23,7 +26,7 @@ from gpushare_agent.agent.kubelet.device_table import (
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKind, Topology
-from gpushare_agent.core.model.names import GpuUuid
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.wire import v1beta1
 
@@ -204,3 +207,49 @@ def test_no_gpus_make_an_empty_list_of_any_block_size() -> None:
     assert rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
     check_lists(inventory(), ResourceNames(memory_block_mib=1))
     assert smallest_block_mib([]) == 1
+
+
+UNITS = [device_id(GpuUuid(f"GPU-{key}"), number) for key in ("8f3e2b1c-01", "71ab55ce-02") for number in range(12)]
+
+
+def fields_of(ids: DeviceIds, devices: Sequence[DeviceId]) -> list[bytes]:
+    """As `decode_preferred_allocation` takes them from an offer."""
+    texts = [ids.write(device).encode() for device in devices]
+    return [bytes([255 if len(text) == 10 else len(text)]) + text for text in texts]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["offer", "freed", "taken"]), st.lists(st.sampled_from(UNITS), max_size=6))
+        | st.tuples(st.just("expected"), st.randoms()),
+        max_size=12,
+    )
+)
+def test_an_offer_is_what_it_says_whatever_was_expected(steps: list[tuple[str, Any]]) -> None:
+    """In any order, with an ID twice, with changes of IDs that were offered or not."""
+    ids, offer, expected = DeviceIds({device.partition("::")[0] for device in UNITS}), ExpectedOffer(), set[DeviceId]()
+    for step, chosen in steps:
+        match step:
+            case "freed":
+                offer.change(ids, freed=chosen)
+                expected |= set(chosen)
+            case "taken":
+                offer.change(ids, taken=chosen)
+                expected -= set(chosen)
+            case _:
+                offered = chosen if step == "offer" else chosen.sample(sorted(expected), len(expected))
+                assert offer.read(ids, fields_of(ids, offered)) == frozenset(offered)
+                expected = set(offered)
+
+
+def test_what_is_expected_is_looked_up_in_no_table() -> None:
+    """Thousands of IDs come in each call; one that nobody announced is found out all the same."""
+    ids, offer = DeviceIds({device.partition("::")[0] for device in UNITS}), ExpectedOffer()
+    fields = fields_of(ids, UNITS)
+    offer.read(ids, fields)
+    offer.change(ids, taken=UNITS[:3])
+    offer.change(ids, freed=UNITS[:1])
+    ids.announced.clear()
+    assert offer.read(ids, fields[:0:-1][:-2] + fields[:1]) == frozenset(UNITS[:1] + UNITS[3:])
+    assert offer.read(ids, fields) is None
+    assert offer.read(ids, fields[:1] + fields[3:]) == frozenset(UNITS[:1] + UNITS[3:])

@@ -258,8 +258,8 @@ async def test_the_same_is_there_for_the_event_loop(tmp_path: Path) -> None:
     make_cgroup(make_v2(tmp_path) / PATHS[0], 8)
     cgroups = Cgroups(tmp_path, tmp_path)
     found = (await cgroups.find_many_in_thread([(ID, UID)]))[ID]
-    assert await cgroups.find_pods_in_thread({UID}) == {UID: [found]}
-    read = await cgroups.processes_round_in_thread([found])
+    own, pods, read = await cgroups.find_and_read_in_thread([(ID, UID)], {UID})
+    assert (own, pods) == ({ID: found}, {UID: [found]})
     assert read[ID] is not None and read[ID].pids == [8]
     assert await cgroups.identify_in_thread(8) is None
     assert await cgroups.check_driver_in_thread("cgroupfs") is None

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.recovery import gpus_of
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.kubelet.device_table import DeviceTable, device_rows
+from gpushare_agent.agent.kubelet.device_table import DeviceTable, ExpectedOffer, device_rows
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -171,9 +171,15 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         self.tables |= {name: DeviceTable() for name in self.node.names.names}
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """Refreshes the lists if they depend on it. For AllocationCache.subscribe. They depend on allocations of GPUShare's
-        resource, of units under NVIDIA's names (even if this agent offers none), and of shares that have grown."""
+        """Changes what the kubelet will offer next. Refreshes the lists if they depend on it: on allocations of GPUShare's
+        resource, of units under NVIDIA's names (even if this agent offers none), and of shares that have grown. For
+        AllocationCache.subscribe."""
         names = self.node.names
+        for resource, table in self.tables.items():
+            before, now = (
+                one.ids_of(names.by_name[resource]) if one is not None else frozenset() for one in (old, new)
+            )
+            table.offer.change(self.ids, freed=before - now, taken=now - before)
         depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
         if depends or any(one is not None and (one.unit_ids or one.started_by) for one in (old, new)):
             self._is_behind.set()
@@ -192,6 +198,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         # Texts that named no known GPU when they were read may name this one now.
         if self.ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)
+            for table in self.tables.values():
+                table.offer = ExpectedOffer()  # a text may name another GPU now
         inventory = self.node.plugins_devices()  # containers may hold IDs of the others
         ledger = cache.ledger(inventory)
         gpus = ledger.accounts(names)

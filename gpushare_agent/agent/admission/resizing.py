@@ -85,6 +85,7 @@ from gpushare_agent.core.placement.gpu_account import account_of
 
 log = structlog.get_logger(__name__)
 
+_NAMES = frozenset({RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION})
 MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
@@ -257,8 +258,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
 
     def changed(self, uid: PodUid | None = None) -> None:
         """A pod or claim, an allocation of it, or (None) a GPU."""
-        self._changed = None if uid is None or self._changed is None else self._changed | {uid}
-        self._reconciler.request()
+        # Most nodes have no share that is or was to have another size: there nothing is compared at each change of a pod.
+        is_known = (
+            self.node.cache.resized or self._saved or self._enforced or self._refused or self.reports.has_reported
+        )
+        if uid is None or is_known or any(_NAMES & pod.annotations.keys() for pod in self.node.claim_pods.using(uid)):
+            self._changed = None if uid is None or self._changed is None else self._changed | {uid}
+            self._reconciler.request()
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was resized before a restart, for `restore`."""
@@ -479,6 +485,11 @@ class ResizeReports(Struct, kw_only=True, eq=False):
     _reported_refusals: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_at: dict[PodUid, float] = field(default_factory=dict)
+
+    @property
+    def has_reported(self) -> bool:
+        """Something of a pod that may be there."""
+        return bool(self._statuses or self._reported_at)
 
     def report(self, found: ResizeRound, compared: Collection[PodUid]) -> None:
         for known in (self._reported_at, self._statuses):

@@ -99,10 +99,12 @@ class ClusterPart:
         self._allocations.changed(None)
         self._changed(FACTS, TAINT)
 
-    def allocations_changed(self, uid: PodUid | None) -> None:
-        """What the node's object says of those of a pod, or of all, may be another than before."""
+    def allocations_changed(self, uid: PodUid | None, *, is_pod: bool = False) -> None:
+        """What the node's object says of those of a pod, or of all, may be another than before. `is_pod`: the pod changed,
+        and no allocation of it."""
         self._allocations.changed(uid)
-        self._changed(ALLOCATIONS, TAINT)
+        # The taint follows from what is allocated, whosever it is.
+        self._changed(ALLOCATIONS, *(() if is_pod else (TAINT,)))
 
     def _changed(self, *fields: NodeFields[Any]) -> None:
         for one in fields:

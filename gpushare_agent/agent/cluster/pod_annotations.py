@@ -131,7 +131,9 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Compares a pod that changed, forgets one that is gone; for PodStore.subscribe."""
         if new is not None:
-            self.compare(new.uid)
+            # Of a pod's own fields what it should have follows from none but these; the kubelet changes its status often.
+            if old is None or (old.annotations, old.object_uid) != (new.annotations, new.object_uid):
+                self.compare(new.uid)
         elif old is not None:
             # Everything by this UID: pods come and go for months.
             for of_pod in (self._queue, self._resize_statuses, self._given):

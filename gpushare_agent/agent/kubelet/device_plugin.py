@@ -101,10 +101,10 @@ class DevicePlugin(Struct, eq=False):
 
     @property
     def decoders(self) -> Mapping[type, Decoder]:
-        """FAST_DECODERS with the IDs that are announced, which are thousands in each offer."""
+        """FAST_DECODERS with the IDs that are expected, which are thousands in each offer."""
         return {
             **FAST_DECODERS,
-            v1beta1.PreferredAllocationRequest: lambda data: decode_preferred_allocation(data, self.ids.announced),
+            v1beta1.PreferredAllocationRequest: lambda data: decode_preferred_allocation(data, self._read_offer),
         }
 
     def continue_as(self, other: DevicePlugin) -> None:
@@ -138,6 +138,9 @@ class DevicePlugin(Struct, eq=False):
             ),
         }  # fmt: skip
         return {f"/v1beta1.DevicePlugin/{name}": Handler(*call) for name, call in calls.items()}
+
+    def _read_offer(self, fields: list[bytes]) -> frozenset[DeviceId] | None:
+        return self.table.offer.read(self.ids, fields)
 
     async def _serve_options(self, stream: Stream[Any, Any]) -> None:
         await _request(stream)

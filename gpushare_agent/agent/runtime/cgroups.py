@@ -354,6 +354,14 @@ class Cgroups:
                 found[directory.container_id] = None
         return found
 
+    def find_and_read(
+        self, requested: Iterable[tuple[str, PodUid | None]], uids: Collection[PodUid]
+    ) -> tuple[Mapping[str, CgroupDir], Mapping[PodUid, list[CgroupDir]], Mapping[str, CgroupProcesses | None]]:
+        """`find_many`, `find_pods`, and `processes_round` of what they find."""
+        own, pods = self.find_many(requested), self.find_pods(uids)
+        every = {one.container_id: one for places in pods.values() for one in places} | dict(own)
+        return own, pods, self.processes_round(every.values())
+
     def identify(self, pid: int) -> PeerIdentity | None:
         """The owner of a process; None where that cannot be known: PID 0 (another PID namespace), /proc not readable.
 
@@ -438,10 +446,9 @@ class Cgroups:
         return [key for key, read in known.items() if any(one.has_changed() for one in read)]
 
     find_many_in_thread = _in_thread(find_many, "searching cgroups")
-    find_pods_in_thread = _in_thread(find_pods, "searching pods' cgroups")
+    find_and_read_in_thread = _in_thread(find_and_read, "reading the containers' cgroups")
     find_pod_directories_in_thread = _in_thread(find_pod_directories, "searching pods' cgroups")
     version_in_thread = _in_thread(version, "reading the cgroups")
-    processes_round_in_thread = _in_thread(processes_round, "reading the containers' cgroups")
     changed_in_thread = _in_thread(changed, "reading the containers' cgroups")
     namespace_pids_in_thread = _in_thread(namespace_pids, "reading the status of processes")
     end_in_thread = _in_thread(end, "ending a process")

@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _WINDOW_BYTES = 2**16 - 1
-"""The smallest that HTTP/2 starts with and grpclib takes."""
+"""The smallest that HTTP/2 starts with and grpclib takes. Its default is 4 MiB: so much would be kept of each peer's
+requests."""
+_CONFIGURATION = Configuration(
+    http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
+).__for_server__()
+"""Of every server: each container has one, and grpclib checks all of it each time."""
 _CALLS_PER_CONNECTION = 16
 _HEADER_BYTES = 8 * 1024
 _READ_BYTES = 256
@@ -108,10 +113,7 @@ class BoundedGrpcServer(GrpcServer):
         owner: str = "",
     ) -> None:
         super().__init__(handlers, max_request_bytes=limits.max_request_bytes)
-        # grpclib's windows are 4 MiB by default: so much would be kept of each peer's requests.
-        self._config = Configuration(
-            http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
-        ).__for_server__()
+        self._config = _CONFIGURATION
         self.limits = limits
         self._fields = fields
         clock = asyncio.get_running_loop().time

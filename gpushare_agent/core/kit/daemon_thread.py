@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from gpushare_agent.core.model.errors import Unavailable
 
@@ -37,7 +36,8 @@ class DaemonThread:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._has_thread = False
         self._thread_lock = threading.Lock()
-        self._under_way: asyncio.Future[Any] | None = None
+        self._is_over = asyncio.Event()
+        self._is_over.set()
         self._overdue_at = 0.0
 
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
@@ -45,7 +45,7 @@ class DaemonThread:
 
         Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
         """
-        answer: asyncio.Future[T] | None = None
+        answer: asyncio.Future[tuple[T | None, BaseException | None]] | None = None
         try:
             # The time for the lock counts too: whoever waits for a slow call before it waits no longer than it said.
             async with asyncio.timeout(timeout_s), self._lock:
@@ -53,33 +53,40 @@ class DaemonThread:
                 answer = self._start(blocking, what)
                 # The time is the call's, not its caller's: the call goes on also where nobody waits for it any more.
                 self._overdue_at = time.monotonic() + timeout_s
-                await asyncio.wait({answer})  # leaves the call alone when this waiting is cancelled
+                result, failure = await answer
         except TimeoutError as error:
             if answer is not None:
                 self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
-        return answer.result()
+        if failure is not None:
+            raise failure
+        return cast(T, result)
 
     async def _wait_for_earlier(self, what: str) -> None:
         """An earlier call that nobody waits for any more may yet be quick; one whose time is over is not waited for."""
-        if self._under_way is None or self._under_way.done():
+        if self._is_over.is_set():
             return
         if time.monotonic() >= self._overdue_at:
             raise Unavailable(f"{what} was not tried: an earlier call still hangs. {self._advice}")
-        await asyncio.wait({self._under_way})
+        await self._is_over.wait()
 
-    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[T]:
+    def _start(self, blocking: Callable[[], T], what: str) -> asyncio.Future[tuple[T | None, BaseException | None]]:
+        """Its result or its error, as a value: an error of the call is none of the waiting."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        answer.add_done_callback(self._ended)
+        answer: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+        def end(result: T | None, failure: BaseException | None) -> None:
+            self._is_over.set()
+            if not answer.done():  # else its caller was cancelled, and nobody waits any more
+                answer.set_result((result, failure))
 
         def work() -> None:
             try:
-                resolve: Callable[[], None] = partial(answer.set_result, blocking())
+                outcome: tuple[T | None, BaseException | None] = blocking(), None
             except BaseException as error:  # noqa: BLE001 - handed to the waiting coroutine, whatever it is
-                resolve = partial(answer.set_exception, error)
+                outcome = None, error
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(resolve)
+                loop.call_soon_threadsafe(end, *outcome)
 
         with self._thread_lock:
             # A thread that is about to end looks at the queue under the same lock: no job is put behind its back.
@@ -91,14 +98,8 @@ class DaemonThread:
                 self._has_thread = True
             # Under the lock, too: else the thread could end between this and the look at `_has_thread`.
             self._jobs.put(work)
-        self._under_way = answer
+        self._is_over.clear()
         return answer
-
-    def _ended(self, answer: asyncio.Future[Any]) -> None:
-        answer.exception()  # else asyncio logs an error that nobody waits for
-        # A result is its caller's alone: the file of a full node has megabytes, and the next call may be far away.
-        if self._under_way is answer:
-            self._under_way = None
 
     def _work(self) -> None:
         """The thread's: calls, until there is none for a while."""

@@ -1,4 +1,4 @@
-"""Logging for the whole process: structlog and the standard library's records through one handler on standard error.
+"""Logging for the whole process: structlog's lines and the standard library's records, in one form, on standard error.
 
 Console text on a terminal, one JSON object a line elsewhere. Tracebacks never show local variables: they may contain a
 token, and they hide the message.
@@ -37,6 +37,7 @@ import time
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, MutableMapping
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -156,6 +157,23 @@ class QueuedHandler(logging.Handler):
     def flush(self) -> None:
         """Bounded."""
         WRITER.flush()
+
+
+class QueuedLines:
+    """What structlog gives the lines to that it has rendered. Past the standard library's records: structlog makes two of
+    each line, and renders a copy of it."""
+
+    disabled = False
+
+    def __init__(self, stream: TextIO, name: str = "") -> None:
+        self.name = name
+        self.getEffectiveLevel = logging.getLogger(name).getEffectiveLevel
+        self._stream = stream
+
+    def _put(self, line: str) -> None:
+        WRITER.put(self._stream, line + "\n")
+
+    debug = info = warning = error = exception = critical = _put
 
 
 def write_stderr(text: str) -> None:
@@ -313,18 +331,14 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
-        structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
     ]
+    rendering = _rendering(as_json=format == "json" or (format == "auto" and not is_terminal), colors=is_terminal)
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_rendering(as_json=format == "json" or (format == "auto" and not is_terminal), colors=is_terminal),
-            ],
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(), structlog.processors.StackInfoRenderer()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
         )
     )
     # force: a reload sets the level and format again, and the former handler must go.
@@ -341,14 +355,8 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     logging.captureWarnings(True)
     sys.excepthook = _write_uncaught
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            _TENANT_LINES,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        processors=[structlog.stdlib.filter_by_level, *shared, _TENANT_LINES, partial(_render, rendering)],
+        logger_factory=cache(partial(QueuedLines, sys.stderr)),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # SIGHUP may change the level; a cached logger would keep the old chain
     )
@@ -449,6 +457,16 @@ def _printable_traceback(out: TextIO, exc_info: Any) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
     out.write(printable(text.getvalue()))
+
+
+def _render(rendering: list[Processor], logger: Any, method: str, line: Any) -> str:
+    """Logging must not raise, whatever is in a line."""
+    try:
+        for processor in rendering:
+            line = processor(logger, method, line)
+    except Exception:  # noqa: BLE001
+        return traceback.format_exc().rstrip()
+    return str(line)
 
 
 def _rendering(*, as_json: bool, colors: bool) -> list[Processor]:

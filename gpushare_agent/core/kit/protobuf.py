@@ -14,7 +14,7 @@ Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -59,18 +59,19 @@ class PodEntry(Struct, frozen=True, kw_only=True):
     body: bytes
 
 
+ReadsFields = Callable[[list[bytes]], frozenset[Any] | None]
+
 ContainerDevices = tuple[str, dict[str, frozenset[str]]]
 """A container's name and its device IDs by resource name."""
 
 
-def decode_preferred_allocation(
-    data: bytes, known: Mapping[bytes, Any] = MappingProxyType({})
-) -> list[PreferredContainer]:
-    """Decodes a PreferredAllocationRequest: its container requests, in order. `known` has what an ID stands for by
-    its field without the field's key: length and printable text. A length of 10 is written as 255 there."""
+def decode_preferred_allocation(data: bytes, read: ReadsFields | None = None) -> list[PreferredContainer]:
+    """Decodes a PreferredAllocationRequest: its container requests, in order. `read` returns what the IDs of an offer stand
+    for, by their fields without the fields' key: length and printable text, a length of 10 written as 255; None where one is
+    not known."""
     found = []
     for start, stop in _messages(data):
-        if known and (offered := _known_ids(data, start, stop, known)) is not None:
+        if read is not None and (offered := _known_ids(data, start, stop, read)) is not None:
             found.append(offered)
             continue
         available: list[str] = []
@@ -83,7 +84,7 @@ def decode_preferred_allocation(
     return found
 
 
-def _known_ids(data: bytes, start: int, stop: int, known: Mapping[bytes, Any]) -> PreferredContainer | None:
+def _known_ids(data: bytes, start: int, stop: int, read: ReadsFields) -> PreferredContainer | None:
     """The usual request, thousands of known IDs and a small size, split at once; None where it looks different.
 
     It is split at the key of field 1, which is in no text; as a length, 10, it is written as 255 before, which no other
@@ -95,9 +96,7 @@ def _known_ids(data: bytes, start: int, stop: int, known: Mapping[bytes, Any]) -
     if _TEN in offer or (stop - end == 3 and data[stop - 2] < 128):
         return None
     pieces = offer.replace(b"\n\n", b"\n" + _TEN).split(b"\n")
-    try:
-        found = frozenset(map(known.__getitem__, pieces[1:]))
-    except KeyError:
+    if (found := read(pieces[1:])) is None:
         return None
     return PreferredContainer(available=[], must_include=[], size=_varint(data, end + 1, stop)[0], known=found)
 

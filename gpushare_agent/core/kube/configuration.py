@@ -253,6 +253,11 @@ def _ip(read: Callable[[str], Any], text: str) -> Any:
     return getattr(found, "ipv4_mapped", None) or found
 
 
+KEPT_S = 75.0
+"""How long an idle connection is kept. The API server closes it after 90 s, aiohttp after 15; most nodes admit a pod less
+often, and each of its patches would begin with a TLS handshake, which takes twice as long as the patch."""
+
+
 class _WithoutRedirects:
     """A session of aiohttp. The API server redirects nobody; a pod behind its proxy may, to wherever it likes, with this
     program's network and, on the API server's own address, its credentials."""
@@ -289,9 +294,11 @@ def _checked_proxy(proxy: str, origin: str) -> tuple[str, str]:
 
 def _own_requests(client: Any, through: str) -> Any:
     """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
-    thread. The proxy is known by now, and kubectl reads no ~/.netrc either."""
+    thread. The proxy is known by now, and kubectl reads no ~/.netrc either. Idle connections stay as long as KEPT_S: the
+    library has no way to say so."""
     client.through = through
     client.rest_client.pool_manager._trust_env = False
+    client.rest_client.pool_manager.connector._keepalive_timeout = KEPT_S
     client.rest_client.pool_manager = _WithoutRedirects(client.rest_client.pool_manager)
     return client
 

@@ -457,17 +457,18 @@ class KubeLists:
             await stream.__aexit__(None, None, None)
 
     async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[WatchEvent, None]:
-        while True:
-            with renamed(what, self._session.through):
+        # Once for all events: what they cost comes with every change of a pod.
+        with renamed(what, self._session.through):
+            while True:
                 async with asyncio.timeout(self._timeouts.watch_idle_s):
                     line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
-            if not line:
-                return
-            # The event may be half an object: the watch begins again after the last whole one.
-            if not line.endswith(b"\n"):
-                raise Unavailable(f"cannot {what}: the stream ended inside a line")
-            if line.strip():
-                yield _event(line, what)
+                if not line:
+                    return
+                # The event may be half an object: the watch begins again after the last whole one.
+                if not line.endswith(b"\n"):
+                    raise Unavailable(f"cannot {what}: the stream ended inside a line")
+                if line.strip():
+                    yield _event(line, what)
 
 
 def _event(line: bytes, what: str) -> WatchEvent:

@@ -76,6 +76,17 @@ class DeviceIds:
         known = self.announced.get
         return [known(_field(text)) or self._read(text) for text in texts]
 
+    def read_fields(self, fields: Iterable[bytes]) -> frozenset[DeviceId] | None:
+        """Of an offer, for `decode_preferred_allocation`; None where one was not announced."""
+        try:
+            return frozenset(map(self.announced.__getitem__, fields))
+        except KeyError:
+            return None
+
+    def hash_of(self, device: DeviceId) -> int:
+        """Of the device's field in an offer."""
+        return hash(_field(self._texts.get(device) or self.write(device)))
+
     def read_held(self, resource: str, texts: Collection[str]) -> frozenset[DeviceId]:
         """What a container holds of a resource. Empty for another plugin's: a node may have more of them than of ours, and
         for each of them a text would be kept."""

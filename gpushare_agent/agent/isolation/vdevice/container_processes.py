@@ -199,15 +199,22 @@ class ContainerProcesses(Struct, eq=False):
         instances = {key: self._instance(key) for key in keys}
         for instance in instances.values():
             instance.listed = ()
-        own = await self._own_cgroups(instances)
-        cgroups = own | await self._pods_cgroups(
-            {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
-        )
+        now, ids = self.clock(), self._known_ids(instances)
+        # Also of those with an ID, whose cgroup may be gone or not there yet.
+        uids = {
+            key.pod_uid
+            for key, one in instances.items()
+            if self.sharers(key) is None and one.unknown_since is not None and now - one.unknown_since >= LONG_UNKNOWN_S
+        }
+        users = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
+        # Found and read at once: each call in a thread costs as much as what is done in it.
+        known, pods, read = await self.cgroups.find_and_read_in_thread(users, uids) if users or uids else ({}, {}, {})
+        own = self._own_cgroups(instances, ids, known)
+        rest = {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
+        cgroups = own | self._pods_cgroups(rest, pods, now)
         noted = await self._alive(instances)
         if not cgroups and not noted:
             return {}
-        every = [place for places in cgroups.values() for place in places]
-        read = await self.cgroups.processes_round_in_thread(every) if every else {}
         host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
             lists = [listed for place in places if (listed := read.get(place.container_id)) is not None]
@@ -254,9 +261,9 @@ class ContainerProcesses(Struct, eq=False):
                 pid: known for pid in pids if (known := read.get(pid, before.get(pid))) is not None
             }
 
-    async def _own_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
-        """By the IDs: a container's own, and of a claim those of its users, without claims of which no user is known yet.
-        IDs of containers that have ended are forgotten."""
+    def _known_ids(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, dict[str, PodUid | None]]:
+        """With their pods: a container's own, and of a claim those of its users, without claims of which no user is known
+        yet."""
         ids: dict[ContainerKey, dict[str, PodUid | None]] = {}
         for key, instance in instances.items():
             if sharers := self.sharers(key):
@@ -264,33 +271,34 @@ class ContainerProcesses(Struct, eq=False):
                 ids[key] = {**instance.registered, **running}
             elif sharers is None and instance.id is not None:
                 ids[key] = {instance.id: key.pod_uid}
-        users = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
-        places = await self.cgroups.find_many_in_thread(users) if users else {}
+        return ids
+
+    def _own_cgroups(
+        self,
+        instances: Mapping[ContainerKey, _Instance],
+        ids: Mapping[ContainerKey, Mapping[str, PodUid | None]],
+        places: Mapping[str, CgroupDir],
+    ) -> dict[ContainerKey, list[CgroupDir]]:
+        """IDs of containers that have ended are forgotten."""
         for key, found in ids.items():
             instance = instances[key]
             for container_id in [one for one in instance.registered if one in found and one not in places]:
                 del instance.registered[container_id]
             if instance.id in places:
                 instance.unknown_since = None
-            elif instance.id in found and self._instances.get(key) is instance:  # else it was learnt during the await
+            elif instance.id in found and self._instances.get(key) is instance:  # else it was learnt meanwhile
                 self._set_id(key, None)
         is_claims = {key for key in ids if self.sharers(key) is not None}
         own = {key: [places[one] for one in found if one in places] for key, found in ids.items()}
         return {key: found for key, found in own.items() if found or key in is_claims}
 
-    async def _pods_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
-        now = self.clock()
+    def _pods_cgroups(
+        self, instances: Mapping[ContainerKey, _Instance], pods: Mapping[PodUid, Sequence[CgroupDir]], now: float
+    ) -> dict[ContainerKey, list[CgroupDir]]:
+        """Of those that have been without an ID for long."""
         for instance in instances.values():
             if instance.unknown_since is None:
                 instance.unknown_since = now
-        unknown = {
-            key: instance
-            for key, instance in instances.items()
-            if now - (instance.unknown_since or 0.0) >= LONG_UNKNOWN_S
-        }
-        if not unknown:
-            return {}
-        pods = await self.cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
         return {
             key: [
                 place
@@ -298,7 +306,8 @@ class ContainerProcesses(Struct, eq=False):
                 # Processes known to be another container's are left out of the whole pod's.
                 if place.container_id != instance.previous and self._owners.get(place.container_id, key) == key
             ]
-            for key, instance in unknown.items()
+            for key, instance in instances.items()
+            if now - (instance.unknown_since or 0.0) >= LONG_UNKNOWN_S
         }
 
 
