@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -218,6 +218,7 @@ def fields_of(ids: DeviceIds, devices: Sequence[DeviceId]) -> list[bytes]:
     return [bytes([255 if len(text) == 10 else len(text)]) + text for text in texts]
 
 
+@example([("offer", UNITS[:1] * 2), ("taken", UNITS[:1]), ("offer", UNITS[:1])])
 @given(
     st.lists(
         st.tuples(st.sampled_from(["offer", "freed", "taken"]), st.lists(st.sampled_from(UNITS), max_size=6))

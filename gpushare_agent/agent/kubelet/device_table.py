@@ -171,9 +171,10 @@ class ExpectedOffer:
         """What an offer's fields stand for, as `DeviceIds.read_fields`."""
         total = sum(map(hash, fields))
         found = self._ids ^ self._changed if total == self._sum else ids.read_fields(fields)
-        if found is not None:
-            self._ids, self._sum = found, total
-            self._changed.clear()
+        if found is None or len(found) < len(fields):  # an ID twice would be in the sum twice, and once in the set
+            return found
+        self._ids, self._sum = found, total
+        self._changed.clear()
         return found
 
     def change(self, ids: DeviceIds, *, freed: Iterable[DeviceId] = (), taken: Iterable[DeviceId] = ()) -> None:
