@@ -62,11 +62,13 @@ def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "gpu"), [("old", "main", 2), ("new", "init", 1), ("new", "main", 0)], ids=["lost", "init", "own"]
+    ("owner", "name", "gpu"),
+    [("old", "main", 2), ("new", "init", 1), ("new", "init", 0), ("new", "main", 0)],
+    ids=["lost", "init", "the same", "own"],
 )
 def test_cores_that_are_not_offered_are_missed_whatever_else_is_held(owner: str, name: str, gpu: int) -> None:
-    """As many as the ledger has of a lost GPU, of an init container's, which are offered again, or of the container's own:
-    the kubelet still has 60 of GPU 0."""
+    """As many as the ledger has of a lost GPU, of an init container's, which are offered again unless they are these, or of
+    the container's own: the kubelet still has 60 of GPU 0."""
     first = container("init", cores=60, kind=ContainerKind.INIT)
     target = serve(pod("new", first, container(cores=50, blocks=4)))
     kind = ContainerKind.INIT if name == "init" else ContainerKind.MAIN

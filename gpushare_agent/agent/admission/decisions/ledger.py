@@ -99,12 +99,12 @@ class Case(Struct, frozen=True, dict=True):
 
     @property
     def is_rest_offered(self) -> bool:
-        """Every core of the node's GPUs is either offered and free, or charged and not offered."""
+        """Every core of the node's GPUs is either offered and free, or another container's by the ledger."""
         held, gpus = self.ledger.holders[self.kind], self.ledger.inventory.gpus
         charged = sum(self.ledger.charges.get(gpu.uuid, NO_CHARGE).cores for gpu in gpus)
         # Others are held too: of GPUs that are not there any more, and the container's own.
         is_all = len(held) == charged == CORES_PER_GPU * len(gpus) - len(self.free)
-        return is_all and held.keys().isdisjoint(self.free)
+        return is_all and not self._handed_on()
 
     @cached_property
     def must_gpus(self) -> tuple[GpuUuid, ...]:
