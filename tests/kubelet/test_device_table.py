@@ -253,4 +253,5 @@ def test_what_is_expected_is_looked_up_in_no_table() -> None:
     ids.announced.clear()
     assert offer.read(ids, fields[:0:-1][:-2] + fields[:1]) == frozenset(UNITS[:1] + UNITS[3:])
     assert offer.read(ids, fields) is None
+    assert offer.read(ids, [*fields[:1], *fields[3:], b""]) is None
     assert offer.read(ids, fields[:1] + fields[3:]) == frozenset(UNITS[:1] + UNITS[3:])
