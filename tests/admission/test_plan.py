@@ -61,6 +61,25 @@ def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
     assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "gpu"),
+    [("old", "main", 2), ("new", "init", 1), ("new", "init", 0), ("new", "main", 0)],
+    ids=["lost", "init", "the same", "own"],
+)
+def test_cores_that_are_not_offered_are_missed_whatever_else_is_held(owner: str, name: str, gpu: int) -> None:
+    """As many as the ledger has of a lost GPU, of an init container's, which are offered again unless they are these, or of
+    the container's own: the kubelet still has 60 of GPU 0."""
+    first = container("init", cores=60, kind=ContainerKind.INIT)
+    target = serve(pod("new", first, container(cores=50, blocks=4)))
+    kind = ContainerKind.INIT if name == "init" else ContainerKind.MAIN
+    facts = ledger(
+        target, allocation(target.pod if owner == "new" else pod(owner), name, ids(gpu, range(60)), [], kind)
+    )
+    offered = [one for one in all_ids() if one not in ids(0, range(60))]
+    accounts = offer_accounts(Case(target, CORES, offered, facts, POLICY))
+    assert [account.free_cores for account in accounts] == [40, 100]
+
+
 def test_memory_ids_are_counters() -> None:
     """When a GPU's own memory IDs are gone, any others do: the memory is charged to the GPU of the cores."""
     target = serve(pod("new", container(cores=10, blocks=4)))

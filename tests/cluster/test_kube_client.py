@@ -125,6 +125,22 @@ async def test_a_connection_is_kept_from_one_pod_to_the_next(monkeypatch: pytest
     assert len(callers) == 1
 
 
+async def test_the_system_probes_a_connection_that_is_kept() -> None:
+    """One whose other end is gone without a word is dropped before a request takes it."""
+    callers = list[int]()
+
+    async def note(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        callers.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response({})
+
+    async with fake_api(others=[note]) as server, opened(server.url) as api:
+        await api.get_pod("default", "p")
+        sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    [timer] = [one[5] for one in sockets if one[1].endswith(f":{callers[0]:04X}")]
+    assert timer.startswith("02:") and int(timer[3:], 16) <= 1000  # a probe, in hundredths of a second
+
+
 async def test_the_servers_own_words_are_in_the_error() -> None:
     """A Status message reaches the reader."""
     refusal = raw_status(403, 'pods "p" is forbidden: User cannot get')

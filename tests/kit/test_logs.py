@@ -268,3 +268,13 @@ def test_what_cannot_be_shown_ends_nobody_who_logs_it(form: str, capsys: pytest.
     text = capsys.readouterr().err
     assert "ValueError: no text of it\n" in text
     assert "second" in text
+
+
+def test_a_logger_with_values_of_its_own_follows_a_reload(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server of each container has one, and outlives the settings that it began with."""
+    setup_logging("info", "json")
+    log = structlog.get_logger("x").bind(pod="p")
+    setup_logging("debug", "console")
+    log.debug("now")
+    assert WRITER.flush()
+    assert capsys.readouterr().err.split()[1:] == ["[debug", "]", "now", "[x]", "pod=p"]

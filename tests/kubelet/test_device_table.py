@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -218,6 +218,7 @@ def fields_of(ids: DeviceIds, devices: Sequence[DeviceId]) -> list[bytes]:
     return [bytes([255 if len(text) == 10 else len(text)]) + text for text in texts]
 
 
+@example([("offer", UNITS[:1] * 2), ("taken", UNITS[:1]), ("offer", UNITS[:1])])
 @given(
     st.lists(
         st.tuples(st.sampled_from(["offer", "freed", "taken"]), st.lists(st.sampled_from(UNITS), max_size=6))
@@ -252,4 +253,5 @@ def test_what_is_expected_is_looked_up_in_no_table() -> None:
     ids.announced.clear()
     assert offer.read(ids, fields[:0:-1][:-2] + fields[:1]) == frozenset(UNITS[:1] + UNITS[3:])
     assert offer.read(ids, fields) is None
+    assert offer.read(ids, [*fields[:1], *fields[3:], b""]) is None
     assert offer.read(ids, fields[:1] + fields[3:]) == frozenset(UNITS[:1] + UNITS[3:])

@@ -155,8 +155,9 @@ class DeviceTable:
 
 class ExpectedOffer:
     """The IDs that the kubelet will offer next: those of its last offer, without what was allocated since, with what was
-    freed. It offers thousands, each time in another order, and nearly always these. An offer with the same sum of hashes is
-    these, and no ID of it is looked up: Python's hash of bytes has 64 bits and a key that is the process's own.
+    freed. It offers thousands, each time in another order, and nearly always these. An offer of as many with the same sum of
+    hashes is these, and no ID of it is looked up: Python's hash of bytes has 64 bits and a key that is the process's own,
+    and is 0 for no bytes.
 
     State owned: the IDs of the last offer, those that have changed since, and the sum of what is expected. A wrong
     expectation costs lookups.
@@ -170,10 +171,12 @@ class ExpectedOffer:
     def read(self, ids: DeviceIds, fields: list[bytes]) -> frozenset[DeviceId] | None:
         """What an offer's fields stand for, as `DeviceIds.read_fields`."""
         total = sum(map(hash, fields))
-        found = self._ids ^ self._changed if total == self._sum else ids.read_fields(fields)
-        if found is not None:
-            self._ids, self._sum = found, total
-            self._changed.clear()
+        expected = self._ids ^ self._changed if total == self._sum else frozenset[DeviceId]()
+        found = expected if len(expected) == len(fields) else ids.read_fields(fields)
+        if found is None or len(found) < len(fields):  # an ID twice would be in the sum twice, and once in the set
+            return found
+        self._ids, self._sum = found, total
+        self._changed.clear()
         return found
 
     def change(self, ids: DeviceIds, *, freed: Iterable[DeviceId] = (), taken: Iterable[DeviceId] = ()) -> None:

@@ -354,8 +354,10 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     # Python's warnings go to standard error past all handlers otherwise, and may block there.
     logging.captureWarnings(True)
     sys.excepthook = _write_uncaught
+    # In place: a logger with values bound to it keeps the chain, and has to follow a reload too.
+    _CHAIN[:] = [structlog.stdlib.filter_by_level, *shared, _TENANT_LINES, partial(_render, rendering)]
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, _TENANT_LINES, partial(_render, rendering)],
+        processors=_CHAIN,
         logger_factory=cache(partial(QueuedLines, sys.stderr)),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # SIGHUP may change the level; a cached logger would keep the old chain
@@ -414,6 +416,7 @@ _FILTER = RepeatedLines()
 
 
 _TENANT_LINES = TenantLines()
+_CHAIN: list[Processor] = []
 
 
 def _report_at_end() -> None:

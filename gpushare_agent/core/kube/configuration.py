@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -256,6 +257,19 @@ def _ip(read: Callable[[str], Any], text: str) -> Any:
 KEPT_S = 75.0
 """How long an idle connection is kept. The API server closes it after 90 s, aiohttp after 15; most nodes admit a pod less
 often, and each of its patches would begin with a TLS handshake, which takes twice as long as the patch."""
+_PROBES = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2))
+"""Seconds, seconds and number. macOS, where the plugin may run, has other names."""
+
+
+def _probed_socket(address: Any) -> socket.socket:
+    """The system asks whether the other end is there. Else, where a machine is gone without a word, an admission that asks
+    through a kept connection gets no answer in its time, and its pod is refused."""
+    found = socket.socket(*address[:3])
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES:
+        if (option := getattr(socket, name, None)) is not None:
+            found.setsockopt(socket.IPPROTO_TCP, option, value)
+    return found
 
 
 class _WithoutRedirects:
@@ -294,11 +308,12 @@ def _checked_proxy(proxy: str, origin: str) -> tuple[str, str]:
 
 def _own_requests(client: Any, through: str) -> Any:
     """Before each request aiohttp would look for a proxy in the environment, and for credentials in ~/.netrc, each in a
-    thread. The proxy is known by now, and kubectl reads no ~/.netrc either. Idle connections stay as long as KEPT_S: the
-    library has no way to say so."""
+    thread. The proxy is known by now, and kubectl reads no ~/.netrc either. Idle connections stay as long as KEPT_S
+    while they are probed: the library has no way to say so."""
     client.through = through
     client.rest_client.pool_manager._trust_env = False
-    client.rest_client.pool_manager.connector._keepalive_timeout = KEPT_S
+    connector = client.rest_client.pool_manager.connector
+    connector._keepalive_timeout, connector._socket_factory = KEPT_S, _probed_socket
     client.rest_client.pool_manager = _WithoutRedirects(client.rest_client.pool_manager)
     return client
 
