@@ -141,9 +141,7 @@ def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], st
 
 def offer_accounts(case: Case) -> Sequence[GpuAccount]:
     """Each GPU as the container may use it, with no more cores than are offered."""
-    # Where all that nobody has is offered, no GPU has fewer: thousands of IDs need not be counted by GPU.
-    is_counted = case.kind.measure is Measure.CORES and not case.is_rest_offered
-    return case.accounts(offered=case.free if is_counted else None)
+    return case.accounts(offered=case.free if case.kind.measure is Measure.CORES else None)
 
 
 def _further_ids(case: Case) -> Decision | None:

@@ -97,15 +97,6 @@ class Case(Struct, frozen=True, dict=True):
             return ids
         return frozenset([d for d in ids if d not in holders or self._may_take_over(holders[d])])
 
-    @property
-    def is_rest_offered(self) -> bool:
-        """Every core of the node's GPUs is either offered and free, or another container's by the ledger."""
-        held, gpus = self.ledger.holders[self.kind], self.ledger.inventory.gpus
-        charged = sum(self.ledger.charges.get(gpu.uuid, NO_CHARGE).cores for gpu in gpus)
-        # Others are held too: of GPUs that are not there any more, and the container's own.
-        is_all = len(held) == charged == CORES_PER_GPU * len(gpus) - len(self.free)
-        return is_all and not self._handed_on()
-
     @cached_property
     def must_gpus(self) -> tuple[GpuUuid, ...]:
         """GPUs that the container cannot avoid: those of the IDs to include and of what init containers leave to it."""
