@@ -79,8 +79,8 @@ def test_without_checkpoint_the_pod_store_tells_it() -> None:
 
 def test_a_container_s_ids_are_the_set_that_the_kubelet_s_record_has() -> None:
     """Both are kept, and have up to thousands of IDs."""
-    [got] = rebuilt(Records(listed=[ONE], checkpoint=[], pods=None)).values()
-    (recorded,) = ONE.containers
+    [got] = rebuilt(Records(listed=[SHOWN], checkpoint=[], pods=None)).values()
+    (recorded,) = SHOWN.containers
     assert {id(one) for one in got.ids.values()} == {id(one) for one in recorded.devices.values()}
 
 
