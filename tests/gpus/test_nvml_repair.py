@@ -89,7 +89,7 @@ async def test_what_kind_a_gpu_is_is_read_again_when_it_may_be_another(library_d
     async with running_probe(library_directory, TWO_PAIRS) as probe:
 
         async def brand_by(number: int, more: str = "") -> str:
-            probe.becomes(f"{TWO_PAIRS}value brand 1 {number}\n{more}")
+            probe.becomes(f"{TWO_PAIRS}value capability 1 8 0\nvalue brand 1 {number}\n{more}")
             return str((await probe.read())["gpus"][1]["brand"])
 
         assert [await brand_by(number) for number in (2, 3)] == ["Tesla", "Tesla"]
@@ -99,3 +99,12 @@ async def test_what_kind_a_gpu_is_is_read_again_when_it_may_be_another(library_d
         assert await brand_by(6) == "Titan"
         later = [await brand_by(5) for _ in range(POLLS_OF_KIND)]
         assert later == [*["Titan"] * (POLLS_OF_KIND - 1), "GeForce"]
+
+
+@pytest.mark.parametrize("value", ["capability 0 8 0", "brand 0 2"])
+async def test_a_kind_that_could_not_be_read_is_read_at_the_next_poll(library_directory: Path, value: str) -> None:
+    """The GPU would lack the label for a minute, and with it pods that ask for it their node."""
+    both = ONE_GPU + "value capability 0 8 0\nvalue brand 0 2\n"
+    one = both.replace(f"value {value}\n", "")
+    _, after = [reading["gpus"][0] for reading in await reads(library_directory, one, both)]
+    assert (after["compute_capability"], after["brand"]) == ([8, 0], "Tesla")

@@ -78,16 +78,18 @@ def test_without_the_library_no_container_is_prepared(files: GpushareFiles) -> N
     assert not files.containers.exists()
 
 
-@pytest.mark.parametrize("kind", ["directory", "text", "empty", "fifo", "truncated"])
+@pytest.mark.parametrize("kind", ["directory", "text", "empty", "fifo", "truncated", "half"])
 def test_what_is_no_elf_file_is_a_start_up_error(short_dir: Path, kind: str) -> None:
-    """The dynamic loader would skip it with a line on stderr, and nothing would be limited."""
+    """The dynamic loader would skip it with a line on stderr, and nothing would be limited. As one that is half copied."""
     path = short_dir / "libgpushare.so"
     if kind == "directory":
         path.mkdir()
     elif kind == "fifo":
         os.mkfifo(path)
     else:
-        path.write_bytes({"empty": b"", "text": b"#!/bin/sh\n", "truncated": b"\x7fELF\x02\x01\x01"}[kind])
+        program = Path("/proc/self/exe").read_bytes()
+        half = program[: len(program) // 2]
+        path.write_bytes({"empty": b"", "text": b"#!/bin/sh\n", "truncated": half[:7], "half": half}[kind])
     with pytest.raises(StartupError, match=str(path)):
         Library(path, short_dir / "own").check()
 

@@ -398,6 +398,25 @@ def two_shares(world: World, **others: Any) -> tuple[ObservedContainers, FakeClo
     return observing(world, **({"clock": clock, "shares": lambda: shares} | others)), clock
 
 
+async def test_the_file_of_a_container_that_ended_is_closed_also_after_a_disk_that_hung(world: World) -> None:
+    """Nothing else happens on the node; open, a removed file keeps its place on the disk."""
+    shares = {KEY: (LIMITS,), OTHER: (LIMITS,)}
+    service, _ = two_shares(world, shares=lambda: shares)
+    await service.look()
+    release, answers = world.files.release, iter([Unavailable("an earlier call still hangs")])
+
+    def release_late(*kept: Collection[ContainerKey]) -> None:
+        for error in answers:
+            raise error
+        release(*kept)
+
+    world.files.release = release_late  # type: ignore[method-assign]
+    shares = {KEY: (LIMITS,)}
+    for _ in range(3):
+        await service.look()
+    assert open_usages(world.files.containers) == [str(world.usage())]
+
+
 async def test_containers_are_told_what_the_others_pay(world: World) -> None:
     """And who asks what one pays gets the same number, under the key of any allocation of the share."""
     part_of_other = ContainerKey(OTHER.pod_uid, "part")

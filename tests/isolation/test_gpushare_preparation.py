@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from gpushare_agent.agent.isolation.gpushare import files as files_module
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, read_paid
 from gpushare_agent.agent.isolation.gpushare.library import Library
@@ -207,7 +208,9 @@ def remove_all(vdevice: VDeviceFiles) -> None:
         vdevice.remove_aside(name)
 
 
-async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(world: World) -> None:
+async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that grew is, once it cannot be read any more; and so is one that nobody reads."""
     for key in (KEY, OTHER):
         world.allocations[key] = replace(world.allocations[KEY], key=key)
@@ -216,6 +219,9 @@ async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
     for _ in range(2):
         assert world.files.changed_heads(before) == {}
     assert world.files.unseen(world.allocations) == [ContainerKey(WHOLE, "cuda"), OTHER]
+    with monkeypatch.context() as later:
+        later.setattr(files_module, "SEEN_FOR_S", 0.0)
+        assert world.files.unseen([KEY]) == [KEY]  # the reading of one may hang since
     os.truncate(world.files.usage(), USAGE_BYTES + 1)
     assert world.files.changed_heads(before).keys() == {KEY}
     await world.preparation.cut_oversized()

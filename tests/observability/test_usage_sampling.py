@@ -312,6 +312,33 @@ async def test_a_reader_does_not_wait_for_a_driver_that_hangs() -> None:
     assert sampling.current is None
 
 
+async def test_a_round_that_fails_is_tried_again_before_a_pause() -> None:
+    """Who requested it waits for one that says something. It is one more: the driver may be away for hours."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
+    async with rounds(sampling) as reported:
+        await reported.get()
+        await poll_until(lambda: sampling.is_idle, "the pause")
+        first = world.gate = asyncio.Event()
+        world.error = Unavailable("the driver")
+        sampling.request_round()
+        await poll_until(lambda: world.open_samples == 1, "the requested round")
+        world.gate = asyncio.Event()
+        first.set()
+        await poll_until(lambda: world.samples == 3, "the next one")
+        world.error = None
+        world.gate.set()
+        assert await reported.get() is not None
+    failing, other = World(error=Unavailable("the driver")), World()
+    async with (
+        running(failing.sampling(period_s=0.01, idle_period_s=3600.0).run),
+        rounds(other.sampling(period_s=0.01)) as reported,
+    ):
+        for _ in range(20):
+            await reported.get()
+    assert failing.samples == 2
+
+
 async def test_a_requested_round_is_one_and_no_more() -> None:
     """A request of nobody who reads does not have the use sampled for seconds; one that comes during a round is not lost."""
     world = World(sample_now=driver_sample(gpu_sample(0)))

@@ -244,6 +244,9 @@ class UsageSampling(Struct, kw_only=True, eq=False):
 
     def _failed(self, error: str) -> None:
         self.metrics.sampling_failed()
+        # Once more before a pause: whoever requested it would wait for the next one for a minute.
+        if not self._is_failing:
+            self._is_requested.set()
         # A bug has been logged with its traceback already.
         if error and not self._is_failing:
             log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)

@@ -392,11 +392,13 @@ class NvmlReader(Struct, eq=False):
         is_known = found.uuid in self._answering and kind is not None and kind.opening == opening
         if kind is None or not is_known or kind.polls >= POLLS_OF_KIND:
             capability = ask("nvmlDeviceGetCudaComputeCapability", found.handle)
+            brand = ask("nvmlDeviceGetBrand", found.handle)
             kind = self._kinds[found.uuid] = _Kind(
                 opening=opening,
+                polls=POLLS_OF_KIND if capability is None or brand is None else 0,  # it may be readable a moment later
                 host_memory=_host_memory(found.handle),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
-                brand=_BRANDS.get(ask("nvmlDeviceGetBrand", found.handle) or 0, ""),
+                brand=_BRANDS.get(brand or 0, ""),
             )
         kind.polls += 1
         return kind

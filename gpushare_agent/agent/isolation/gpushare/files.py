@@ -8,8 +8,8 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, descriptors of `usage` files, what is known of those at rest, and the containers whose files no start
-has had yet.
+written all the time, descriptors of `usage` files, of which of them the size was seen last and when, and the containers
+whose files no start has had yet.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-from msgspec import Struct
 
 from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
@@ -77,16 +75,6 @@ _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
 
-class _Rest(Struct):
-    """The containers that had the same head `before` and at the last reading, with their open files; those without one; and
-    when all of these files' sizes were seen."""
-
-    before: Mapping[ContainerKey, tuple[int, bytes]]
-    files: dict[ContainerKey, tuple[int, bytes]]
-    others: list[ContainerKey]
-    seen_at: float = 0.0
-
-
 class GpushareFiles:
     """`containers` are the vDevice directories (setting virtual_manager.path), which isolation/vdevice removes. `limits` are
     the present limits of a container's GPUs, None if they are not known; `is_claims` is true if the share is a claim's."""
@@ -107,8 +95,7 @@ class GpushareFiles:
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
-        self._rest: _Rest | None = None
-        self._asked: Mapping[ContainerKey, tuple[int, bytes]] | None = None
+        self._seen: tuple[float, Collection[ContainerKey]] = (0.0, ())
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
@@ -179,11 +166,12 @@ class GpushareFiles:
         return ()
 
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
-        """Those of which `changed_heads` has not seen lately that their `usage` is as large as it should be: containers that
-        compute, or of another isolation, one that cannot be read, and all where the reading of one file hangs."""
-        rest = self._rest
-        seen = rest.files if rest is not None and time.monotonic() - rest.seen_at < SEEN_FOR_S else {}
-        return [key for key in keys if key not in seen]
+        """Those of which the last call of `changed_heads` has not seen, or not lately, that their `usage` is as large as it
+        should be: all while others compute, or while the reading of one file hangs; those of another isolation; one that
+        cannot be read."""
+        at, seen = self._seen
+        is_old = time.monotonic() - at >= SEEN_FOR_S
+        return [key for key in keys if is_old or key not in seen]
 
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
         """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
@@ -257,31 +245,16 @@ class GpushareFiles:
 
     def changed_heads(self, before: Mapping[ContainerKey, tuple[int, bytes]]) -> dict[ContainerKey, bytes | AgentError]:
         """Of these containers, each with its number of GPUs and its last head, those that have another head, or whose file
-        cannot be used. In the thread of `usage_head`.
-
-        While all rest it is the same mapping, and what is known of their files is used as it is: of 100 files that are
-        read once a second nothing is in the processor's caches.
-        """
-        rest, now = self._rest, time.monotonic()
-        if rest is not None and (rest.before is not before or self.replaced):
-            rest = None
-        asked = list(before) if rest is None else [*rest.others, *_not_at_rest(rest.files)]
+        cannot be used. In the thread of `usage_head`."""
+        now = time.monotonic()
         found: dict[ContainerKey, bytes | AgentError] = {}
-        for key in asked:
-            gpus, head = before[key]
+        for key, (gpus, head) in before.items():
             try:
                 if (new := self.usage_head(key, gpus)) != head:
                     found[key] = new
             except AgentError as e:
                 found[key] = e
-        if rest is None and self._asked is before:  # a second time: it may come again
-            opened = {key: (file, before[key][1]) for key in before if (file := self._usages.get(key)) is not None}
-            files = {key: one for key, one in opened.items() if key not in found}
-            rest = _Rest(before=before, files=files, others=[key for key in before if key not in files])
-        if rest is not None:
-            rest.seen_at = now
-        self._rest = rest if rest is not None and found.keys().isdisjoint(rest.files) else None
-        self._asked = before
+        self._seen = now, before.keys() - {key for key, one in found.items() if isinstance(one, AgentError)}
         return found
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
@@ -371,18 +344,6 @@ def renamed(name: str) -> Iterator[None]:
         if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
         raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
-
-
-def _not_at_rest(files: Mapping[ContainerKey, tuple[int, bytes]]) -> Iterator[ContainerKey]:
-    """Those with another head, or which cannot be read."""
-    for key, (file, head) in files.items():
-        try:
-            _require_file(file, USAGE_NAME, USAGE_BYTES)
-            if os.pread(file, len(head), 0) == head:
-                continue
-        except (OSError, Corrupt):
-            pass
-        yield key
 
 
 def _close_all(files: Mapping[ContainerKey, int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 from contextlib import suppress
 from pathlib import Path
 
@@ -170,11 +171,13 @@ class Library:
 
 
 def _elf_kind(path: Path) -> bytes:
-    """Magic bytes, class, byte order and machine of an ELF file, by e_ident and e_machine of elf(5); empty if it cannot be
-    read."""
-    with suppress(OSError), path.open("rb") as file:
-        header = file.read(20)
-        return header[:6] + header[18:]
+    """Magic bytes, class, byte order and machine of an ELF file of 64 bits, by Elf64_Ehdr of elf(5); empty if it cannot be
+    read, or ends before its last section header, which linkers write at its end: one that is still being copied."""
+    with suppress(OSError, struct.error), path.open("rb") as file:
+        header = file.read(64)
+        (headers_at,), (size, count) = struct.unpack_from("Q", header, 40), struct.unpack_from("2H", header, 58)
+        if os.fstat(file.fileno()).st_size >= headers_at + size * count:
+            return header[:6] + header[18:20]
     return b""
 
 

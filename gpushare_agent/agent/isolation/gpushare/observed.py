@@ -307,7 +307,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         else:
             self._has_running.clear()
         self._ran = running.keys()
-        if known or wrong:
+        if known or wrong or self.files.keeps_others(running, shares):  # the disk may hang
             self._resting = None
 
     def _keep(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
