@@ -70,6 +70,11 @@ def test_gpushares_index_counts_only_where_no_extender_named_this_node(
     assert hinted_gpus(annotations, replace(container(), requests={GPU_MEM: 1}), HERE_POLICY) == gpus
 
 
+def test_gpushares_index_is_no_hint_for_other_resources() -> None:
+    """It says where memory units are."""
+    assert hinted_gpus(FORGED, container(), HERE_POLICY) == ()
+
+
 def test_an_init_containers_units_have_their_own_hint() -> None:
     """Also where GPUShare's index names another GPU."""
     annotations = {**FORGED, **HERE, FIRST: "2", PREDICATE_GPU_INDEX_PREFIX + "init-0": "3"}

@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify
+from gpushare_agent.agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.core.model.pods import ContainerKind, PodPhase
 from gpushare_agent.core.model.resources import ResourceKind
@@ -119,3 +119,11 @@ def test_a_container_that_runs_is_not_called_for() -> None:
     doubtful = identify(VCORE_10, listed, facts)
     assert isinstance(doubtful, Unresolved) and doubtful.unknown == (("default", "bare"),)
     assert served_name(identify(VCORE_10, listed, replace(facts, verified={("default", "bare")}))) == "new/main"
+
+
+def test_a_part_of_a_containers_request_is_not_an_allocate_without_preference() -> None:
+    """The kubelet asks where an init container's IDs are not all that the next container needs."""
+    owner = pod("chain", container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10))
+    given = ids(0, range(5))
+    facts = known(owner, allocations=(allocation(owner, "i", given, [], ContainerKind.INIT),))
+    assert next_container_of(given, CORE, {owner.uid: owner}.get, facts) is None

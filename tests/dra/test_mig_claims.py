@@ -115,6 +115,13 @@ async def test_decisions_name_the_instance(driver: Driver) -> None:
     assert record.labels == ("0:6",) and "GPU 0:6 (1g.10gb) for claim claim-1" in record.explanation
 
 
+async def test_an_agent_that_starts_knows_the_places(driver: Driver) -> None:
+    await prepared(driver)
+    driver.mig.held, holds = {}, driver.mig.holds
+    await driver.restart()
+    assert driver.mig.held == {uid_of(1): {place(6)}} and driver.mig.holds == holds
+
+
 async def test_the_call_ends_with_a_reason_before_the_kubelets_patience_does(tmp_path: Path) -> None:
     """Its instance is waited for no longer than the call has: a call that is cut off says nothing of the driver."""
     driver = driver_of(tmp_path, raw_claim(at(6)), wait_s=40.0)

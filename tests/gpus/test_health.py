@@ -112,6 +112,12 @@ def test_an_event_takes_a_well_gpu_away_until_the_probes_are_passed() -> None:
     assert is_offered(polled(failed, (0.1, WELL), (10, WELL), (20, WELL), (30, WELL)))
 
 
+def test_another_event_among_the_probes_starts_them_again() -> None:
+    """A GPU on which errors go on does not come back."""
+    health = hit(polled(hit(GpuHealth(), 94, now=0), (10, WELL), (20, WELL)), 63, now=25)
+    assert (health.state, health.passes, health.probe_at) == (HealthState.PROBING, 0, 35)
+
+
 def test_a_gpu_that_needs_a_reset_stays_out_of_service_while_it_answers() -> None:
     """Only a poll that finds it missing, and later ones that find it usable, are a reset."""
     failed = hit(GpuHealth(), 79, now=0)

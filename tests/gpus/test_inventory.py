@@ -39,6 +39,16 @@ def test_a_cordon_is_reported_once_and_lifted_once() -> None:
     assert reasons(state) == ["", ""] and len(reported) == 3
 
 
+def test_an_unhealthy_reason_is_reported_apart_from_a_cordon() -> None:
+    """A GPU that is only cordoned has none; the other one's stands without the operator's words."""
+    state, _ = _state()
+    state.note_events([xid(79, 1)])
+    alone = reasons(state)[1]
+    state.cordon(FIRST, "fan")
+    state.cordon(SECOND, "smoke")
+    assert alone and state.unhealthy_reasons == {SECOND: alone}
+
+
 def test_events_of_many_gpus_are_one_change_and_their_meanings_are_counted() -> None:
     """What each was taken for is for the log and the counters."""
     state, reported = _state()
@@ -224,6 +234,16 @@ def with_instances(*numbers: int) -> GpuInventory:
     )
 
 
+def test_the_cordon_of_an_instance_outlives_it() -> None:
+    """Until one with its UUID is made again."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(with_instances(0, 1))
+    state.cordon(GpuUuid("MIG-3"), "fan")
+    for left in (0, 1):
+        state.read(with_instances(left))
+    assert reasons(state) == ["", "cordoned: fan"]
+
+
 def test_an_event_is_of_the_instance_that_the_driver_names() -> None:
     """Without an instance it is of all of the GPU; others are not touched."""
     state = GpuInventoryState(IMMEDIATE)
@@ -312,6 +332,15 @@ def test_an_instance_that_needs_a_reset_leaves_that_to_its_gpu(is_held: bool) ->
     state.read(replace(removed, gpus=gone))
     assert [gpu.is_healthy for gpu in state.current.gpus][:2] == [True, False]
     assert state.saved.waits.keys() == {FIRST}
+
+
+def test_an_instance_that_is_removed_while_the_driver_misses_a_poll() -> None:
+    """The others are offered again at once."""
+    state = GpuInventoryState(PROBES)
+    state.read(with_instances(0, 1))
+    state.lost("no answer")
+    state.read(MIG_ON)
+    assert _offered(state) == [True, True]
 
 
 def test_a_driver_that_refuses_a_process_which_had_gpus() -> None:

@@ -21,6 +21,7 @@ from gpushare_agent.agent.isolation.gpushare.observed import (
     RUNS_FOR_S,
     BusyCount,
     ObservedContainers,
+    memory_of,
     owners_of,
     pause_s,
     used_bytes,
@@ -103,13 +104,15 @@ def test_what_is_not_known_makes_the_count_begin_anew(broken: GpuBusy) -> None:
 
 
 def test_of_a_container_without_a_known_process_nothing_is_said() -> None:
-    """As without the host's PID namespace: its processes are nobody's, and it must not be taken for an idle one."""
+    """As without the host's PID namespace: its processes are nobody's, and it must not be taken for an idle one, or for one
+    that has no memory."""
     first = replace(READING, is_continued=False, busy_until_ns=18 * SECOND)
     count = counted(first, READING, owners={7: None, 8: OTHER, 9: None})
     assert count.observed(KEY, Observed(), READING.at_ns, None).busy_until_ns == 0
     assert count.observed(OTHER, Observed(), READING.at_ns, None).busy_until_ns == READING.busy_until_ns
     count.add(READING, OWNERS)
     assert count.observed(KEY, Observed(), READING.at_ns, None).busy_until_ns == READING.busy_until_ns
+    assert memory_of([ContainerUse(key=KEY, uuid=UUID, pids=(), memory_bytes=0)]) == {}
 
 
 def test_a_process_that_no_round_has_shown_keeps_what_it_was_busy_until_one_does() -> None:

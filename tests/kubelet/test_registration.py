@@ -295,3 +295,11 @@ async def test_no_kubelet_is_unavailable(is_stale: bool, short_dir: Path) -> Non
         await register(
             short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
         )
+
+
+async def test_a_silent_kubelet_is_unavailable_in_time(short_dir: Path) -> None:
+    """The call has a deadline of its own."""
+    async with fake_kubelet(short_dir) as kubelet, asyncio.timeout(DEADLINE_S):
+        kubelet.stalls.add(CORES)
+        with pytest.raises(Unavailable, match="got no answer within"):
+            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=0.05)
