@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,21 +153,22 @@ async def running_probe(
 
 async def reads(library: Path | None, *scripts: str, **options: Any) -> list[Any]:
     """What one probe finds while the machine is as each of the scripts in turn."""
-    found = []
-    async with running_probe(library, scripts[0], **options) as probe:
-        for script in scripts:
-            probe.becomes(script)
-            found.append(await probe.read())
-    return found
+    return await _each(Probe.read, library, scripts, options)
 
 
 async def samples(library: Path, *scripts: str, **options: Any) -> list[Any]:
     """As `reads`, what is sampled."""
+    return await _each(Probe.sample, library, scripts, options)
+
+
+async def _each(
+    ask: Callable[[Probe], Awaitable[Any]], library: Path | None, scripts: Sequence[str], options: Mapping[str, Any]
+) -> list[Any]:
     found = []
     async with running_probe(library, scripts[0], **options) as probe:
         for script in scripts:
             probe.becomes(script)
-            found.append(await probe.sample())
+            found.append(await ask(probe))
     return found
 
 

@@ -137,6 +137,15 @@ async def rounds(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRo
         yield reported
 
 
+@asynccontextmanager
+async def paused(sampling: UsageSampling) -> AsyncIterator[asyncio.Queue[UsageRound | None]]:
+    """As `rounds`, after the first one, once nobody reads."""
+    async with rounds(sampling) as reported:
+        await reported.get()
+        await poll_until(lambda: sampling.is_idle, "the pause")
+        yield reported
+
+
 async def test_a_round_joins_processes_with_the_pods_container_ids() -> None:
     """The current round is what observers get, with the driver's errors counted by name."""
     world = World(owners={10: owner(1)})
@@ -284,9 +293,7 @@ async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own
     """What is from before the pause is not shown; readers that come together wait for the same round."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
-    async with rounds(sampling) as reported:
-        await reported.get()
-        await poll_until(lambda: sampling.is_idle, "the pause")
+    async with paused(sampling) as reported:
         world.now += 60.0
         assert reported.empty()
         world.gate = asyncio.Event()
@@ -316,9 +323,7 @@ async def test_a_round_that_fails_is_tried_again_before_a_pause() -> None:
     """Who requested it waits for one that says something. It is one more: the driver may be away for hours."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
-    async with rounds(sampling) as reported:
-        await reported.get()
-        await poll_until(lambda: sampling.is_idle, "the pause")
+    async with paused(sampling) as reported:
         first = world.gate = asyncio.Event()
         world.error = Unavailable("the driver")
         sampling.request_round()
@@ -343,9 +348,7 @@ async def test_a_requested_round_is_one_and_no_more() -> None:
     """A request of nobody who reads does not have the use sampled for seconds; one that comes during a round is not lost."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
-    async with rounds(sampling) as reported:
-        await reported.get()
-        await poll_until(lambda: sampling.is_idle, "the pause")
+    async with paused(sampling) as reported:
         world.gate = asyncio.Event()
         sampling.request_round()
         await poll_until(lambda: world.open_samples == 1, "the requested round")

@@ -85,7 +85,7 @@ from gpushare_agent.core.placement.gpu_account import account_of
 
 log = structlog.get_logger(__name__)
 
-_NAMES = frozenset({RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION})
+_ANNOTATIONS = frozenset({RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION})
 MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
@@ -262,9 +262,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         is_known = (
             self.node.cache.resized or self._saved or self._enforced or self._refused or self.reports.has_reported
         )
-        if uid is None or is_known or any(_NAMES & pod.annotations.keys() for pod in self.node.claim_pods.using(uid)):
+        if is_known or uid is None or self._is_asked(uid):
             self._changed = None if uid is None or self._changed is None else self._changed | {uid}
             self._reconciler.request()
+
+    def _is_asked(self, uid: PodUid) -> bool:
+        """A pod that has or uses it has one of the annotations."""
+        return any(_ANNOTATIONS & pod.annotations.keys() for pod in self.node.claim_pods.using(uid))
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was resized before a restart, for `restore`."""
