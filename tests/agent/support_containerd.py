@@ -32,7 +32,7 @@ from grpclib.client import Channel
 from grpclib.const import Cardinality
 from grpclib.exceptions import StreamTerminatedError
 
-from gpushare_agent.core.kit.protobuf import scan_fields
+from gpushare_agent.core.kit.protobuf import bytes_field, integer_field, scan_fields
 from gpushare_agent.core.model.names import PodUid
 from tests.kit.support_grpc import RawCodec
 from tests.support_deadline import DEADLINE_S
@@ -300,23 +300,14 @@ async def open_cri(socket: Path) -> AsyncIterator[Cri]:
 
 def _encode(message: Mapping[int, Any]) -> bytes:
     """Protobuf: text, whole numbers, messages, and lists of them."""
-    encoded = bytearray()
+    encoded = b""
     for number, value in message.items():
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int):
-                encoded += _varint(number << 3) + _varint(one)
-                continue
-            content = one.encode() if isinstance(one, str) else _encode(one)
-            encoded += _varint(number << 3 | 2) + _varint(len(content)) + content
-    return bytes(encoded)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
+                encoded += integer_field(number, one)
+            else:
+                encoded += bytes_field(number, one.encode() if isinstance(one, str) else _encode(one))
+    return encoded
 
 
 def _pairs(values: Mapping[str, str]) -> list[dict[int, str]]:

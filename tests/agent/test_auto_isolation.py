@@ -45,33 +45,22 @@ async def test_another_setting_is_left_alone(short_dir: Path) -> None:
     assert found.settings is settings and found.isolation_reason == ""
 
 
-async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
-    """Only the isolation of the settings changes; the log has the reason."""
+async def test_what_is_on_the_node_decides(short_dir: Path) -> None:
+    """With nothing shares will be refused, by the isolation that is chosen all the same; the reason has the missing path.
+    Simulated GPUs need no library of the project's own. Only the isolation of the settings changes."""
     settings = settings_of(short_dir)
+    found = await resolve_isolation(settings)
+    assert found.settings.isolation == "gpushare"
+    assert "no isolation can be had" in found.isolation_reason and "libgpushare.so" in found.isolation_reason
+    settings.libgpushare.library.unlink()
+    found = await resolve_isolation(settings)
+    assert found.settings.isolation == "gpushare" and "no isolation can be had" not in found.isolation_reason
     fake_library(settings.libgpushare.library)
     with capture_logs() as lines:
         found = await resolve_isolation(settings)
     assert found.settings == settings.model_copy(update={"isolation": "gpushare"})
     (line,) = [line for line in lines if line["event"] == "isolation_chosen"]
     assert (line["isolation"], line["reason"]) == ("gpushare", found.isolation_reason)
-
-
-async def test_simulated_gpus_need_no_library_of_the_projects_own(short_dir: Path) -> None:
-    """No program computes on them."""
-    settings = settings_of(short_dir)
-    settings.libgpushare.library.unlink()
-    assert (await resolve_isolation(settings)).settings.isolation == "gpushare"
-
-
-async def test_with_nothing_on_the_node_shares_will_be_refused(short_dir: Path) -> None:
-    """By the isolation that is chosen all the same; the reason has the missing path."""
-    found = await resolve_isolation(settings_of(short_dir))
-    assert found.settings.isolation == "gpushare"
-    assert "no isolation can be had" in found.isolation_reason
-    assert "libgpushare.so" in found.isolation_reason
-
-
-async def test_the_driver_limits_memory_beside_it_where_the_agent_sets_that(short_dir: Path) -> None:
     settings = settings_of(short_dir, "--driver-limits.set-by-agent=true")
     fake_library(settings.libgpushare.library)
     assert (await resolve_isolation(settings)).settings.isolation == "gpushare+driver"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from gpushare_agent.core.kube.events import COMPONENT
-from gpushare_agent.core.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.core.model.decision_records import DecisionRecord
 from gpushare_agent.core.model.names import GPU_ASSIGNED_ANNOTATION
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until, write_faults
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
-
-TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-mesh.txt"
 
 
 def record_of(agent: InnerAgent, name: str) -> DecisionRecord:
@@ -35,22 +32,6 @@ async def refuse(node: NodeUnderTest, agent: InnerAgent, manifest: dict[str, Any
 
     await poll_until(messages, f"an Event on pod {name}")
     return record_of(agent, name), messages()[0]
-
-
-async def test_what_was_placed_is_explained() -> None:
-    """A share, a whole GPU, and two GPUs by their links."""
-    async with open_test_node() as node, open_agent(node, f"--simulated.topology={TOPOLOGY}") as agent:
-        for name, cores, blocks in (("share", 30, 10), ("whole", 100, 0), ("pair", 200, 0)):
-            await node.start_pods(pod(name, container(cores=cores, blocks=blocks)))
-        share, whole, pair = (record_of(agent, name) for name in ("share", "whole", "pair"))
-    assert [r.outcome for r in (share, whole, pair)] == [Outcome.ALLOCATED] * 3
-    assert (share.policy, whole.policy, pair.policy) == ("share", "fragment", "link")
-    assert [len(r.gpus) for r in (share, whole, pair)] == [1, 1, 2]
-    for record in (share, whole, pair):
-        assert tuple(c.index for c in record.candidates if c.is_chosen) == record.gpus
-        assert len(record.candidates) == 8 and record.asked is not None
-    assert "link cost" in pair.explanation
-    assert verdicts(pair)[share.gpus[0]].startswith("in use: 70 cores")
 
 
 async def test_what_was_refused_is_explained() -> None:

@@ -35,39 +35,34 @@ def indexes(agent: InnerAgent, uuids: set[str]) -> list[int]:
 # --- the annotation of the whole agent ---
 
 
-async def test_the_node_says_who_holds_what_once_a_pod_is_admitted_and_after_its_end() -> None:
-    """By pod and GPU: cores, blocks, units, whole."""
-    async with open_cluster("a") as cluster, cluster.open_agents(("--simulated.gpus=2",)):
-        cluster.api.create_pod(
-            pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
-        )
-        cluster.api.create_pod(pod("whole", container("main", cores=100)))
-        uids = {name: cluster.api.pod("default", name)["metadata"]["uid"] for name in ("share", "whole")}
-        await cluster.wait_until(lambda: held(cluster, "a").keys() == set(uids.values()), "both pods")
-        assert held(cluster, "a")[uids["share"]] == {"0": [50, 6]}
-        assert held(cluster, "a")[uids["whole"]] == {"1": [100, 0, 0, 1]}
-        cluster.api.delete_pod("default", "share", grace_period_s=0)
-        await cluster.wait_until(lambda: held(cluster, "a").keys() == {uids["whole"]}, "the end of the share")
-
-
-async def test_an_agent_that_comes_back_leaves_the_annotation_as_it_is() -> None:
-    """What it held before is in the kubelet's records; not for a moment does it seem to be free."""
+async def test_the_node_says_who_holds_what_from_admission_to_end_and_an_agent_that_comes_back_leaves_it() -> None:
+    """By pod and GPU: cores, blocks, units, whole. What the kubelet has on record never seems to be free."""
     async with open_cluster("a") as cluster:
-        async with cluster.open_agents(("--simulated.gpus=1",)):
-            cluster.api.create_pod(pod("share", container("main", cores=30, blocks=4)))
-            await cluster.wait_until(lambda: held(cluster, "a"), "the pod")
+        async with cluster.open_agents(("--simulated.gpus=2",)):
+            cluster.api.create_pod(
+                pod("share", container("main", cores=30, blocks=4), container("other", cores=20, blocks=2))
+            )
+            cluster.api.create_pod(pod("whole", container("main", cores=100)))
+            uids = {name: cluster.api.pod("default", name)["metadata"]["uid"] for name in ("share", "whole")}
+            await cluster.wait_until(lambda: held(cluster, "a").keys() == set(uids.values()), "both pods")
         before = held(cluster, "a")
+        assert before == {uids["share"]: {"0": [50, 6]}, uids["whole"]: {"1": [100, 0, 0, 1]}}
         version = cluster.api.version
-        async with cluster.open_agents(("--simulated.gpus=1",)):
+        async with cluster.open_agents(("--simulated.gpus=2",)):
             cluster.api.create_pod(pod("next", container("main", cores=10, blocks=4)))
-            await cluster.wait_until(lambda: len(held(cluster, "a")) == 2, "the next pod")
-        nodes = [
-            c.after for c in cluster.api.store.changes_since(version) if c.resource == "nodes" and c.after is not None
-        ]
-        reported = [
-            json.loads(raw["metadata"]["annotations"]["gpushare-agent/allocations"])["allocations"] for raw in nodes
-        ]
-        assert all(before.items() <= one.items() for one in reported)
+            await cluster.wait_until(lambda: len(held(cluster, "a")) == 3, "the next pod")
+            nodes = [
+                c.after
+                for c in cluster.api.store.changes_since(version)
+                if c.resource == "nodes" and c.after is not None
+            ]
+            reported = [
+                json.loads(raw["metadata"]["annotations"]["gpushare-agent/allocations"])["allocations"] for raw in nodes
+            ]
+            assert all(before.items() <= one.items() for one in reported)
+            cluster.api.delete_pod("default", "share", grace_period_s=0)
+            await cluster.wait_until(lambda: uids["share"] not in held(cluster, "a"), "the end of the share")
+            assert uids["whole"] in held(cluster, "a")
 
 
 # --- with the extender ---

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 from grpclib import GRPCError
-from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.core.kit.grpc_client import UnixChannel
 from tests.agent.support_agent import DEADLINE_S, Moments, open_agent, open_child, page_of_child, poll_until
 from tests.agent.support_reconcile import collection_of
 from tests.cluster.support_kube import running
-from tests.kit.support_grpc import served_at
+from tests.kit.support_grpc import called, served_at
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 LIST = "/v1.PodResourcesLister/List"
@@ -46,19 +44,10 @@ class StandsBetween:
         async def handle(stream: Any) -> None:
             request = await stream.recv_message() or b""
             await self.may_answer.wait()
-            await stream.send_message(
-                self.answers[0] if self.answers and name == LIST else await self._ask(name, request)
-            )
+            is_replaced = self.answers and name == LIST
+            await stream.send_message(self.answers[0] if is_replaced else await called(self.target, name, request))
 
         return handle
-
-    async def _ask(self, name: str, request: bytes) -> bytes:
-        channel = UnixChannel(self.target)
-        try:
-            answer: bytes = await UnaryUnaryMethod(channel, name, bytes, bytes)(request)
-            return answer
-        finally:
-            channel.close()
 
 
 @asynccontextmanager

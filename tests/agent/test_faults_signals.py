@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP to the agent as a process of its own."""
+"""SIGTERM to the agent as a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from gpushare_agent.agent.kubelet.records import FILE_NAME
 from tests.agent.support_agent import open_child, poll_until
-from tests.sandbox.support_sandbox import BLOCKS, CORE, CORES, MEMORY, NodeUnderTest, container, open_test_node, pod
+from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 
 
 def _sockets(node: NodeUnderTest) -> list[str]:
@@ -77,38 +77,3 @@ async def test_a_log_that_nobody_reads_stops_neither_admissions_nor_the_end() ->
     finally:
         os.close(read_end)
         os.close(write_end)
-
-
-async def _wait_blocks(node: NodeUnderTest, blocks: int) -> None:
-    """Blocks of another size, which were offered before, stay as Unhealthy for a while."""
-    wanted = {CORE: 2 * CORES, MEMORY: 2 * blocks}
-
-    def are_offered() -> bool:
-        return {name: healthy for name, (_, healthy) in node.kubelet.devices.capacity().items()} == wanted
-
-    await node.wait_until(are_offered, f"{blocks} blocks a GPU")
-
-
-async def test_sighup_takes_the_changed_settings_file_into_effect_and_a_broken_one_keeps_the_old() -> None:
-    """The servers restart with the new block size; running pods stay; a mistake in the file changes nothing."""
-    async with open_test_node() as node:
-        path = node.paths.state / "settings.yaml"
-        path.write_text("simulated: {gpus: 2}\nlog: {level: info}\n")
-        async with open_child(node, f"--config={path}") as child:
-            await _wait_blocks(node, BLOCKS)
-            await node.start_pods(pod("runs", container(cores=100)))
-            path.write_text("simulated: {gpus: 2}\nresources: {memory_block_mib: 1024}\n")
-            child.send_signal(signal.SIGHUP)
-            await _wait_blocks(node, BLOCKS // 4)
-            await node.wait_registered()
-            for broken in ("resources: {memory_block_mib: none}\n", "resources: [\n", "unheard_of: 1\n"):
-                reported = len(node.log_lines("settings_not_reloaded"))
-                path.write_text(broken)
-                child.send_signal(signal.SIGHUP)
-                await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) > reported, "the report")  # noqa: B023
-                assert child.returncode is None
-            await _wait_blocks(node, BLOCKS // 4)
-            node.api.create_pod(pod("next", container(cores=30, blocks=20)))
-            await node.wait_running("runs", "next")
-            node.assert_nothing_shared()
-            await _terminate(node, child)

@@ -66,9 +66,13 @@ def is_offered(node: NodeUnderTest) -> Iterator[bool]:
 
 
 async def test_what_gpu_manager_gave_is_given_to_nobody_else_until_its_pod_ends() -> None:
-    """One GPU by the kubelet's record of the answer, one by the annotation; over a restart, too."""
+    """One GPU by the kubelet's record of the answer, one by the annotation; over a restart, too. One that ended before holds
+    nothing."""
     async with open_test_node() as node:
         async with gpu_manager(node) as plugin:
+            await start(node, plugin, pod("ended", container(cores=30, blocks=30), restartPolicy="Never"), answer(0))
+            node.kill_container("ended")
+            await node.wait_phase("ended", "Failed", "Succeeded")
             await start(node, plugin, pod("by-answer", container(cores=30, blocks=30)), answer(0))
             marked = pod("by-annotation", container(cores=60, blocks=20), annotations=ASSIGNED)
             await start(node, plugin, marked, ContainerAllocateResponse())
@@ -162,16 +166,6 @@ async def test_check_names_the_pods_of_former_programs(capsys: pytest.CaptureFix
         text = " ".join(capsys.readouterr().out.split())
         assert f"gpu-manager started container main of pod with UID {uids['former']}" in text
         assert uids["known"] not in text
-
-
-async def test_a_pod_that_ended_before_the_swap_holds_nothing() -> None:
-    async with open_test_node() as node:
-        async with gpu_manager(node) as plugin:
-            await start(node, plugin, pod("ended", container(cores=30, blocks=30), restartPolicy="Never"), answer(0))
-            node.kill_container("ended")
-            await node.wait_phase("ended", "Failed", "Succeeded")
-        async with open_agent(node, *FLAGS) as agent:
-            await node.wait_until(lambda: not len(agent.parts.node.cache), "nothing held")
 
 
 async def test_gpushares_pods_keep_the_gpu_of_their_index() -> None:

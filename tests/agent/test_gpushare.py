@@ -12,7 +12,7 @@ from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.wire.v1beta1 import ContainerAllocateResponse
 from tests.agent.support_agent import open_agent
-from tests.sandbox.support_sandbox import CORE, MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
+from tests.sandbox.support_sandbox import MEMORY, NodeUnderTest, container, limits_of, open_test_node, pod
 from tests.support_json import undecoded
 
 GPU_MEM, GPU_COUNT = "aliyun.com/gpu-mem", "aliyun.com/gpu-count"
@@ -78,14 +78,6 @@ async def test_a_gpus_memory_is_one_account() -> None:
                 await node.remove_pod(name, grace_period_s=0)
             await node.wait_allocatable(GPU_MEM, 48)
             await node.wait_allocatable(MEMORY, 2 * 96)
-
-
-async def test_both_resources_in_one_container_are_refused_with_what_is_valid() -> None:
-    """Memory alone, or a share of compute and memory."""
-    async with open_test_node() as node, open_agent(node, *FLAGS):
-        await node.wait_allocatable(GPU_MEM, 48)
-        message = await node.settle_pod(pod("both", limits_of("main", {GPU_MEM: 2, CORE: 10, MEMORY: 4})))
-        assert "Ask for one or the other" in message
 
 
 def shown(node: NodeUnderTest, resource: str) -> str | None:

@@ -101,8 +101,7 @@ async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_
             (str(place.pipe), str(place.pipe), False),
         ]
         # The process goes to the daemon by its own variable, as CUDA does.
-        log = node.paths.logs / "default_seed_main.log"
-        await poll_until(lambda: log.exists() and "connected" in log.read_text(), "the container at the daemon")
+        await poll_until(lambda: "connected" in node.printed("seed"), "the container at the daemon")
         assert "get_server_list" in daemon.commands
         whole = environment_inside(process_of(node, "whole"))
         assert not [name for name in whole if name.startswith(("CUDA_", "ALIYUN_"))]

@@ -132,18 +132,14 @@ async def test_a_container_restarts_with_its_own_gpu_alone(script: Path) -> None
             await node.start_pods(pod("p", limits_of("main", {CORE: 10, MEMORY: 4})))
         boots(script, (A, 1), (H, 0))
 
-        def container() -> dict[str, Any]:
-            (found,) = node.api.pod("default", "p")["status"]["containerStatuses"]
-            return found
-
         async with open_child(node, *FLAGS):
             node.kill_container("p")
-            await node.wait_until(lambda: "waiting" in container()["state"], "the refusal")
-            message = container()["state"]["waiting"]["message"]
+            await node.wait_until(lambda: node.waiting("p"), "the refusal")
+            message = node.waiting("p")["message"]
             assert "other numbers than /dev/nvidia" in message and "Delete the pod" in message and "GPU GPU-" in message
         boots(script, (A, 0), (H, 1))
         async with open_child(node, *FLAGS):
-            await node.wait_until(lambda: "running" in container()["state"], "its own GPU")
+            await node.wait_until(lambda: "running" in node.container_status("p")["state"], "its own GPU")
 
 
 async def test_an_answer_by_index_has_the_drivers_index_of_now(script: Path) -> None:

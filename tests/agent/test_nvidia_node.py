@@ -133,13 +133,6 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             await node.start_pods(sample("second"))
 
 
-async def test_a_container_asks_for_one_kind_of_gpu() -> None:
-    async with open_test_node() as node, open_agent(node, *FLAGS):
-        await node.wait_allocatable(GPU, 2)
-        node.api.create_pod(pod("both", limits_of("main", {GPU: 1, CORE: 10, MEMORY: 4})))
-        assert "Ask for one of them" in await node.wait_settled("both")
-
-
 async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
     """By none of the resources."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--excluded-gpus=0"):

@@ -189,16 +189,21 @@ async def test_settings_with_which_no_life_starts_are_followed_by_those_before()
             assert sorted(_registered(node)) == [CORE, MEMORY]
 
 
-async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
-    """A level is in force with the life whose settings have it; here the kubelet could not receive the lists."""
+async def test_settings_that_are_refused_change_nothing() -> None:
+    """Not what is logged either: a level is in force with the life whose settings have it. With the last one the kubelet
+    could not receive the lists."""
     async with open_test_node() as node:
         path = node.paths.state / "settings.yaml"
         large = "simulated: {gpus: 2, gpu_memory_mib: 81920}\n"
         path.write_text(large)
         async with open_child(node, f"--config={path}") as child:
-            path.write_text(f"{large}log: {{level: error}}\nresources: {{memory_block_mib: 1}}\n")
-            child.send_signal(signal.SIGHUP)
-            await poll_until(lambda: node.log_lines("settings_not_reloaded"), "they are refused")
+            capacity = node.kubelet.devices.capacity()
+            texts = ("memory_block_mib: none", "unheard_of: 1", "memory_block_mib: [", "memory_block_mib: 1")
+            for number, text in enumerate(texts, 1):
+                path.write_text(f"{large}log: {{level: error}}\nresources:\n  {text}\n")
+                child.send_signal(signal.SIGHUP)
+                await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) == number, "refused")  # noqa: B023
+            assert node.kubelet.devices.capacity() == capacity
             await node.start_pods(pod("after", container(cores=30, blocks=10)))
             await poll_until(lambda: node.log_lines("allocate"), "its admission is logged, which is no error")
             path.write_text(f"{large}log: {{level: debug}}\n")

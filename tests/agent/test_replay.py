@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 from grpclib.const import Cardinality, Handler
-from grpclib.server import Server, Stream
+from grpclib.server import Stream
 from msgspec.structs import replace
 
-from gpushare_agent.agent.admission.admission import Admission, RefusedPods
-from gpushare_agent.agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.agent.admission.decisions.decide import Decision
-from gpushare_agent.agent.admission.decisions.identity import Target
-from gpushare_agent.agent.admission.decisions.ledger import Policy
-from gpushare_agent.agent.admission.identification import Identification
-from gpushare_agent.agent.cluster.pod_store import PodStore
-from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
-from gpushare_agent.agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.agent.kubelet.device_table import DeviceTable
-from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.agent.kubelet.records import KubeletCheckpoint
-from gpushare_agent.core.kit.grpc_server import GrpcServer
-from gpushare_agent.core.kit.sockets import bind_unix_socket
+from gpushare_agent.agent.auto_isolation import NodeSettings
+from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.core.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.core.model.allocations import Allocation
-from gpushare_agent.core.model.device_ids import DeviceIds
-from gpushare_agent.core.model.errors import NotFound, RefusalReason, Refused
+from gpushare_agent.core.model.decision_records import Outcome
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
+from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.core.model.pods import Pod, PodPhase
+from gpushare_agent.core.model.resources import ResourceKind
+from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.core.wire import v1beta1
-from tests.kit.support_grpc import RawCodec
-from tests.support_core import NAMES, container, inventory, isolation_config, pod
+from tests.kit.support_grpc import served_at
+from tests.support_core import NAMES, container, inventory, pod
 from tests.support_json import undecoded
-from tests.support_node import FreeIsolations, node_of
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
@@ -65,27 +51,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     "PreStartContainer": (v1beta1.PreStartContainerRequest, v1beta1.PreStartContainerResponse),
 }
 """The request and the answer of each method."""
-
-
-@dataclass
-class Recorder:
-    """Remembers what each call was resolved to."""
-
-    allocated_to: list[tuple[str, str, str]] = field(default_factory=list)
-    refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
-
-    def allocated(self, decision: Decision, allocation: Allocation) -> None:
-        target = decision.target
-        assert target is not None
-        self.allocated_to.append((target.pod.name, target.container.name, decision.resource))
-
-    def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
-        raise AssertionError("no container starts here")
-
-    def refused(self, decision: Decision, refused: Refused) -> None:
-        target = decision.target
-        name = (target.pod.name, target.container.name) if target is not None else ("", "")
-        self.refusals.append((*name, refused))
+RESOURCES = {ResourceKind.VCORE: NAMES.vcore, ResourceKind.VMEMORY: NAMES.vmemory}
 
 
 class RecordedLists:
@@ -107,31 +73,24 @@ class RecordedLists:
         return {"/v1.PodResourcesLister/List": Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)}
 
 
-class NoFetch:
-    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
-        raise NotFound(f"{namespace}/{name}")
-
-
-class ModernKubelet:
-    has_pod_resources = True
-
-    async def wait_known(self, *, timeout_s: float) -> None:
-        return None
-
-
-class NothingEnds:
-    async def wait_for_release(self) -> bool:
-        return False
-
-
 @dataclass
-class Agent:
-    store: PodStore
-    cache: AllocationCache
-    recorder: Recorder
+class ReplayedAgent:
+    """An agent of which no loop runs: its plugins answer, and the test is the kubelet."""
+
+    parts: NodeAgent
     lists: RecordedLists
     channels: dict[str, Channel]
-    admission: Admission
+    allocated: list[tuple[str, str, str]]
+    """Pod, container and resource, of each answer that gave something."""
+
+    def note(self, old: Allocation | None, new: Allocation | None) -> None:
+        for kind in new.ids.keys() - (old.ids if old is not None else {}).keys() if new is not None else ():
+            self.allocated.append((new.pod_name, new.key.container, RESOURCES[kind]))
+
+    def refused(self) -> list[tuple[str, str, str]]:
+        """Pod, container and reason."""
+        records = reversed(self.parts.node.decisions.newest(100))
+        return [(one.pod, one.container, one.reason) for one in records if one.outcome is Outcome.REFUSED]
 
     async def call(self, resource: str, method: str, content: bytes) -> Any:
         request, answer = MESSAGES[method]
@@ -166,60 +125,30 @@ def recorded_pods() -> dict[str, Pod]:
 
 
 @asynccontextmanager
-async def open_agent(directory: Path) -> AsyncIterator[Agent]:
-    gpus = recorded_inventory()
-    ids = DeviceIds(gpu.uuid for gpu in gpus.gpus)
-    node, recorder, lists = node_of(gpus), Recorder(), RecordedLists()
-    node.pods.replace_all([])
-    lister = Server([lists], codec=RawCodec())
-    await lister.start(path=str(directory / "pr.sock"))
-    client = PodResourcesClient(directory / "pr.sock", ids)
-    gate = PodResourcesGate(client, clock=time.monotonic)
-    refused = RefusedPods()
-    identification = Identification(
-        node=node,
-        fetcher=NoFetch(),
-        kubelet=ModernKubelet(),
-        runtime_classes=RuntimeClasses(),
-        refused=refused,
-        clock=time.monotonic,
-        poll_again_s=0.0,
-    )
-    node.pods.subscribe(identification.pod_changed)
-    node.cache.subscribe(identification.allocation_changed)
-    edits = EditPolicy(names=NAMES, config=isolation_config(virtual_manager=directory), isolation="none")
-    admission = Admission(
-        node=node,
-        gate=gate,
-        identification=identification,
-        policy=Policy(names=NAMES, node_name="rig"),
-        edits=lambda: edits,
-        refused_pods=refused,
-        observer=recorder,
-        records=KubeletCheckpoint(directory, ids),
-        isolation=FreeIsolations(),
-        garbage=NothingEnds(),
-        clock=time.monotonic,
-    )
-    servers, channels = [], {}
-    for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
-        starts = resource == VCORE_RESOURCE
-        plugin = DevicePlugin(resource, DeviceTable(), admission, lambda *_: None, ids, has_pre_start=starts)
-        server = GrpcServer([plugin], decoders=FAST_DECODERS)
-        path = directory / f"{len(servers)}.sock"
-        await server.serve(bind_unix_socket(path, mode=0o600))
-        servers.append(server)
-        channels[resource] = Channel(path=str(path))
-    try:
-        yield Agent(node.pods, node.cache, recorder, lists, channels, admission)
-    finally:
-        for channel in channels.values():
-            channel.close()
-        for server in servers:
-            await server.stop()
-        client.close()
-        lister.close()
-        await lister.wait_closed()
+async def open_replayed(directory: Path) -> AsyncIterator[ReplayedAgent]:
+    sockets, lists = directory / "plugins", RecordedLists()
+    sockets.mkdir()
+    async with AsyncExitStack() as stack:
+        lister = await stack.enter_async_context(served_at(directory / "pr.sock", lists))
+        flags = [
+            "--driver=simulated", "--simulated.device-nodes=true", "--isolation=none", "--node-name=rig",
+            f"--root={directory}", f"--device-plugin-path={sockets}", f"--kubelet.pod-resources-socket={lister}",
+        ]  # fmt: skip
+        parts = build(NodeSettings(settings=load_settings(flags, {}).settings))
+        await parts.gpus.offer(recorded_inventory())
+        parts.kubelet.facts._read_version("v1.36.2")
+        parts.kubelet.calls.open(parts.kubelet.admission)
+        parts.node.pods.replace_all([])
+        agent = ReplayedAgent(parts, lists, {}, [])
+        parts.node.cache.subscribe(agent.note)
+        for resource in parts.kubelet.registrar._resources:
+            await resource.endpoint.serve()
+            stack.push_async_callback(resource.endpoint.stop)
+            channel = Channel(path=str(resource.endpoint.path))
+            stack.callback(channel.close)
+            agent.channels[resource.endpoint.resource] = channel
+        stack.callback(parts.kubelet.pod_resources.close)
+        yield agent
 
 
 def names_in(note: str) -> list[str]:
@@ -228,7 +157,7 @@ def names_in(note: str) -> list[str]:
     return words[2:] if words[0] in ("create", "delete") else []
 
 
-async def replay(agent: Agent, translate: Callable[[dict[str, Any], bytes], bytes]) -> list[tuple[str, Any]]:
+async def replay(agent: ReplayedAgent, translate: Callable[[dict[str, Any], bytes], bytes]) -> list[tuple[str, Any]]:
     """Send every recorded request in order; returns (method, answer or GRPCError) of each."""
     pods, outcomes = recorded_pods(), []
     events = recorded()
@@ -236,10 +165,10 @@ async def replay(agent: Agent, translate: Callable[[dict[str, Any], bytes], byte
         if "note" in event:
             for name in names_in(event["note"]):
                 if event["note"].startswith("create"):
-                    agent.store.upsert(pods[name])
+                    agent.parts.node.pods.upsert(pods[name])
                 else:
-                    agent.store.remove(pods[name].uid)
-                    agent.cache.release_pod(pods[name].uid)
+                    agent.parts.node.pods.remove(pods[name].uid)
+                    agent.parts.node.cache.release_pod(pods[name].uid)
         elif (method := event["call"]) in MESSAGES:
             request = translate(event, base64.b64decode(event["request"]))
             if method == "GetPreferredAllocation":
@@ -266,16 +195,14 @@ def check_preference(request: bytes, answer: Any) -> None:
 
 async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(short_dir: Path) -> None:
     """The recorded requests as they are. The recorder spread the whole GPU over two: that one Allocate is refused."""
-    async with open_agent(short_dir) as agent:
+    async with open_replayed(short_dir) as agent:
         outcomes = await replay(agent, lambda event, request: request)
         refused = [("whole", "main")]
         expected = [(n, c, k) for n, c, k in EXPECTED_CALLS if (n, c) not in refused]
-        assert agent.recorder.allocated_to == expected
-        assert [(n, c, r.reason) for n, c, r in agent.recorder.refusals] == [
-            ("whole", "main", RefusalReason.WRONG_GPUS)
-        ]
+        assert agent.allocated == expected
+        # The second is the PreStartContainer of that GPU, which the real kubelet then never sends.
+        assert agent.refused() == [("whole", "main", "WrongGPUs"), ("", "", "NotReady")]
         errors = [(method, o) for method, o in outcomes if isinstance(o, GRPCError)]
-        # ... and the PreStartContainer of that GPU, which the real kubelet then never sends.
         assert [method for method, _ in errors] == ["Allocate", "PreStartContainer"]
         assert errors[0][1].status is Status.INVALID_ARGUMENT and "default/whole" in errors[0][1].message
         assert agent.lists.unexpected == 0
@@ -284,7 +211,7 @@ async def test_every_call_is_resolved_to_the_pod_and_container_of_its_note(short
 async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(short_dir: Path) -> None:
     """The whole GPU's Allocate carries the IDs that we preferred; then no call at all is refused."""
     preferred: list[str] = []
-    async with open_agent(short_dir) as agent:
+    async with open_replayed(short_dir) as agent:
 
         def follow(event: dict[str, Any], content: bytes) -> bytes:
             """The whole GPU is the one that is offered whole: its cores are allocated and started as we preferred them."""
@@ -307,7 +234,7 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(shor
 
         outcomes = await replay(agent, follow)
         assert [o for _, o in outcomes if isinstance(o, GRPCError)] == []
-        assert agent.recorder.allocated_to == EXPECTED_CALLS
+        assert agent.allocated == EXPECTED_CALLS
         for method, answer in outcomes:
             if method == "Allocate":
                 assert len(answer.container_responses) == 1
@@ -317,7 +244,7 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(shor
             response = answer.container_responses[0]
             assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().gpus}
             assert {d.host_path for d in response.devices} >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
-        allocated = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.cache}
+        allocated = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks) for a in agent.parts.node.cache}
         assert allocated == {
             ("share-a", "main"): (30, 10), ("whole", "main"): (100, 0),
             ("chain", "i"): (5, 2), ("chain", "s"): (5, 2), ("chain", "m"): (10, 4),

@@ -77,10 +77,18 @@ async def sampled_node(*flags: str, cgroups: str | None = None) -> AsyncIterator
         yield node, agent
 
 
-@pytest.mark.parametrize("cgroups", [None, "none"], ids=["cgroups", "files in place of cgroups"])
-async def test_use_is_shown_for_the_container_in_which_the_process_runs(cgroups: str | None) -> None:
+@pytest.mark.parametrize(
+    ("cgroups", "flags"),
+    [
+        pytest.param(None, ("--isolation=none",), id="cgroups, without an isolation"),
+        pytest.param("none", (), id="files in place of cgroups"),
+    ],
+)
+async def test_use_is_shown_for_the_container_in_which_the_process_runs(
+    cgroups: str | None, flags: tuple[str, ...]
+) -> None:
     """Each pod has what its own process uses, in gpu-manager's series and in ours; a program of the node is a stranger."""
-    async with sampled_node(cgroups=cgroups) as (node, agent):
+    async with sampled_node(*flags, cgroups=cgroups) as (node, agent):
         (a, *_), (b, *_) = pids_of(node, "a"), pids_of(node, "b")
         gpu_a, gpu_b = index_of(node, agent, "a"), index_of(node, agent, "b")
         put_usage(
@@ -175,21 +183,6 @@ async def test_a_restarted_containers_new_process_is_its_own() -> None:
         await poll_until(seen, "the new process with its container")
         assert agent.parts.observability.usage.current is not None
         assert not agent.parts.observability.usage.current.unattributed
-
-
-async def test_use_is_sampled_without_an_isolation_too() -> None:
-    """Nothing of it depends on virtual devices."""
-    async with sampled_node("--isolation=none") as (node, agent):
-        (pid, *_) = pids_of(node, "a")
-        put_usage(node, {"pid": pid, "gpu": index_of(node, agent, "a"), "sm": 0.75, "memory_bytes": MIB})
-
-        def ratio() -> float | None:
-            now = agent.parts.observability.usage.current
-            uses = [use for (key, _), use in now.containers.items() if key == key_of(node, "a")] if now else []
-            return uses[0].sm_ratio if uses else None
-
-        await poll_until(lambda: ratio() == 0.75, "its use")
-        assert agent.uuid_of(index_of(node, agent, "a")) in node.gpus_of("a")
 
 
 async def test_of_two_shares_that_compute_on_a_gpu_each_is_shown_with_what_it_paid() -> None:

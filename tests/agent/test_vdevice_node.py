@@ -16,9 +16,18 @@ def directory_of(node: NodeUnderTest, name: str, inner: str = "main") -> Path:
 
 
 async def test_a_share_finds_its_limits_and_its_socket_before_it_starts() -> None:
-    """The mount is of its own directory; a whole GPU's says that nothing is limited."""
+    """The mount is of its own directory; a whole GPU's says that nothing is limited. The pods are as in gpu-manager's
+    README, and so are their annotations."""
+    share = container(cores=30, blocks=10)
+    share["resources"]["requests"] = share["resources"]["limits"]
+    wholes = {"whole": container(cores=100, blocks=30), "pair": container(cores=200, blocks=60)}
     async with open_test_node() as node, open_agent(node, "--isolation=vcuda"):
-        await node.start_pods(pod("share", container(cores=30, blocks=10)), pod("whole", container(cores=100)))
+        await node.start_pods(
+            *(pod(name, one, restartPolicy="Never") for name, one in {"share": share, **wholes}.items())
+        )
+        for name, gpus in (("share", 1), ("whole", 1), ("pair", 2)):
+            written = await node.wait_annotation(name, "tencent.com/gpu-assigned", "true")
+            assert len(written["tencent.com/predicate-gpu-idx-0"].split(",")) == gpus
         own = directory_of(node, "share")
         config = decode_config((own / "vcuda.config").read_bytes())
         assert (config.utilization, config.memory_bytes, config.enable) == (30, 10 * 256 * 1024 * 1024, True)

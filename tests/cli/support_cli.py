@@ -13,8 +13,9 @@ import signal
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,7 +26,8 @@ from gpushare_agent.core.cli.command_line import CommandLine
 from gpushare_agent.core.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.core.model.names import MIB, GpuUuid
 from gpushare_agent.core.model.usage import ContainerUse, ProcessSample, UsageRound
-from tests.fakes.api_server import FakeApiServer, Seen, answers
+from tests.cluster.support_kube import write_kubeconfig
+from tests.fakes.api_server import FakeApiServer, Seen, answers, json_server
 from tests.observability.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 from tests.settings.support_settings import clean_environment
 from tests.support_deadline import Changes
@@ -160,6 +162,14 @@ def raw_agent_pod(node: str, *, name: str = "", phase: str = "Running", port: in
         "spec": {"nodeName": node, "containers": [{"name": "agent", "ports": ports}]},
         "status": {"phase": phase},
     }
+
+
+@asynccontextmanager
+async def api_server(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[FakeApiServer, str]]:
+    """It answers so by path; and the flag of a kubeconfig that leads there."""
+    async with json_server(answers) as server:
+        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
+        yield server, f"--kubeconfig={kubeconfig}"
 
 
 # --- a terminal ---

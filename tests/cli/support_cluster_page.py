@@ -18,6 +18,7 @@ from gpushare_agent.core.node_report.annotations import GPUS_ANNOTATION
 from gpushare_agent.core.settings.settings import Settings
 from gpushare_agent.kubectl.dashboard import ClusterPage
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
+from tests.cli.support_cluster_view import extender as extender  # noqa: PLC0414 - of this page too
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import NAMES, FakeCluster, eventually, fake_cluster, raw_node, raw_pod
 from tests.fakes.api_server import Raw
@@ -42,14 +43,6 @@ def waiting(name: str, *requests: tuple[int, int], namespace: str = "team-b") ->
     since = datetime.now(UTC) - timedelta(hours=2.5)
     raw["metadata"]["creationTimestamp"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
     raw["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": MESSAGE}]
-    return raw
-
-
-def extender(*, is_ready: bool = True) -> Raw:
-    """A pod of it."""
-    raw = raw_pod("extender", (0, 0), namespace="gpushare-system", node="gpu-1")
-    raw["metadata"]["labels"] = {"app.kubernetes.io/name": "gpushare-agent-extender"}
-    raw["status"]["conditions"] = [{"type": "Ready", "status": str(is_ready)}]
     return raw
 
 

@@ -17,9 +17,7 @@ from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
-from tests.cli.support_cli import raw_list
-from tests.cluster.support_kube import write_kubeconfig
-from tests.fakes.api_server import json_server
+from tests.cli.support_cli import api_server, raw_list
 from tests.support_json import undecoded
 
 SETTINGS = load_settings([], {"NODE_NAME": "desk"}).settings
@@ -55,9 +53,8 @@ async def ran(cluster: Cluster, directory: Path, *words: str, line: CommandLine 
         "/api/v1/pods": raw_list(cluster.pods),
         "/api/v1/namespaces/kube-system/configmaps": raw_list([]),
     }
-    async with json_server(lists | answers) as server:
-        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
-        return await asyncio.to_thread(line.main, [*words, "--kubeconfig", str(kubeconfig)], {})
+    async with api_server(directory, lists | answers) as (_, kubeconfig):
+        return await asyncio.to_thread(line.main, [*words, kubeconfig], {})
 
 
 def node(

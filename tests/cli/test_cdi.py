@@ -43,16 +43,22 @@ def command(short_dir: Path) -> Command:
 
 
 async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Command) -> None:
-    """Before, `list` reports that no spec names the GPUs, with the cure, and ends with 1."""
+    """Before, `list` reports that no spec names the GPUs, with the cure, and ends with 1, and --check shows the spec that is
+    written afterwards."""
     before = await command.run("list")
     assert before.code == 1
     assert before.out.count(f"nobody yet: `gpushare-agent cdi generate` writes {command.own_path}") == 2
     assert len((await command.json("list", code=1))["unnamed"]) == 2
 
+    ended = await command.run("generate", "--check")
+    assert ended.code == 0 and f"{command.own_path}: would be written" in ended.out
+    shown = (await command.json("generate", "--check"))["spec"]
+    assert not command.run_directory.exists()
     ended = await command.run("generate")
     assert ended.code == 0, ended.err
     assert ended.out.startswith(f"{command.own_path}: written, 2 of 2 GPUs named there\n")
     spec = json.loads(command.own_path.read_text())
+    assert spec == shown
     schema().validate(spec)
     assert [device["containerEdits"] for device in spec["devices"]] == [
         {"deviceNodes": [{"path": f"/dev/nvidia{minor}"}]} for minor in (0, 1)
@@ -61,6 +67,7 @@ async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Comman
     assert listed["named"] == {device["name"]: str(command.own_path) for device in spec["devices"]}
     assert listed["unnamed"] == []
     assert (await command.run("generate")).out.startswith(f"{command.own_path}: unchanged")
+    assert (await command.json("generate"))["is_done"] is True
 
 
 async def test_list_names_what_the_written_spec_names_whatever_the_settings(command: Command) -> None:
@@ -73,17 +80,6 @@ async def test_list_names_what_the_written_spec_names_whatever_the_settings(comm
     assert (await command.json("list"))["unnamed"] == []
     command.flags = [flag.replace("gpus=2", "gpus=3") for flag in command.flags]
     assert len((await command.json("list", code=1))["unnamed"]) == 1
-
-
-async def test_check_shows_the_spec_and_writes_nothing(command: Command) -> None:
-    """The shown spec is the one that is written afterwards."""
-    ended = await command.run("generate", "--check")
-    assert ended.code == 0 and f"{command.own_path}: would be written" in ended.out
-    shown = (await command.json("generate", "--check"))["spec"]
-    assert not command.run_directory.exists()
-    document = await command.json("generate")
-    assert document["change"] == "written" and document["is_done"] is True
-    assert json.loads(command.own_path.read_text()) == shown
 
 
 @pytest.mark.slow

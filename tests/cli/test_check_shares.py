@@ -39,52 +39,49 @@ async def test_an_mps_daemon_that_is_not_there_is_an_error_with_both_cures(flag:
     assert "gpushare-agent mps" in finding.cure
 
 
+def with_library(tmp_path: Path) -> tuple[Path, Settings]:
+    """The library's place, and the settings of an agent that takes it from there."""
+    library = tmp_path / "libgpushare.so"
+    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
+    return library, settings_of(*flags, f"--kubeconfig={tmp_path / 'none'}")
+
+
 async def test_gpushare_needs_its_library(tmp_path: Path) -> None:
-    """Named where it is another one's; fine with a library for this machine."""
-    library = tmp_path / "libgpushare.so"
+    """Named where it is another one's; fine with a library for this machine. Below the error that it is missing there is no
+    line that gpushare keeps shares."""
+    library, settings = with_library(tmp_path)
     library.write_bytes(b"no library")
-    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
-    (finding,) = await check_gpushare(settings_of(*flags))
+    (finding,) = await check_gpushare(settings)
     assert finding.level is Level.ERROR and str(library) in finding.detail
-    fake_library(library)
-    found = await check_gpushare(settings_of(*flags))
-    assert [finding.level for finding in found] == [Level.OK, Level.ERROR]
-    assert "not libgpushare's" in found[-1].detail
-
-
-async def test_no_report_says_that_a_missing_library_keeps_memory(tmp_path: Path) -> None:
-    """Below the error that it is missing there is no line that gpushare keeps shares."""
-    library = tmp_path / "libgpushare.so"
-    library.write_bytes(b"no library")
-    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
-    settings = settings_of(*flags, f"--kubeconfig={tmp_path / 'none'}")
     findings = await check_node(settings)
     assert Level.ERROR in {finding.level for finding in findings if finding.what == "gpushare"}
     assert not [finding for finding in findings if "memory is kept" in finding.detail]
     assert [finding for finding in check_kept(settings) if "memory is kept by gpushare" in finding.detail]
+    fake_library(library)
+    found = await check_gpushare(settings)
+    assert [finding.level for finding in found] == [Level.OK, Level.ERROR]
+    assert "not libgpushare's" in found[-1].detail
 
 
 async def test_a_library_that_is_too_large_is_an_error_and_not_read(tmp_path: Path) -> None:
     """A sparse file of 10 GiB with a library's head."""
-    library = tmp_path / "libgpushare.so"
+    library, settings = with_library(tmp_path)
     fake_library(library)
     os.truncate(library, 10 * 2**30)
-    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
-    (finding,) = await check_gpushare(settings_of(*flags))
+    (finding,) = await check_gpushare(settings)
     assert finding.level is Level.ERROR and "bytes" in finding.detail
 
 
 async def test_the_glibc_that_the_library_needs_is_named(tmp_path: Path) -> None:
     """A library of this machine's compiler: the newest version of a symbol that it uses. A warning where that is too new."""
-    library, source = tmp_path / "libgpushare.so", tmp_path / "vgpu.c"
+    (library, settings), source = with_library(tmp_path), tmp_path / "vgpu.c"
     source.write_text(
         'const char *variable = "/etc/vcuda/gpushare.config"; int cuInit, cuGetProcAddress_v2;\n'
         "double log2(double); extern int __libc_start_main();\n"
         "void *dlsym(void *a, const char *b) { return a == b ? (void *)__libc_start_main : (void *)(long)log2(*b); }\n"
     )
     subprocess.run([require_cc(), "-w", "-shared", "-fPIC", "-o", str(library), str(source), "-lm"], check=True)
-    flags = ("--isolation=gpushare", f"--libgpushare.library={library}", f"--libgpushare.directory={tmp_path / 'own'}")
-    found = await check_gpushare(settings_of(*flags))
+    found = await check_gpushare(settings)
     needed = read_interface(library).glibc
     assert len(needed) >= 2 and f"glibc {'.'.join(map(str, needed))} or newer" in found[-1].detail
     assert found[-1].level is (Level.WARNING if needed > (2, 28) else Level.OK)

@@ -15,7 +15,7 @@ from gpushare_agent import __main__
 from gpushare_agent.commands import COMMAND_LINE, COMMANDS, main
 from gpushare_agent.core.cli.completion import completions
 from gpushare_agent.core.settings.reference import all_keys
-from gpushare_agent.kubectl.plugin import PLUGIN_LINE, complete
+from gpushare_agent.kubectl.plugin import complete
 
 TIMEOUT_S = 60
 ROOT = Path(__file__).parents[2]
@@ -92,14 +92,6 @@ def test_the_commands_of_a_command_are_completed() -> None:
     assert "--container" in flags
     assert "--samples" not in flags
     assert "--web.port" not in flags
-
-
-def test_the_plugin_is_completed_by_its_own_commands() -> None:
-    """The program that kubectl calls has no `--server`."""
-    assert completions(PLUGIN_LINE, [""])[:3] == ["top", "inspect", "explain"]
-    flags = completions(PLUGIN_LINE, ["top", "-"])
-    assert "--node" in flags
-    assert "--server" not in flags
 
 
 @pytest.fixture
@@ -211,11 +203,14 @@ def test_kubectl_gets_a_word_a_line(words: list[str], answer: list[str], capsys:
     assert capsys.readouterr().out.splitlines() == [*answer, ":4"]
 
 
-def test_kubectl_gets_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where nothing was typed at all."""
+def test_kubectl_gets_the_plugins_own_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where nothing was typed at all. The program that kubectl calls has no `--server`."""
     for words in ([], [""]):
         assert complete(words) == 0
-        assert capsys.readouterr().out.splitlines()[:2] == ["top", "inspect"]
+        assert capsys.readouterr().out.splitlines()[:3] == ["top", "inspect", "explain"]
+    assert complete(["top", "-"]) == 0
+    flags = capsys.readouterr().out.splitlines()
+    assert "--node" in flags and "--server" not in flags
 
 
 def test_the_package_installs_the_programs_that_kubectl_looks_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -46,17 +47,21 @@ async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
         return answer.status, json.loads(text) if is_json else text, answer.headers["Content-Security-Policy"]
 
 
+async def shown(url: str, is_shown: Callable[[Any], object]) -> Any:
+    """The answer once it is so."""
+    while not is_shown(answer := (await ask(url))[1]):
+        await asyncio.sleep(0.01)
+    return answer
+
+
 async def listed(url: str) -> None:
     """Until nodes and pods are."""
-    while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
-        await asyncio.sleep(0.01)
+    await shown(f"{url}api/v1/cluster", lambda answer: not answer["not_listed"])
 
 
 async def waiting_pods(url: str, count: int) -> Any:
     """The answer once so many wait."""
-    while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] != count:
-        await asyncio.sleep(0.01)
-    return answer
+    return await shown(f"{url}api/v1/waiting", lambda answer: answer["count"] == count)
 
 
 async def test_only_its_own_page_is_answered() -> None:
@@ -243,8 +248,7 @@ async def test_what_namespaces_have_used_of_their_quota() -> None:
         for name in ("gpu-1", "gpu-2"):
             cluster.change("nodes", name, lambda raw: raw["metadata"].update(labels=label))
         cluster.put("pods", raw_pod("last", (1, 1), namespace="team-c", node="gpu-2"))
-        while "team-c/last" not in json.dumps((await ask(f"{url}api/v1/cluster"))[1]):
-            await asyncio.sleep(0.01)
+        await shown(f"{url}api/v1/cluster", lambda answer: "team-c/last" in json.dumps(answer))
         _, answer, _ = await ask(f"{url}api/v1/namespaces")
         of_a = [["H100 GPUs", 0, 1], ["L4 GPUs", 0.8, 2], ["vcore", 80, 60]]
         assert answer["quota_problem"] == ""
@@ -263,8 +267,7 @@ async def test_a_quota_that_nobody_keeps_is_shown_and_holds_up_no_pod() -> None:
         gone: dict[bool, str] = {True: "no extender enforces it here: none is Ready", False: ""}
         for is_ready in (True, False, True):
             cluster.put("pods", extender(is_ready=is_ready))
-            while (await ask(f"{url}api/v1/namespaces"))[1]["quota_note"] != gone[not is_ready]:
-                await asyncio.sleep(0.01)
+            await shown(f"{url}api/v1/namespaces", lambda answer: answer["quota_note"] == gone[not is_ready])  # noqa: B023
             _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-needs-much")
             assert any("allows no GPUs at all" in one for one in answer["reasons"]) is is_ready
             assert (f"the quota ({gone[True]})" in answer["not_checked"]) is not is_ready
@@ -294,8 +297,7 @@ async def test_a_deleted_pod_shows_no_extender() -> None:
             (False, lambda: cluster.remove("pods", "team-b/refused")),
         ):
             change()
-            while bool((await ask(f"{url}api/v1/namespaces"))[1]["quota_note"]) is is_enforced:
-                await asyncio.sleep(0.01)
+            await shown(f"{url}api/v1/namespaces", lambda answer: bool(answer["quota_note"]) is not is_enforced)  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -397,19 +399,16 @@ async def test_mig_on_demand() -> None:
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid=uid-instance")
         assert "b" in dict(answer["lines"])["to start now, one of:"][0]
         assert (await ask(f"{url}api/v1/waiting?uid=uid-other"))[0] == 404
-        while not (nodes := (await ask(f"{url}api/v1/mig"))[1]["nodes"]):
-            await asyncio.sleep(0.01)
+        nodes = (await shown(f"{url}api/v1/mig", lambda answer: answer["nodes"]))["nodes"]
         gpu = nodes["gpu-4"]["mig_gpus"][0]
         _, answer, _ = await ask(f"{url}nodes/gpu-4/api/v1/node")
         assert answer["error"].startswith("no agent runs on node gpu-4: ")
         assert list(nodes) == ["gpu-4"] and (gpu["name"], gpu["health_reason"]) == ("A100", "row remapping failed")
         cluster.remove("nodes", "gpu-4")
-        while (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
-            await asyncio.sleep(0.01)
+        await shown(f"{url}api/v1/mig", lambda answer: not answer["nodes"])
         divided["metadata"]["name"] = "gpu-3"
         cluster.put("nodes", divided)
-        while not (await ask(f"{url}api/v1/mig"))[1]["nodes"]:
-            await asyncio.sleep(0.01)
+        await shown(f"{url}api/v1/mig", lambda answer: answer["nodes"])
         # It has no shares any more.
         assert [node["name"] for node in (await ask(f"{url}api/v1/cluster"))[1]["nodes"]] == ["gpu-1", "gpu-2"]
 
@@ -421,8 +420,7 @@ async def test_claims_that_may_not_be_read_are_said() -> None:
         waits = waiting("instance", (0, 0))
         waits["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "mine"}]
         cluster.put("pods", waits)
-        while not (answer := (await ask(f"{url}api/v1/waiting"))[1])["claims_problem"]:
-            await asyncio.sleep(0.01)
+        answer = await shown(f"{url}api/v1/waiting", lambda answer: answer["claims_problem"])
         assert "no right" in answer["claims_problem"] and answer["count"] == 2
         assert (await ask(f"{url}api/v1/waiting?uid=uid-instance"))[0] == 502
 

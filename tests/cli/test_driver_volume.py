@@ -130,56 +130,50 @@ async def test_without_gpu_client_shares_have_no_volume_and_are_refused_with_the
     assert (origin["state"], origin["error"]) == ("unchanged", "")
 
 
-@pytest.mark.slow
-async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
-    """Or leaves them with a warning, where it cannot be known that no container uses them."""
-    first = await run_json(host)
+async def with_two_versions(host: FakeHost) -> tuple[list[Path], list[Path]]:
+    """The directories of both volumes, of the driver before and of the one now."""
+    before = (await run_json(host))["volumes"]
     host.library("libcuda").unlink()
     host.add_library("libcuda", "550.54.14")
-    second = await run_json(host)
-    assert all(Path(report["version"]).is_dir() for report in first["volumes"])
-    third = await run_json(host, "--prune")
-    for old, report in zip(first["volumes"], third["volumes"], strict=True):
-        name = Path(old["version"]).name
-        assert (report["removed"], report["kept"]) in (([name], []), ([], [name]))
-        assert Path(old["version"]).exists() == bool(report["kept"])
+    now = (await run_json(host))["volumes"]
+    assert all(Path(one["version"]).is_dir() for one in (*before, *now))
+    return [Path(one["version"]) for one in before], [Path(one["version"]) for one in now]
+
+
+@pytest.mark.slow
+async def test_prune_removes_the_versions_before(host: FakeHost) -> None:
+    """Or leaves them with a warning, where it cannot be known that no container uses them. With --check it writes nothing,
+    and what would go has a line of its own."""
+    before, now = await with_two_versions(host)
+    tree = tree_of(host.base)
+    ended = await run(host, "--check", "--prune")
+    assert ended.code == 0, ended.err
+    name = before[0].name
+    assert f"  to remove  {name}\n" in ended.out or f"  in use     {name}\n" in ended.out
+    assert tree_of(host.base) == tree
+    pruned = await run_json(host, "--prune")
+    for old, report in zip(before, pruned["volumes"], strict=True):
+        assert (report["removed"], report["kept"]) in (([old.name], []), ([], [old.name]))
+        assert old.exists() == bool(report["kept"])
         assert bool(report["kept"]) == any("no old version was removed" in warning for warning in report["warnings"])
-    assert all(Path(report["version"]).is_dir() for report in second["volumes"])
+    assert all(path.is_dir() for path in now)
 
 
 @pytest.mark.slow
 async def test_prune_works_where_a_volume_cannot_be_made_and_check_tells_what_it_would_do(host: FakeHost) -> None:
     """As on a host, which has no control library: exit code 1 for that volume, and the old version goes all the same."""
-    old = (await run_json(host))["volumes"][0]
-    host.library("libcuda").unlink()
-    host.add_library("libcuda", "550.54.14")
-    new = (await run_json(host))["volumes"][0]
+    (old, _), (new, _) = await with_two_versions(host)
     host.control.unlink()
     planned = (await run_json(host, "--check", "--prune", code=1))["volumes"][0]
-    name = Path(old["version"]).name
     assert (planned["state"], planned["removed"]) == ("failed", [])
-    assert Path(old["version"]).is_dir()
+    assert old.is_dir()
     pruned = (await run_json(host, "--prune", code=1))["volumes"][0]
     assert str(host.control) in pruned["error"]
     assert (planned["would_remove"], planned["kept"]) == (pruned["removed"], pruned["kept"])
-    assert (pruned["removed"], pruned["kept"]) in (([name], []), ([], [name])), "the latter where mounts are hidden"
-    assert Path(old["version"]).exists() == bool(pruned["kept"])
-    assert Path(new["version"]).is_dir()
-
-
-@pytest.mark.slow
-async def test_check_and_prune_together_write_nothing(host: FakeHost) -> None:
-    """What would go has a line of its own."""
-    old = (await run_json(host))["volumes"][0]
-    host.library("libcuda").unlink()
-    host.add_library("libcuda", "550.54.14")
-    await run_json(host)
-    before = tree_of(host.base)
-    ended = await run(host, "--check", "--prune")
-    assert ended.code == 0, ended.err
-    name = Path(old["version"]).name
-    assert f"  to remove  {name}\n" in ended.out or f"  in use     {name}\n" in ended.out
-    assert tree_of(host.base) == before
+    found = (pruned["removed"], pruned["kept"])
+    assert found in (([old.name], []), ([], [old.name])), "the latter where mounts are hidden"
+    assert old.exists() == bool(pruned["kept"])
+    assert new.is_dir()
 
 
 async def test_a_mistake_in_the_volume_config_is_one_line(host: FakeHost) -> None:

@@ -20,8 +20,17 @@ from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.kubectl.explain import ADVICE, TOO_LARGE
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
-from tests.cli.support_cli import agent_answers, busy_node, call, candidate, decision, raw_agent_pod, raw_list
-from tests.cluster.support_kube import raw_pod, write_kubeconfig
+from tests.cli.support_cli import (
+    agent_answers,
+    api_server,
+    busy_node,
+    call,
+    candidate,
+    decision,
+    raw_agent_pod,
+    raw_list,
+)
+from tests.cluster.support_kube import raw_pod
 from tests.fakes.api_server import json_server, raw_status
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
 from tests.settings.support_settings import run_program
@@ -74,8 +83,9 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
         pair = await text_of(node, url, pod("pair", container(cores=200, blocks=0)), "Running", capsys)
         assert "default/pair, container main got GPUs 2, 3" in pair
-        assert "  policy  link: " in pair
+        assert "  policy  link: " in pair and "link cost" in pair
         assert [index for index, (is_chosen, _) in verdicts(pair).items() if is_chosen] == ["2", "3"]
+        assert verdicts(pair)["0"][1].startswith("in use: 60 cores")
 
 
 @pytest.mark.parametrize(
@@ -259,12 +269,9 @@ async def test_the_agent_leads_to_where_a_pod_is(short_dir: Path) -> None:
     limits = {"limits": {"tencent.com/vcuda-memory": "16"}}
     mistaken = raw_pod("mistaken", spec={"nodeName": "", "containers": [{"name": "main", "resources": limits}]})
     pods = "/api/v1/namespaces/default/pods"
-    async with json_server(
-        {f"{pods}/{one['metadata']['name']}": one for one in (mistaken, waits, away, others, unknown)}
-    ) as server:
+    known = {f"{pods}/{one['metadata']['name']}": one for one in (mistaken, waits, away, others, unknown)}
+    async with api_server(short_dir, known) as (server, settings):
         server.script.answers["/api/v1/nodes"] = (403, raw_status(403, "not you"))
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = f"--kubeconfig={kubeconfig}"
         async with json_server(agent_answers(busy_node())) as agent:
             for name, said in (
                 ("waits", "is on no node yet. The scheduler: nothing so far"),
@@ -310,11 +317,10 @@ async def test_a_pod_of_any_namespace_is_found_through_the_api_server(
     train = raw_pod("train", metadata={"namespace": "research"}, spec={"nodeName": "n1"})
     proxy = f"{agents}/http:agent-n1:5678/proxy/api/v1"
     answers = agent_answers(busy_node(), decision(namespace="research"))
-    async with json_server({agents: raw_list([raw_agent_pod("n1")]), pods: raw_list([train])}) as server:
-        server.script.answers |= {f"{proxy}/decisions": answers["/api/v1/decisions"]}
-        server.script.answers |= {"/api/v1/namespaces/research/pods/train": train}
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        words = ["explain", "train", "-A", "--kubeconfig", str(kubeconfig)]
+    known = {agents: raw_list([raw_agent_pod("n1")]), pods: raw_list([train])}
+    known |= {f"{proxy}/decisions": answers["/api/v1/decisions"], "/api/v1/namespaces/research/pods/train": train}
+    async with api_server(short_dir, known) as (server, settings):
+        words = ["explain", "train", "-A", settings]
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
         assert "research/train" in capsys.readouterr().out
         server.script.answers[pods] = raw_list([train, raw_pod("train", metadata={"namespace": "b"})])
@@ -349,9 +355,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
         "/api/v1/namespaces/default/pods/train": raw_pod("train", spec={"nodeName": "n1"}),
         AGENTS: raw_list([raw_agent_pod("n1")]),
     }
-    async with json_server(answers) as server:
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = f"--kubeconfig={kubeconfig}"
+    async with api_server(short_dir, answers) as (server, settings):
         assert await call("explain", settings, "train", line=PLUGIN_LINE) == 0
     assert "default/train, container main got GPU 0" in capsys.readouterr().out
     assert [request.path for request in server.seen] == [
@@ -375,9 +379,7 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
     }
     pod = raw_pod("train", spec=spec)
     pod["status"]["conditions"] = [refused]
-    async with json_server({"/api/v1/namespaces/ns/pods/train": pod}) as server:
-        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
-        settings = f"--kubeconfig={kubeconfig}"
+    async with api_server(short_dir, {"/api/v1/namespaces/ns/pods/train": pod}) as (_, settings):
         with pytest.raises(Unavailable, match="is on no node yet") as caught:
             await call("explain", settings, "train", "-n", "ns", line=PLUGIN_LINE)
         assert (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from gpushare_agent.kubectl.plugin import PLUGIN_LINE
 from tests.agent.support_agent import open_agent
 from tests.cli.support_cli import (
     agent_answers,
+    api_server,
     at_terminal,
     busy_node,
     call,
@@ -28,7 +27,7 @@ from tests.cli.support_cli import (
     raw_node,
 )
 from tests.cluster.support_kube import raw_pod, write_kubeconfig
-from tests.fakes.api_server import FakeApiServer, json_server
+from tests.fakes.api_server import json_server
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 from tests.support_deadline import DEADLINE_S
@@ -42,14 +41,6 @@ async def inspected(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What it prints."""
     assert await call("inspect", *words) == 0
     return capsys.readouterr().out
-
-
-@asynccontextmanager
-async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[tuple[FakeApiServer, str]]:
-    """An API server, and the flag of a kubeconfig that leads there."""
-    async with json_server(answers) as server:
-        kubeconfig = write_kubeconfig(directory, server.url, {"token": "secret"})
-        yield server, f"--kubeconfig={kubeconfig}"
 
 
 def two_nodes() -> dict[str, Any]:
@@ -170,7 +161,7 @@ async def test_the_document_of_inspect_says_what_the_tables_say(capsys: pytest.C
 
 async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sorted by name; what is unplaced is shown and in no GPU's sum; a node without an annotation by its capacity."""
-    async with cluster(short_dir, two_nodes()) as (server, settings):
+    async with api_server(short_dir, two_nodes()) as (server, settings):
         out = await inspected(capsys, settings, "--all-nodes")
     rows = [line.split() for line in out.splitlines()]
     assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24", "(0", "%)"]
@@ -193,7 +184,7 @@ async def test_a_node_of_all_says_what_its_annotation_has(short_dir: Path, capsy
         raw_gpu(4, mig=mig, host_memory=[]),
     ]
     answers = {"/api/v1/nodes": raw_list([raw_node("a", gpus)]), "/api/v1/pods": raw_list([])}
-    async with cluster(short_dir, answers) as (_, settings):
+    async with api_server(short_dir, answers) as (_, settings):
         lines = (await inspected(capsys, settings, "--all-nodes")).splitlines()
         shown = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"][0]["gpus"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
@@ -208,7 +199,7 @@ async def test_a_node_of_all_says_what_its_annotation_has(short_dir: Path, capsy
 
 async def test_a_pods_annotation_charges_it_to_no_gpu(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its tenant writes it; what the node's agent reports counts, and the details say why a container is charged nowhere."""
-    async with cluster(short_dir, two_nodes()) as (_, settings):
+    async with api_server(short_dir, two_nodes()) as (_, settings):
         out = await inspected(capsys, settings, "--all-nodes", "-d")
         document = json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))
     (line,) = [line for line in out.splitlines() if " forged " in line]
@@ -223,7 +214,7 @@ async def test_a_pods_annotation_charges_it_to_no_gpu(short_dir: Path, capsys: p
 async def test_a_cluster_without_gpus_says_so(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the document is an empty list."""
     empty = {"/api/v1/nodes": raw_list([raw_node("c", None)]), "/api/v1/pods": raw_list([])}
-    async with cluster(short_dir, empty) as (_, settings):
+    async with api_server(short_dir, empty) as (_, settings):
         assert "no node has GPUs" in await inspected(capsys, settings, "--all-nodes")
         assert json.loads(await inspected(capsys, settings, "--all-nodes", "--output=json"))["nodes"] == []
 
@@ -231,7 +222,7 @@ async def test_a_cluster_without_gpus_says_so(short_dir: Path, capsys: pytest.Ca
 async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> None:
     """Not the agent's, which are not used here."""
     denied = {"message": 'nodes is forbidden: User "me" cannot list resource "nodes"'}
-    async with cluster(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
+    async with api_server(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
         with pytest.raises(
             Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials and .*docs/reference/cli.md'
         ):
@@ -278,7 +269,7 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
     """Found by label and node, on the port that its container names. `kubectl gpushare inspect n1` is `--node n1`."""
     proxy = f"{AGENTS}/http:agent-n1:9999/proxy/api/v1/node"
     pods = raw_list([raw_agent_pod("n1", port=9999), raw_agent_pod("n1", name="old", phase="Failed")])
-    async with cluster(short_dir, {AGENTS: pods, proxy: busy_node()}) as (server, settings):
+    async with api_server(short_dir, {AGENTS: pods, proxy: busy_node()}) as (server, settings):
         assert await call("top", settings, "--once", "n1") == 0
         assert "default/train/trainer" in capsys.readouterr().out
         for command in ("top", "inspect"):
@@ -309,7 +300,7 @@ async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureF
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And with several, their nodes are named."""
     answers = {AGENTS: raw_list([raw_agent_pod("n1")]), NODE_THROUGH_POD: busy_node()}
-    async with cluster(short_dir, answers) as (server, settings):
+    async with api_server(short_dir, answers) as (server, settings):
         assert await call("top", settings, "--once", line=PLUGIN_LINE) == 0
         assert "node n1 " in capsys.readouterr().out
         server.script.answers[AGENTS] = raw_list([raw_agent_pod("n2"), raw_agent_pod("n1")])
@@ -320,7 +311,7 @@ async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: p
 async def test_a_node_without_an_agent_is_reported(short_dir: Path) -> None:
     """With the command that finds it, in the namespace that was searched, or in all."""
     for namespace, path in (("gpushare-system", AGENTS), ("", "/api/v1/pods")):
-        async with cluster(short_dir, {path: raw_list([])}) as (server, settings):
+        async with api_server(short_dir, {path: raw_list([])}) as (server, settings):
             with pytest.raises(NotFound, match=r"no agent runs on node n9: .*--agent-namespace"):
                 await call("top", settings, "--once", "n9", f"--agent-namespace={namespace}")
         assert [request.path for request in server.seen] == [path]
@@ -330,7 +321,7 @@ async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: 
     """The API server's own words are in the line."""
     refused = {"message": "error trying to reach service: connection refused"}
     answers = {AGENTS: raw_list([raw_agent_pod("n1")]), NODE_THROUGH_POD: (503, refused)}
-    async with cluster(short_dir, answers) as (_, settings):
+    async with api_server(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
             await call("top", settings, "n1")
 

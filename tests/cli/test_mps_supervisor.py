@@ -135,19 +135,20 @@ async def test_a_slow_daemon_is_waited_for(place: MpsPlace) -> None:
     assert len(place.daemons()) == 1
 
 
-async def test_a_daemon_that_is_too_slow_is_ended_and_tried_again_a_few_times(place: MpsPlace) -> None:
-    """Then the supervision ends with the reason."""
-    place.becomes("waits")
-    words, seen = await why_given_up(place, start_s=0.3)
-    assert "3 times in a row" in words and "did not answer within 0.3 s of its start" in words
-    assert seen[:6] == [STARTING, WAITING] * 3
-
-
-async def test_a_daemon_that_dies_at_start_is_tried_again_a_few_times(place: MpsPlace) -> None:
-    """The error has how it ended; no start follows."""
-    place.becomes("fails")
-    words, seen = await why_given_up(place)
-    assert "3 times in a row" in words and "ended with exit code 3 before it answered" in words
+@pytest.mark.parametrize(
+    ("fault", "start_s", "why"),
+    [
+        ("waits", 0.3, "did not answer within 0.3 s of its start"),
+        ("fails", DEADLINE_S, "ended with exit code 3 before it answered"),
+    ],
+)
+async def test_a_daemon_that_does_not_start_is_tried_again_a_few_times(
+    place: MpsPlace, fault: str, start_s: float, why: str
+) -> None:
+    """One that is too slow is ended. Then the supervision ends with the reason, and no start follows."""
+    place.becomes(fault)
+    words, seen = await why_given_up(place, start_s=start_s)
+    assert "3 times in a row" in words and why in words
     assert seen[:6] == [STARTING, WAITING] * 3 and len(place.daemons()) == 3
 
 

@@ -113,28 +113,25 @@ async def test_the_highest_come_first(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the GPU."""
+    """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the GPU; without the
+    operator's there is the one word, and with both it is said whose reason each is."""
     document = busy_node()
     long = "Xid 79: the GPU fell off the bus; " + "it is probed again and again; " * 8 + "the end"
     document["gpus"][1]["health_reason"] = long
-    lines = (await printed(document, capsys)).splitlines()
-    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
-    assert (" Unhealthy " in lines[ill], lines[ill + 1]) == (True, f"    {long}")
-    assert (" Cordoned " in lines[cordoned], lines[cordoned + 1]) == (True, "    fan replaced on Monday")
 
+    async def below(index: int) -> list[str]:
+        lines = (await printed(document, capsys)).splitlines()
+        at = next(n for n, line in enumerate(lines) if line.startswith(f"{index} "))
+        return [re.split(r" {2,}", lines[at])[1], *lines[at + 1 : at + 3]]
 
-async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
-    """With whose reason each is; without the operator's there is the one word."""
-    document = busy_node()
+    assert (await below(1))[:2] == ["Unhealthy", f"    {long}"]
+    assert (await below(2))[:2] == ["Cordoned", "    fan replaced on Monday"]
     document["gpus"][1]["cordoned"] = "loud"
     document["gpus"][2]["cordoned"] = NO_REASON
-    lines = (await printed(document, capsys)).splitlines()
-    assert "4 GPUs, 1 unhealthy, 2 cordoned" in lines[0]
-    ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
-    assert " Cordoned, Unhealthy " in lines[ill]
-    assert lines[ill + 1 : ill + 3] == ["    Cordoned: loud", "    Unhealthy: Xid 79: the GPU fell off the bus"]
-    assert " Cordoned " in lines[cordoned]
-    assert lines[cordoned + 1].startswith("3 ")
+    assert await below(1) == ["Cordoned, Unhealthy", "    Cordoned: loud", f"    Unhealthy: {long}"]
+    state, following, *_ = await below(2)
+    assert state == "Cordoned" and following.startswith("3 ")
+    assert "4 GPUs, 1 unhealthy, 2 cordoned" in (await printed(document, capsys)).splitlines()[0]
 
 
 def test_a_reason_is_folded_in_a_narrow_terminal() -> None:

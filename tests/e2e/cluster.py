@@ -123,6 +123,9 @@ class Cluster:
         path = f"/api/v1/namespaces/{namespace}/pods?labelSelector={urllib.parse.quote(selector)}"
         return {pod["metadata"]["name"]: pod for pod in self.read(path)["items"]}
 
+    def phases(self, namespace: str) -> list[str]:
+        return [pod["status"].get("phase", "") for pod in self.pods(namespace).values()]
+
     def wait_gpushare_annotations(self, namespace: str) -> None:
         """Until each of its pods says, as GPUShare's plugin has it, that it has its share of the first GPU."""
         wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_ASSIGNED": "true"}
@@ -192,6 +195,50 @@ class Cluster:
 
     def pod_of(self, name: str, *containers: Object, **more: Any) -> Object:
         return manifest("v1", "Pod", name, spec=self.pod_spec(*containers, **more))
+
+    def workload(self, kind: str, *containers: Object, name: str = "work", **spec: Any) -> Object:
+        """A controller of pods of these containers."""
+        labels = {"app": name}
+        is_job = kind == "Job"
+        pod = self.pod_spec(*containers, **({"restartPolicy": "Never"} if is_job else {}))
+        more = {} if is_job else {"selector": {"matchLabels": labels}}
+        spec = {"template": {"metadata": {"labels": labels}, "spec": pod}, **more, **spec}
+        return manifest("batch/v1" if is_job else "apps/v1", kind, name, spec=spec)
+
+    def make_node(self, metadata: Object, size: Object) -> None:
+        """A node that no kubelet runs: pods are bound to it, none runs there."""
+        self.apply(manifest("v1", "Node", metadata))
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+        status = {"status": {"capacity": size, "allocatable": size, "conditions": [ready]}}
+        where = ("node", metadata["name"], "--subresource=status", "--type=merge")
+        self.run("patch", *where, "-p", json.dumps(status))
+
+    def bound(self, namespace: str, *pods: Object) -> list[str]:
+        """Creates pods; the nodes to which kube-scheduler bound them."""
+        self.apply(*pods, namespace=namespace)
+        names = [pod["metadata"]["name"] for pod in pods]
+
+        def nodes() -> list[str] | None:
+            seen = self.pods(namespace)
+            found = [seen.get(name, {}).get("spec", {}).get("nodeName", "") for name in names]
+            return found if all(found) else None
+
+        return self.wait_for(f"{', '.join(names)} bound", nodes)
+
+    def force_delete_pods(self, namespace: str) -> None:
+        """All of a namespace, also those that no kubelet ends."""
+        self.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+
+    def environment(self, namespace: str, pod: str, container: str = "main") -> dict[str, str]:
+        """The variables that the container was given."""
+        text = self.run("-n", namespace, "exec", pod, "-c", container, "--", "env")
+        return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+    def slices(self) -> list[Object]:
+        """The agent's ResourceSlices of the node."""
+        wanted = ("gpushare-agent", self.node)
+        found = self.read("/apis/resource.k8s.io/v1/resourceslices")["items"]
+        return [one for one in found if (one["spec"]["driver"], one["spec"].get("nodeName")) == wanted]
 
     def hook(self, name: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Runs the command that the user gave as `--<name>`; skips the test where there is none."""

@@ -189,6 +189,14 @@ def driver_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in built.items()}
 
 
+@pytest.fixture(scope="session")
+def suite() -> Path:
+    """A checkout of NVIDIA's DRA driver."""
+    if not (found := os.environ.get("NVIDIA_DRA_DRIVER")):
+        pytest.skip("NVIDIA_DRA_DRIVER does not name a checkout of NVIDIA's DRA driver")
+    return Path(found).resolve()
+
+
 def _namespace_name(cluster: Cluster) -> str:
     return f"{RUN_LABEL}-{cluster.suffix}-"
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.e2e.cluster import DEADLINE_S, Cluster, Object, read_unix
-from tests.e2e.installation import MANIFESTS, SYSTEM, Installation
+from tests.e2e.installation import MANIFESTS, SYSTEM, Installation, kustomization_of
 
 NAME, SCHEDULER = "gpushare-agent-extender", "gpushare-scheduler"
 APP = f"app.kubernetes.io/name={NAME}"
@@ -43,7 +41,7 @@ class ExtenderInstallation:
         variable = {"name": "GPUSHARE_EXTENDER__NODE_POLICY", "value": node_policy}
         patch = [{"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": variable}]
         patches = [{"target": {"kind": "Deployment", "name": NAME}, "patch": json.dumps(patch)}]
-        self._apply("extender", [{"name": "gpushare-agent", **_named(self._image)}], patches)
+        self._apply("extender", {"gpushare-agent": self._image}, patches)
         self._roll_out(NAME)
         self.leader()
         self.point_scheduler()
@@ -51,8 +49,8 @@ class ExtenderInstallation:
     def install_webhook(self) -> None:
         """The extender with the webhook for claims, by its guide; no scheduler asks it."""
         self._make_certificates()
-        images = [{"name": "gpushare-agent", **_named(self._image)}]
-        self._apply("extender", images, components=["extender/components/claims-webhook"])
+        components = ["extender/components/claims-webhook"]
+        self._apply("extender", {"gpushare-agent": self._image}, components=components)
         text = WEBHOOK_GUIDE.read_text(encoding="utf-8")
         (command,) = re.findall(r"^for n in .*?kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
         self._run(command)
@@ -79,8 +77,8 @@ class ExtenderInstallation:
             alias = [{"ip": address, "hostnames": [NAME]}]
             patch = [{"op": "add", "path": "/spec/template/spec/hostAliases", "value": alias}]
             patches = [{"target": {"kind": "Deployment", "name": SCHEDULER}, "patch": json.dumps(patch)}]
-        image = {"name": "registry.k8s.io/kube-scheduler", **_named(self._scheduler_image)}
-        self._apply("extender/second-scheduler", [image], patches)
+        images = {"registry.k8s.io/kube-scheduler": self._scheduler_image}
+        self._apply("extender/second-scheduler", images, patches)
         self.cluster.wait_for("a second scheduler leads", self._scheduler_leads)
 
     def _scheduler_leads(self) -> bool:
@@ -103,19 +101,12 @@ class ExtenderInstallation:
         }
 
     def _apply(
-        self, directory: str, images: list[Object], patches: list[Object] | None = None, components: Sequence[str] = ()
+        self, directory: str, images: Mapping[str, str], patches: Sequence[Object] = (), components: Sequence[str] = ()
     ) -> None:
         own = self._folder / "own"
         own.mkdir(exist_ok=True)
-        document = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [os.path.relpath(MANIFESTS / directory, own)],
-            "components": [os.path.relpath(MANIFESTS / one, own) for one in components],
-            "images": images,
-            "patches": patches or [],
-        }
-        (own / "kustomization.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+        text = kustomization_of(own, [directory], images, components, patches)
+        (own / "kustomization.yaml").write_text(text, encoding="utf-8")
         self.cluster.run("apply", "-k", str(own))
 
     def _roll_out(self, name: str) -> None:
@@ -155,11 +146,6 @@ class ExtenderInstallation:
         secrets = ("secret/gpushare-agent-extender-tls", "secret/gpushare-scheduler-tls")
         leases = (f"lease/{NAME}", f"lease/{SCHEDULER}")
         self.cluster.run("-n", SYSTEM, "delete", "--ignore-not-found", *secrets, *leases)
-
-
-def _named(image: str) -> Object:
-    name, _, tag = image.rpartition(":")
-    return {"newName": name, "newTag": tag}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import yaml
 
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import GpuUuid, split_device_id
-from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, read_unix
+from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, manifest, read_unix
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 UNINSTALL = MANIFESTS.parent / "docs/how-to/uninstall.md"
@@ -34,9 +34,34 @@ Ledger = dict[str, tuple[int, int, tuple[int, ...]]]
 def with_variables(variables: Mapping[str, str]) -> Object:
     """A patch: settings of the agent."""
     container = {"name": "agent", "env": [{"name": name, "value": value} for name, value in variables.items()]}
-    own = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}}
-    patch = {**own, "spec": {"template": {"spec": {"containers": [container]}}}}
+    return with_pods({"spec": {"containers": [container]}})
+
+
+def with_pods(template: Object) -> Object:
+    """A patch: of the template of the agent's pods."""
+    patch = manifest("apps/v1", "DaemonSet", "gpushare-agent", spec={"template": template})
     return {"target": {"kind": "DaemonSet", "name": "gpushare-agent"}, "patch": json.dumps(patch)}
+
+
+def kustomization_of(
+    folder: Path,
+    resources: Iterable[str],
+    images: Mapping[str, str],
+    components: Iterable[str],
+    patches: Iterable[Object],
+) -> str:
+    """The text of a kustomization in this folder, of folders below manifests/."""
+    above = Path(os.path.relpath(MANIFESTS, folder))
+    named = ((name, *image.rpartition(":")) for name, image in images.items())
+    document = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [str(above / one) for one in resources],
+        "components": [str(above / one) for one in components],
+        "images": [{"name": name, "newName": new, "newTag": tag} for name, new, _, tag in named],
+        "patches": list(patches),
+    }
+    return yaml.safe_dump(document)
 
 
 SIGNAL_PROGRAM = """
@@ -69,17 +94,10 @@ class Installation:
         self, *resources: str, components: Sequence[str] = (), patches: Sequence[Object] = (), image: str | None = None
     ) -> str:
         """The text of a user's kustomization of folders below manifests/, limited to the node of the run."""
-        name, _, tag = (image or self.image).rpartition(":")
-        above = Path(os.path.relpath(MANIFESTS, self.folder))
-        document = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [str(above / one) for one in resources or (self.overlay,)],
-            "components": [str(above / one) for one in components],
-            "images": [{"name": "gpushare-agent", "newName": name, "newTag": tag}],
-            "patches": [self._only_this_node(), *patches],
-        }
-        return yaml.safe_dump(document)
+        images = {"gpushare-agent": image or self.image}
+        return kustomization_of(
+            self.folder, resources or (self.overlay,), images, components, [self._only_this_node(), *patches]
+        )
 
     def _only_this_node(self) -> Object:
         path = "/spec/template/spec/nodeSelector/kubernetes.io~1hostname"
@@ -174,6 +192,10 @@ class Installation:
     def exec(self, *command: str, timeout_s: float = 60.0) -> str:
         """Standard output of a command in the agent's container."""
         return self.cluster.run("-n", SYSTEM, "exec", self.agent(), "-c", "agent", "--", *command, timeout_s=timeout_s)
+
+    def check(self, *arguments: str) -> str:
+        """What `gpushare-agent check` finds."""
+        return self.exec("sh", "-c", 'gpushare-agent check "$@" || true', "sh", *arguments, timeout_s=120)
 
     def signal(self, number: int = signal.SIGKILL) -> None:
         """A signal to the agent and run-again; the container starts again after a kill. Skips where its PIDs are its own."""

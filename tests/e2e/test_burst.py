@@ -17,10 +17,6 @@ TOO_SLOW = "did not answer within"
 """Of the refusal where the kubelet does not answer in time: 1 or 2 of 60 pods at a load of 45 to 130 on two cores."""
 
 
-def _ended_waiting(cluster: Cluster, namespace: str) -> bool:
-    return all(pod["status"]["phase"] != "Pending" for pod in cluster.pods(namespace).values())
-
-
 def test_a_burst_of_pods_is_admitted_without_a_rejection(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
@@ -31,7 +27,9 @@ def test_a_burst_of_pods_is_admitted_without_a_rejection(
     core, memory = max(1, 600 * gpus // 8 // number), max(1, offered[MEMORY] * 3 // 4 // number)
     names = [f"burst-{index}" for index in range(number)]
     cluster.apply(*(cluster.pod(name, core, memory) for name in names), namespace=namespace)
-    cluster.wait_for("all of them admitted or rejected", lambda: _ended_waiting(cluster, namespace), deadline_s=600)
+    cluster.wait_for(
+        "all of them admitted or rejected", lambda: "Pending" not in cluster.phases(namespace), deadline_s=600
+    )
     rejected = {
         name: message_of(pod) for name, pod in cluster.pods(namespace).items() if pod["status"]["phase"] == "Failed"
     }

@@ -61,21 +61,14 @@ def kustomization(gpus: str) -> dict[str, Any]:
     return {"components": ["components/dra", "components/dra-whole-gpus"], "patches": [with_variables(variables)]}
 
 
-def slices(cluster: Cluster) -> list[Object]:
-    items = cluster.read("/apis/resource.k8s.io/v1/resourceslices")["items"]
-    return [one for one in items if one["spec"]["driver"] == DRIVER and one["spec"].get("nodeName") == cluster.node]
-
-
 def published(cluster: Cluster) -> list[Object] | None:
-    found = slices(cluster)
+    found = cluster.slices()
     return found[0]["spec"]["devices"] if len(found) == 1 else None
 
 
 def visible(cluster: Cluster, namespace: str, pod: str, container: str = "c0") -> list[str]:
     """The GPUs' UUIDs that the container was given."""
-    shell = ("sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES")
-    text = cluster.run("-n", namespace, "exec", pod, "-c", container, "--", *shell)
-    return sorted(text.strip().split(","))
+    return sorted(cluster.environment(namespace, pod, container)["NVIDIA_VISIBLE_DEVICES"].split(","))
 
 
 def device_names(claims: Installation) -> list[str]:
@@ -302,15 +295,15 @@ def test_a_kill_of_the_agent_costs_no_pod_and_no_booking(
 
 def test_the_slice_comes_back_after_the_kubelet_deleted_it(cluster: Cluster, claims: Installation) -> None:
     """As the kubelet does when it starts; by hand here, for it is the same to the agent."""
-    (before,) = cluster.wait_for("the slice is published", lambda: slices(cluster))
+    (before,) = cluster.wait_for("the slice is published", cluster.slices)
     cluster.run("delete", "resourceslice", before["metadata"]["name"])
 
     def again() -> bool:
-        found = slices(cluster)
+        found = cluster.slices()
         return len(found) == 1 and found[0]["metadata"]["uid"] != before["metadata"]["uid"]
 
     cluster.wait_for("another slice", again)
-    assert slices(cluster)[0]["spec"]["pool"]["generation"] > before["spec"]["pool"]["generation"]
+    assert cluster.slices()[0]["spec"]["pool"]["generation"] > before["spec"]["pool"]["generation"]
 
 
 def test_what_cannot_be_had_waits_with_the_reason(cluster: Cluster, claims: Installation, namespace: str) -> None:
@@ -345,7 +338,7 @@ except urllib.error.HTTPError as e:
 
 def test_an_agent_writes_slices_of_its_own_node_alone(cluster: Cluster, claims: Installation) -> None:
     """By the policy, whatever its rights are: its token names its node."""
-    spec = slices(cluster)[0]["spec"]
+    spec = cluster.slices()[0]["spec"]
 
     def created(**changes: str) -> str:
         name = f"e2e-{cluster.suffix}"

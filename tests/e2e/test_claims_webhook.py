@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, ENV_VISIBLE_DEVICES
-from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, Cluster, KubectlError, Object, manifest
 from tests.e2e.extender import open_extender
 from tests.e2e.installation import Installation, with_variables
 
@@ -55,11 +55,6 @@ def old_pod(cluster: Cluster, name: str) -> Object:
     return pod
 
 
-def environment(cluster: Cluster, namespace: str, container: str) -> dict[str, str]:
-    text = cluster.run("-n", namespace, "exec", "old", "-c", container, "--", "env")
-    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-
-
 def test_an_old_pod_gets_by_a_claim_what_the_device_plugin_gives_it(
     cluster: Cluster, installation: Installation, asking: str
 ) -> None:
@@ -67,7 +62,7 @@ def test_an_old_pod_gets_by_a_claim_what_the_device_plugin_gives_it(
     plain = f"{asking}-plain"
     labels = cluster.get("namespace", asking)["metadata"]["labels"]
     kept = {name: value for name, value in labels.items() if name.startswith("gpushare-e2e")}
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plain, "labels": kept}})
+    cluster.apply(manifest("v1", "Namespace", {"name": plain, "labels": kept}))
     cluster.wait_for("its account", lambda: cluster.read(f"/api/v1/namespaces/{plain}/serviceaccounts")["items"])
     for namespace in (asking, plain):
         cluster.start(namespace, old_pod(cluster, "old"))
@@ -77,7 +72,7 @@ def test_an_old_pod_gets_by_a_claim_what_the_device_plugin_gives_it(
     assert len(templates(cluster, asking)) == 2 and not templates(cluster, plain)
     booked = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["gpus"]}
     for container in ("a", "b"):
-        by_claim, by_plugin = (environment(cluster, namespace, container) for namespace in (asking, plain))
+        by_claim, by_plugin = (cluster.environment(namespace, "old", container) for namespace in (asking, plain))
         assert by_plugin.keys() <= by_claim.keys()
         different = {name for name, value in by_plugin.items() if by_claim[name] != value}
         assert different <= OWN, "a claim sets these, and what would lift its limits"

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.e2e.cluster import CORE, Cluster, Object, manifest
+from tests.e2e.cluster import CORE, Cluster
 from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
-
-
-def workload(kind: str, cluster: Cluster, **spec: Any) -> Object:
-    """A controller named `work` of pods with a share of 20."""
-    labels = {"app": "work"}
-    selector = {} if kind == "Job" else {"selector": {"matchLabels": labels}}
-    template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(20, 4))}
-    version = "batch/v1" if kind == "Job" else "apps/v1"
-    return manifest(version, kind, "work", spec={"template": template} | selector | spec)
 
 
 @pytest.mark.smoke
@@ -26,7 +15,8 @@ def test_a_statefulsets_pod_of_the_same_name_gets_a_share_of_its_own(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
     """Same name, new UID: it is allocated anew, and of the one before nothing is left, in the ledger or in files."""
-    cluster.apply(workload("StatefulSet", cluster, serviceName="work", replicas=1), namespace=namespace)
+    work = cluster.workload("StatefulSet", cluster.container(20, 4), serviceName="work", replicas=1)
+    cluster.apply(work, namespace=namespace)
     cluster.wait_phase(namespace, "work-0")
     old = cluster.pods(namespace)["work-0"]["metadata"]["uid"]
     had_files = bool(files_of(installed, old))
@@ -58,7 +48,7 @@ def files_of(installed: Installation, uid: str) -> list[str]:
 
 def test_a_deployments_pods_are_replaced_one_by_one(cluster: Cluster, installed: Installation, namespace: str) -> None:
     """A rollout to another template: both generations have their shares meanwhile, and the new one alone at the end."""
-    cluster.apply(workload("Deployment", cluster, replicas=3), namespace=namespace)
+    cluster.apply(cluster.workload("Deployment", cluster.container(20, 4), replicas=3), namespace=namespace)
     status = ("rollout", "status", "deployment/work", "-n", namespace, "--timeout=120s")
     cluster.run(*status, timeout_s=130)
     first = set(installed.wait_ledger(namespace, 3))
@@ -66,20 +56,17 @@ def test_a_deployments_pods_are_replaced_one_by_one(cluster: Cluster, installed:
     cluster.run(*status, timeout_s=130)
     cluster.wait_for("the first generation is gone", lambda: len(cluster.pods(namespace)) == 3)
     assert not first & set(installed.wait_ledger(namespace, 3))
-    assert not [pod for pod in cluster.pods(namespace).values() if pod["status"]["phase"] == "Failed"]
+    assert "Failed" not in cluster.phases(namespace)
 
 
 def test_a_jobs_pods_give_their_shares_back_when_they_succeed(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
     """More pods in a row than fit at once; each is Succeeded, none was rejected."""
-    job = workload("Job", cluster, completions=6, parallelism=2, backoffLimit=0)
-    pod = job["spec"]["template"]["spec"]
-    pod["restartPolicy"] = "Never"
-    pod["containers"] = [cluster.container(100 * installed.gpus() // 2, command="true")]
-    if installed.gpus() == 1:
-        pod["containers"] = [cluster.container(50, 1, command="true")]
+    gpus = installed.gpus()
+    container = cluster.container(*((100 * gpus // 2,) if gpus > 1 else (50, 1)), command="true")
+    job = cluster.workload("Job", container, completions=6, parallelism=2, backoffLimit=0)
     cluster.apply(job, namespace=namespace)
     cluster.run("wait", "--for=condition=Complete", "job/work", "-n", namespace, "--timeout=180s", timeout_s=190)
-    assert [pod["status"]["phase"] for pod in cluster.pods(namespace).values()] == ["Succeeded"] * 6
+    assert cluster.phases(namespace) == ["Succeeded"] * 6
     assert not installed.wait_ledger(namespace, 0)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, MEMORY, Cluster, Object
 from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
@@ -59,14 +59,7 @@ def test_the_metric_is_the_size_of_the_largest_pods_status(
     pod = cluster.pod("all", offered[CORE], offered[MEMORY])
     entries = _start_with_entries(cluster, namespace, pod, sum(offered.values()))
     assert _size(entries) == installed.metric("gpushare_pod_status_max_bytes")
-    assert f"has {_size(entries)} bytes of device IDs" in _check(installed)
+    assert f"has {_size(entries)} bytes of device IDs" in installed.check()
     memory = sum(gpu["memory"]["capacity_bytes"] for gpu in installed.view()["gpus"]) >> 20
     block = next(size for size in (1 << exponent for exponent in range(16, -1, -1)) if memory // size * 48 > 2**19)
-    assert "bytes of device IDs, more than 524288" in _check(installed, f"--resources.memory-block-mib={block}")
-
-
-def _check(installed: Installation, *arguments: str) -> str:
-    try:
-        return installed.exec("gpushare-agent", "check", *arguments, timeout_s=120)
-    except KubectlError as error:  # of other findings: the text is the same
-        return str(error)
+    assert "bytes of device IDs, more than 524288" in installed.check(f"--resources.memory-block-mib={block}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object, manifest
+from tests.e2e.cluster import CORE, MEMORY, Cluster, KubectlError, Object
 from tests.e2e.installation import BLOCK_BYTES, SYSTEM, Installation, is_ready, take_off_node
 
 pytestmark = pytest.mark.e2e
@@ -257,9 +257,7 @@ def test_a_node_that_boots_again(cluster: Cluster, installed: Installation, name
     that the kubelet comes to before the agent fails at admission; one that it comes to later has the GPU that it had. No
     share is lost and none is given twice; a controller's pods are all there in the end."""
     number = installed.gpus()
-    template = {"metadata": {"labels": {"app": "web"}}, "spec": cluster.pod_spec(cluster.container(60, 4))}
-    spec = {"replicas": number, "selector": {"matchLabels": {"app": "web"}}, "template": template}
-    web = manifest("apps/v1", "Deployment", "web", spec=spec)
+    web = cluster.workload("Deployment", cluster.container(60, 4), name="web", replicas=number)
     cluster.apply(web, *(cluster.pod(f"bare-{index}", 20, 4) for index in range(3)), namespace=namespace)
     before = installed.wait_ledger(namespace, number + 3)
     cluster.wait_phase(namespace, *cluster.pods(namespace))

@@ -17,7 +17,7 @@ from gpushare_agent.core.model.names import (
     VMEMORY_RESOURCE,
 )
 from gpushare_agent.core.node_report.annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from tests.e2e.cluster import Cluster, KubectlError, Object, audited
+from tests.e2e.cluster import Cluster, KubectlError, Object, audited, manifest
 from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation, open_extender
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation, rights_of_component
 from tests.manifests.support_manifests import rendered
@@ -44,8 +44,7 @@ def quota(cluster: Cluster) -> Iterator[Any]:
         pytest.skip("the cluster has a quota of its own")
 
     def write(text: str) -> None:
-        metadata = {"name": "gpuquota", "namespace": "kube-system"}
-        cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"gpu_quota": text}})
+        cluster.apply(manifest("v1", "ConfigMap", "gpuquota", data={"gpu_quota": text}), namespace="kube-system")
 
     yield write
     cluster.run("delete", *QUOTA, "--ignore-not-found")
@@ -139,12 +138,9 @@ class Nodes:
             ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "allocations": held}),
         }
         metadata = {"name": name, "labels": {self.LABEL: group}, "annotations": annotations}
-        self._cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
         size = {"cpu": cpu, "memory": "64Gi", "pods": "110"}
         size |= {VCORE_RESOURCE: str(100 * len(used)), VMEMORY_RESOURCE: str(96 * len(used))}
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
-        status = {"status": {"capacity": size, "allocatable": size, "conditions": [ready]}}
-        self._cluster.run("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+        self._cluster.make_node(metadata, size)
 
     def pod(self, name: str, core: int, cpu: str, *, group: str = "tried", **more: Any) -> Object:
         container = self._cluster.container(core, 96 * core // 100)
@@ -157,15 +153,7 @@ class Nodes:
 
     def bound(self, namespace: str, *pods: Object) -> list[str]:
         """The names, as given to `make`, of the nodes to which they were bound."""
-        self._cluster.apply(*pods, namespace=namespace)
-        names = [pod["metadata"]["name"] for pod in pods]
-
-        def nodes() -> list[str] | None:
-            seen = self._cluster.pods(namespace)
-            found = [seen.get(name, {}).get("spec", {}).get("nodeName", "") for name in names]
-            return [one.removeprefix("gpushare-e2e-") for one in found] if all(found) else None
-
-        return self._cluster.wait_for(f"{', '.join(names)} bound", nodes)
+        return [one.removeprefix("gpushare-e2e-") for one in self._cluster.bound(namespace, *pods)]
 
     def remove(self) -> None:
         for name in self._names:
@@ -200,16 +188,14 @@ def test_the_extenders_best_node_wins_over_the_schedulers_own_criteria(
         later = [nodes.bound(namespace, nodes.pod(f"later-{number}", 30, "100m"))[0] for number in range(4)]
         assert sorted(later) == [f"rest-{number}" for number in range(4)]
     finally:
-        # No kubelet ends them.
-        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+        cluster.force_delete_pods(namespace)
 
 
 @pytest.fixture
 def urgent(cluster: Cluster) -> Iterator[str]:
     """A PriorityClass above that of pods without one."""
     name = f"gpushare-e2e-urgent-{cluster.suffix}"
-    kind = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass"}
-    cluster.apply({**kind, "metadata": {"name": name}, "value": 1000})
+    cluster.apply(manifest("scheduling.k8s.io/v1", "PriorityClass", name, value=1000))
     yield name
     cluster.run("delete", "priorityclass", name, "--ignore-not-found")
 
@@ -234,8 +220,7 @@ def preempts(
         assert [nodes.bound(namespace, one) for one in high] == [["full"]] * len(high)
         return len({one["metadata"]["name"] for one in low} - cluster.pods(namespace).keys())
     finally:
-        # No kubelet ends them.
-        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+        cluster.force_delete_pods(namespace)
 
 
 def test_the_schedulers_victims_are_replaced_by_those_of_one_gpu(
@@ -267,8 +252,7 @@ def test_pods_that_a_budget_protects_are_spared(
     for pod in held[1:]:
         pod["metadata"]["labels"] = {"app": "kept"}
     spec = {"minAvailable": len(held) - 1, "selector": {"matchLabels": {"app": "kept"}}}
-    budget = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "kept"}, "spec": spec}
-    cluster.apply(budget, namespace=namespace)
+    cluster.apply(manifest("policy/v1", "PodDisruptionBudget", "kept", spec=spec), namespace=namespace)
     cluster.start(namespace, *held)
 
     def is_counted() -> bool:
@@ -286,12 +270,11 @@ def test_a_tenant_cannot_pass_by_the_policies(cluster: Cluster, extender: Extend
     try:
         tenant = f"tenant-{cluster.suffix}"
         rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "patch", "update"]}]
-        subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": tenant}
-        kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": tenant}}
-        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": tenant}
+        group = "rbac.authorization.k8s.io"
+        role, subject = ({"apiGroup": group, "kind": kind, "name": tenant} for kind in ("Role", "User"))
         cluster.apply(
-            {**kind, "kind": "Role", "rules": rules},
-            {**kind, "kind": "RoleBinding", "roleRef": role, "subjects": [subject]},
+            manifest(f"{group}/v1", "Role", tenant, rules=rules),
+            manifest(f"{group}/v1", "RoleBinding", tenant, roleRef=role, subjects=[subject]),
             namespace=namespace,
         )
         asked: list[tuple[Object, Object, str]] = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, Cluster, KubectlError, Object, manifest
 from tests.e2e.extender import open_extender
 from tests.e2e.installation import NODE_LABEL, SYSTEM, Installation
 from tests.e2e.test_requests import assert_waits_while_it_asks_for_more_than_is_free
@@ -36,10 +36,7 @@ def binpack(cluster: Cluster, replicas: int = 3, units: int = 2) -> tuple[Object
     template = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
     spec = {"replicas": replicas, "serviceName": name, "selector": {"matchLabels": labels}, "template": template}
     metadata = {"name": name, "labels": labels}
-    return (
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-        {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec},
-    )
+    return manifest("v1", "Service", metadata, spec=service), manifest("apps/v1", "StatefulSet", metadata, spec=spec)
 
 
 def test_gpushares_demo_runs_on_a_node_with_its_label(cluster: Cluster, gpu_mem: Installation, namespace: str) -> None:
@@ -49,8 +46,8 @@ def test_gpushares_demo_runs_on_a_node_with_its_label(cluster: Cluster, gpu_mem:
     ledger = gpu_mem.wait_ledger(namespace, 3)
     cluster.wait_phase(namespace, *names)
     assert {(memory, gpus) for _, memory, gpus in ledger.values()} == {(2 * GIB, (0,))}
-    environment = cluster.run("-n", namespace, "exec", "binpack-1-0", "--", "env").splitlines()
-    found = dict(line.partition("=")[::2] for line in environment if line.startswith("ALIYUN_COM_GPU_MEM_"))
+    environment = cluster.environment(namespace, "binpack-1-0", "binpack-1")
+    found = {name: value for name, value in environment.items() if name.startswith("ALIYUN_COM_GPU_MEM_")}
     size = int(found.pop("ALIYUN_COM_GPU_MEM_DEV"))
     assert found == {
         f"ALIYUN_COM_GPU_MEM_{name}": value for name, value in (("IDX", "0"), ("POD", "2"), ("CONTAINER", "2"))

@@ -5,7 +5,6 @@ Beside the node there is an object of another one, with little CPU and no kubele
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,13 +23,8 @@ ON = {"patches": [with_variables({"GPUSHARE_FACTS__TAINT_ABOVE": "0.5"})]}
 @pytest.fixture
 def other(cluster: Cluster) -> Iterator[None]:
     """A node of one CPU without GPUs, half of it in use: kube-scheduler likes the real one better."""
-    labels = {OTHERS_LABEL: "true"}
-    cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": OTHER, "labels": labels}})
+    cluster.make_node({"name": OTHER, "labels": {OTHERS_LABEL: "true"}}, {"cpu": "1", "memory": "1Gi", "pods": "20"})
     cluster.run("label", "node", cluster.node, f"{OTHERS_LABEL}=true", "--overwrite")
-    size = {"cpu": "1", "memory": "1Gi", "pods": "20"}
-    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
-    status = {"status": {"capacity": size, "allocatable": size, "conditions": [ready]}}
-    cluster.run("patch", "node", OTHER, "--subresource=status", "--type=merge", "-p", json.dumps(status))
     yield
     cluster.run("delete", "node", OTHER)
     cluster.run("label", "node", cluster.node, f"{OTHERS_LABEL}-")
@@ -51,39 +45,25 @@ def _has_taint(cluster: Cluster) -> bool:
     return {"key": KEY, "effect": EFFECT} in [{"key": one["key"], "effect": one["effect"]} for one in taints]
 
 
-def _bound(cluster: Cluster, namespace: str, *pods: Object) -> list[str]:
-    """The nodes to which kube-scheduler bound them."""
-    cluster.apply(*pods, namespace=namespace)
-    names = [pod["metadata"]["name"] for pod in pods]
-
-    def nodes() -> list[str] | None:
-        seen = cluster.pods(namespace)
-        found = [seen.get(name, {}).get("spec", {}).get("nodeName", "") for name in names]
-        return found if all(found) else None
-
-    return cluster.wait_for(f"{', '.join(names)} bound", nodes)
-
-
 def test_pods_without_gpus_go_elsewhere_while_gpus_are_free_and_never_wait(
     cluster: Cluster, installed: Installation, namespace: str, other: None
 ) -> None:
     """Without the taint the real node, which has more free CPU, gets them; it goes when the GPUs are in use."""
     assert not _has_taint(cluster)
-    assert _bound(cluster, namespace, _pod(cluster, "filler", "500m", nodeName=OTHER)) == [OTHER]
-    assert _bound(cluster, namespace, _pod(cluster, "before", "50m")) == [cluster.node]
+    assert cluster.bound(namespace, _pod(cluster, "filler", "500m", nodeName=OTHER)) == [OTHER]
+    assert cluster.bound(namespace, _pod(cluster, "before", "50m")) == [cluster.node]
     try:
         installed.change(**ON)
         cluster.wait_for("the taint", lambda: _has_taint(cluster))
         kept_off = [_pod(cluster, f"kept-off-{number}", "50m") for number in range(3)]
-        assert _bound(cluster, namespace, *kept_off) == [OTHER] * 3
-        assert _bound(cluster, namespace, _pod(cluster, "too-large-for-the-other", "600m")) == [cluster.node]
+        assert cluster.bound(namespace, *kept_off) == [OTHER] * 3
+        assert cluster.bound(namespace, _pod(cluster, "too-large-for-the-other", "600m")) == [cluster.node]
 
         gpus = installed.gpus()
         cluster.start(namespace, *(cluster.pod(f"gpu-{number}", 100, 0) for number in range(gpus)))
         cluster.wait_for("no taint on a node whose GPUs are in use", lambda: not _has_taint(cluster))
-        assert _bound(cluster, namespace, _pod(cluster, "after", "50m")) == [cluster.node]
+        assert cluster.bound(namespace, _pod(cluster, "after", "50m")) == [cluster.node]
     finally:
-        # No kubelet ends those of the other node.
-        cluster.run("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0", "--wait=false")
+        cluster.force_delete_pods(namespace)
         installed.change()
         cluster.wait_for("no taint where it is switched off", lambda: not _has_taint(cluster))

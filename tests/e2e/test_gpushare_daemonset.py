@@ -112,8 +112,8 @@ def test_gpushares_daemonset_serves_with_this_image(cluster: Cluster, plugin: st
         cluster.start(namespace, pod(f"share-{number}", units))
         shares[f"share-{number}"] = [units << 30, [0]]
     assert ledger(cluster, plugin) == shares
-    environment = cluster.run("-n", namespace, "exec", "share-2", "--", "env").splitlines()
-    assert {"ALIYUN_COM_GPU_MEM_IDX=0", "ALIYUN_COM_GPU_MEM_CONTAINER=3"} <= set(environment)
+    wanted = {"ALIYUN_COM_GPU_MEM_IDX": "0", "ALIYUN_COM_GPU_MEM_CONTAINER": "3"}
+    assert wanted.items() <= cluster.environment(namespace, "share-2").items()
     status = cluster.node_object()["status"]
     assert int(status["allocatable"]["aliyun.com/gpu-count"]) >= 1
     cluster.wait_gpushare_annotations(namespace)

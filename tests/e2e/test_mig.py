@@ -8,7 +8,6 @@ which is gpushare-agent here.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from tests.e2e.cluster import Cluster, DeadlineError, Object, claim_template
 from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
-SUITE = os.environ.get("NVIDIA_DRA_DRIVER", "")
 FAULTS = "/tmp/faults.json"
 COMPONENTS = [f"components/{name}" for name in ("dra", "dra-nvidia-names", "dra-mig-profiles", "mig-on-demand")]
 DIVIDED = 4
@@ -64,8 +62,7 @@ class Divided:
     def devices(self, kind: str) -> list[Object]:
         return [
             device
-            for one in self.cluster.read("/apis/resource.k8s.io/v1/resourceslices")["items"]
-            if (one["spec"]["driver"], one["spec"].get("nodeName")) == ("gpushare-agent", self.cluster.node)
+            for one in self.cluster.slices()
             for device in one["spec"].get("devices", ())
             if device["attributes"]["type"]["string"] == kind
         ]
@@ -80,8 +77,7 @@ class Divided:
         return found
 
     def visible(self, namespace: str, pod: str, container: str) -> list[str]:
-        shell = ("sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES")
-        return self.cluster.run("-n", namespace, "exec", pod, "-c", container, "--", *shell).strip().split(",")
+        return self.cluster.environment(namespace, pod, container)["NVIDIA_VISIBLE_DEVICES"].split(",")
 
     def places(self, namespace: str) -> dict[str, str]:
         """Pod -> the device that its claim was allocated."""
@@ -99,13 +95,6 @@ def divided(installation: Installation) -> Iterator[Divided]:
     if not installation.overlay.endswith("simulated"):
         pytest.skip("needs GPUs that tests may divide: the overlay is not of simulated ones")
     yield Divided(installation)
-
-
-@pytest.fixture(scope="module")
-def suite() -> Path:
-    if not SUITE:
-        pytest.skip("NVIDIA_DRA_DRIVER does not name a checkout of NVIDIA's DRA driver")
-    return Path(SUITE).resolve()
 
 
 def template(name: str, profile: str) -> Object:
@@ -275,7 +264,7 @@ def test_the_example_of_four_instances_on_one_gpu(suite: Path, divided: Divided)
     path = suite / "demo/specs/quickstart/v1/gpu-test4.yaml"
     try:
         cluster.run("apply", "-f", str(path))
-        cluster.wait_for("its pods run", lambda: phases(cluster, "gpu-test4") == ["Running"] * 4)
+        cluster.wait_for("its pods run", lambda: cluster.phases("gpu-test4") == ["Running"] * 4)
         profiles = divided.profiles("gpu-test4")
         assert sorted(one for found in profiles.values() for one in found) == sorted(
             ["1g.5gb", "1g.5gb", "2g.10gb", "3g.20gb"] * 4
@@ -286,10 +275,6 @@ def test_the_example_of_four_instances_on_one_gpu(suite: Path, divided: Divided)
         raise AssertionError(cluster.run("-n", "gpu-test4", "get", "events")) from error
     finally:
         cluster.run("delete", "-f", str(path), "--wait", "--timeout=60s", timeout_s=70)
-
-
-def phases(cluster: Cluster, namespace: str) -> list[str]:
-    return [one["status"]["phase"] for one in cluster.pods(namespace).values()]
 
 
 def test_the_example_of_an_extended_resource(suite: Path, divided: Divided) -> None:

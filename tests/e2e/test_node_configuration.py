@@ -82,7 +82,7 @@ def test_the_nodes_label_is_switched_during_a_burst_and_no_pod_is_rejected(
     cluster.apply(*(_pod(cluster, name) for name in names[PODS // 2 :]), namespace=namespace)
     cluster.wait_for(
         "all of them admitted or rejected",
-        lambda: all(pod["status"]["phase"] != "Pending" for pod in cluster.pods(namespace).values()),
+        lambda: "Pending" not in cluster.phases(namespace),
         deadline_s=600,
     )
     pods = cluster.pods(namespace)
@@ -132,8 +132,5 @@ def test_a_switch_to_fewer_units_rejects_no_pod_where_the_node_is_cordoned_for_i
     finally:
         cluster.run("uncordon", cluster.node)
 
-    def phases() -> Counter[str]:
-        return Counter(pod["status"]["phase"] for pod in cluster.pods(namespace).values())
-
-    cluster.wait_for("each whole GPU is in use", lambda: phases()["Running"] >= gpus)
-    assert phases() == {"Running": gpus, "Pending": gpus + 1}
+    cluster.wait_for("each whole GPU is in use", lambda: cluster.phases(namespace).count("Running") >= gpus)
+    assert Counter(cluster.phases(namespace)) == {"Running": gpus, "Pending": gpus + 1}

@@ -78,13 +78,9 @@ def test_hamis_case_of_overcommit_by_nvidias_name(cluster: Cluster, installation
 
 def test_nvidias_example_of_time_slicing(cluster: Cluster, installation: Installation, namespace: str) -> None:
     """The plugin's file as it is: four replicas of each GPU, by variables of its chart too."""
-    configuration = {
-        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "nvidia-plugin-config"},
-        "data": {"config.yaml": REPLICAS},
-    }  # fmt: skip
     installation.remove()
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
-    cluster.apply(configuration, namespace=SYSTEM)
+    cluster.apply(manifest("v1", "Namespace", SYSTEM))
+    cluster.apply(manifest("v1", "ConfigMap", "nvidia-plugin-config", data={"config.yaml": REPLICAS}), namespace=SYSTEM)
     chart = with_variables({"FAIL_ON_INIT_ERROR": "true", "MPS_ROOT": "/run/nvidia/mps"})
     installation.apply(installation.kustomization(components=["components/nvidia-config"], patches=[chart]))
     gpus = len(installation.view()["gpus"])

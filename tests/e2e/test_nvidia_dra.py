@@ -30,11 +30,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Cluster, DeadlineError
-from tests.e2e.installation import Installation, with_variables
+from tests.e2e.installation import Installation, is_ready, with_pods, with_variables
 from tests.e2e.nvidia_dra_suites import BATS, EXAMPLES, GO_SPECS, SHARING, Example
 
 pytestmark = pytest.mark.e2e
-SUITE = os.environ.get("NVIDIA_DRA_DRIVER", "")
 MPS_DIRECTORY = "/run/gpushare-mps"
 LISTENER = f"""
 import os, socket, time
@@ -48,13 +47,6 @@ while True: listening.accept()[0].close()
 """
 LABEL = {"dra-driver-nvidia-gpu-component": "kubelet-plugin"}
 BATS_LIBRARIES = "/usr/lib/bats/"
-
-
-@pytest.fixture(scope="module")
-def suite() -> Path:
-    if not SUITE:
-        pytest.skip("NVIDIA_DRA_DRIVER does not name a checkout of NVIDIA's DRA driver")
-    return Path(SUITE).resolve()
 
 
 class Served:
@@ -73,13 +65,10 @@ class Served:
             # As whoever runs their claims has it: MPS is asked for by them, and is not the node's own.
             "GPUSHARE_ISOLATIONS_ALLOWED": "mps,none",
         }
-        own = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}}
         mounts = {"name": "agent", "volumeMounts": [{"name": "mps", "mountPath": MPS_DIRECTORY}]}
         volumes = [{"name": "mps", "hostPath": {"path": MPS_DIRECTORY, "type": "DirectoryOrCreate"}}]
         template = {"metadata": {"labels": LABEL}, "spec": {"containers": [mounts], "volumes": volumes}}
-        labels = {**own, "spec": {"template": template}}
-        target = {"kind": "DaemonSet", "name": "gpushare-agent"}
-        patches = [with_variables(variables), {"target": target, "patch": json.dumps(labels)}]
+        patches = [with_variables(variables), with_pods(template)]
         components = ["components/dra", "components/dra-nvidia-names"]
         self._installation.change(components=components, patches=patches)
         asked = "0" if shares != "memory" else "24Gi"
@@ -87,8 +76,8 @@ class Served:
         return self.cluster
 
     def _default(self) -> str:
-        for one in self.cluster.read("/apis/resource.k8s.io/v1/resourceslices")["items"]:
-            if one["spec"]["driver"] == "gpushare-agent" and len(one["spec"]["devices"]) == 7:
+        for one in self.cluster.slices():
+            if len(one["spec"]["devices"]) == 7:
                 found: str = one["spec"]["devices"][0]["capacity"]["memory"]["requestPolicy"]["default"]
                 return found
         return ""
@@ -210,24 +199,22 @@ def variables(cluster: Cluster, path: Path, pods: int) -> list[dict[str, str]]:
     """Applies the example, waits until its pods are Ready, and removes it. The variables of each container."""
     text = path.read_text(encoding="utf-8")
     (namespace,) = set(re.findall(r"^  namespace: (\S+)$", text, re.MULTILINE))
+
+    def ready() -> int:
+        return sum(map(is_ready, cluster.pods(namespace).values()))
+
     try:
         cluster.run("apply", "-f", str(path))
-        cluster.wait_for(f"{path.name} is Ready", lambda: ready(cluster, namespace) == pods, deadline_s=60)
-        said = [
-            cluster.run("-n", namespace, "exec", name, "-c", one["name"], "--", "env")
+        cluster.wait_for(f"{path.name} is Ready", lambda: ready() == pods, deadline_s=60)
+        return [
+            cluster.environment(namespace, name, one["name"])
             for name, pod in cluster.pods(namespace).items()
             for one in pod["spec"]["containers"]
         ]
-        return [dict(line.split("=", 1) for line in env.splitlines() if "=" in line) for env in said]
     except DeadlineError as error:
         raise AssertionError(cluster.run("-n", namespace, "get", "events")) from error
     finally:
         cluster.run("delete", "-f", str(path), "--wait", "--timeout=60s", timeout_s=70)
-
-
-def ready(cluster: Cluster, namespace: str) -> int:
-    found = [one["status"].get("conditions", ()) for one in cluster.pods(namespace).values()]
-    return sum(any(c["type"] == "Ready" and c["status"] == "True" for c in one) for one in found)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object, Right, audited, manifest
+from tests.e2e.cluster import Cluster, Object, Right, audited
 from tests.e2e.installation import SYSTEM, Installation, rights_of_component
 
 pytestmark = pytest.mark.e2e
@@ -56,7 +56,8 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
     log = cluster.path("audit-log")
     cluster.start(namespace, cluster.pod("share", 10, 1))
     # A pod of a controller that the agent refuses has an Event and is deleted: two more rights.
-    cluster.apply(_refused(cluster), namespace=namespace)
+    refused = cluster.workload("ReplicaSet", cluster.container(1), name="refused", replicas=1)  # a share without memory
+    cluster.apply(refused, namespace=namespace)
 
     rights = granted(cluster) - SELDOM - OF_POLICIES
     try:
@@ -80,14 +81,6 @@ OF_POLICIES = {("use", "annotations"), ("use", "driver")}
 """Admission policies ask for them, which the audit log does not show."""
 
 
-def _refused(cluster: Cluster) -> Object:
-    """A ReplicaSet of one pod with a share without memory, which the agent refuses."""
-    labels = {"app": "refused"}
-    template = {"metadata": {"labels": labels}, "spec": cluster.pod_spec(cluster.container(1))}
-    spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
-    return manifest("apps/v1", "ReplicaSet", "refused", spec=spec)
-
-
 @pytest.fixture
 def roles(cluster: Cluster, installed: Installation) -> Iterator[dict[str, Object]]:
     """The agent's ClusterRoles by name, which are as before afterwards."""
@@ -105,7 +98,7 @@ def test_check_names_each_right_that_is_missing(
 ) -> None:
     """One right after the other is taken away: `gpushare-agent check` names it, but for those that only policies ask for,
     which it tries by a write. With all of them it names none."""
-    assert "not allowed" not in _check(installed)
+    assert "not allowed" not in installed.check()
     unseen = []
     for role in roles.values():
         for rule in role["rules"]:
@@ -113,14 +106,10 @@ def test_check_names_each_right_that_is_missing(
                 cluster.run("replace", "-f", "-", stdin=json.dumps(_without(role, verb, resource)))
                 # The node itself cannot be read without `get nodes`, and the server's own answer says so.
                 named = rf"not allowed: .*\b{verb} {resource}\b|cannot {verb} resource \W*{resource}\b"
-                if not re.search(named, _check(installed)):
+                if not re.search(named, installed.check()):
                     unseen.append((verb, resource))
         cluster.run("replace", "-f", "-", stdin=json.dumps(role))
     assert not unseen
-
-
-def _check(installed: Installation) -> str:
-    return installed.exec("sh", "-c", "gpushare-agent check || true", timeout_s=120)
 
 
 def _without(role: Object, verb: str, resource: str) -> Object:

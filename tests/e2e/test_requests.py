@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, message_of
+from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, manifest, message_of
 from tests.e2e.installation import Installation
 
 pytestmark = pytest.mark.e2e
@@ -70,10 +70,7 @@ def test_a_limited_share_is_not_given_to_a_sandbox(cluster: Cluster, installed: 
         pytest.skip("the isolation of the run's overlay limits nothing")
     handlers = {f"plain-{namespace}": "kata-e2e", f"kata-{namespace}": "runc"}
     cluster.apply(
-        *(
-            {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": name}, "handler": handler}
-            for name, handler in handlers.items()
-        )
+        *(manifest("node.k8s.io/v1", "RuntimeClass", name, handler=handler) for name, handler in handlers.items())
     )
     try:
         sandboxed, misnamed = handlers

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.cluster import CORE, MEMORY, Cluster, Object
+from tests.e2e.cluster import CORE, MEMORY, Cluster, Object, manifest
 from tests.e2e.installation import MANIFESTS, SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
@@ -86,18 +86,14 @@ class StaticExtender:
             "volumeMounts": mounts,
         }
         pod = self._cluster.pod_of(
-            "scheduler",
+            self.scheduler,
             container,
             hostNetwork=True,
             serviceAccountName="gpushare-scheduler",
             automountServiceAccountToken=True,
             volumes=[{"name": "configuration", "configMap": {"name": self.scheduler}}],
         )
-        pod["metadata"]["name"] = self.scheduler
-        metadata = {"name": self.scheduler}
-        self._cluster.apply(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files}, pod, namespace=SYSTEM
-        )
+        self._cluster.apply(manifest("v1", "ConfigMap", self.scheduler, data=files), pod, namespace=SYSTEM)
         self._cluster.wait_phase(SYSTEM, self.scheduler)
 
     def metric(self, sample: str) -> float:

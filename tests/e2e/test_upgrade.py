@@ -23,13 +23,11 @@ def _rollout(cluster: Cluster, verb: str) -> None:
     cluster.run("-n", SYSTEM, "rollout", verb, DAEMONSET)
 
 
-def _agents(cluster: Cluster) -> list[Object]:
-    return cluster.items("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-agent")
-
-
 def without_rejection(cluster: Cluster, installed: Installation, namespace: str, *changes: Callable[[], None]) -> None:
     """A burst of pods during the rollouts that `changes` begin: all run, and the ledger has each of them."""
-    cluster.wait_for("the agent has been Ready for some time", lambda: all(map(_is_settled, _agents(cluster))))
+    cluster.wait_for(
+        "the agent has been Ready for some time", lambda: all(map(_is_settled, installed.agents().values()))
+    )
     names = [f"burst-{number}" for number in range(PODS)]
     half = PODS // 2
     cluster.apply(*(cluster.pod(name, 5, 2) for name in names[:half]), namespace=namespace)
@@ -40,7 +38,7 @@ def without_rejection(cluster: Cluster, installed: Installation, namespace: str,
     cluster.wait_phase(namespace, *names)
     ledger = installed.wait_ledger(namespace, PODS)
     assert {(cores, len(gpus)) for cores, _, gpus in ledger.values()} == {(5, 1)}
-    cluster.wait_for("the end of the agent that handed over", lambda: len(_agents(cluster)) == 1)
+    cluster.wait_for("the end of the agent that handed over", lambda: len(installed.agents()) == 1)
 
 
 def _is_settled(pod: Object, ready: str = "True") -> bool:
@@ -58,9 +56,9 @@ def test_a_rolling_update_during_a_burst_rejects_no_pod(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
     """The new agent takes over from the old one while both run."""
-    before = {pod["metadata"]["name"] for pod in _agents(cluster)}
+    before = set(installed.agents())
     without_rejection(cluster, installed, namespace, partial(_rollout, cluster, "restart"))
-    assert before.isdisjoint(pod["metadata"]["name"] for pod in _agents(cluster))
+    assert before.isdisjoint(installed.agents())
 
 
 def test_an_update_that_is_taken_back_at_once_rejects_no_pod(
@@ -91,11 +89,11 @@ def test_a_version_that_could_give_no_share_leaves_the_old_one_serving(
     """The rollout stops at the node; pods go on starting there."""
     template = {"spec": {"containers": [{"name": "agent", **broken}]}}
     cluster.run("-n", SYSTEM, "patch", DAEMONSET, "--patch", json.dumps({"spec": {"template": template}}))
-    cluster.wait_for("the new agent beside the old one", lambda: len(_agents(cluster)) == 2)
+    cluster.wait_for("the new agent beside the old one", lambda: len(installed.agents()) == 2)
     cluster.start(namespace, cluster.pod("meanwhile", 20, 4))
     for ready in ("False", "True"):
         settled = partial(_is_settled, ready=ready)
-        cluster.wait_for(f"an agent whose Ready is {ready}", lambda: any(map(settled, _agents(cluster))))  # noqa: B023 - waited for here
+        cluster.wait_for(f"an agent whose Ready is {ready}", lambda: any(map(settled, installed.agents().values())))  # noqa: B023 - waited for here
     cluster.start(namespace, cluster.pod("later", 20, 4))
     _rollout(cluster, "undo")
     installed.wait_ready()

@@ -46,9 +46,7 @@ class ClusterUnderTest(EmbeddedCluster, frozen=True, kw_only=True):
         return str(self.api.pod("default", name)["spec"].get("nodeName", ""))
 
     def condition_of(self, name: str) -> dict[str, Any]:
-        """The pod's PodScheduled, empty where the scheduler has not spoken."""
-        conditions = self.api.pod("default", name)["status"].get("conditions", ())
-        return next((one for one in conditions if one["type"] == "PodScheduled"), {})
+        return self.nodes[0].condition_of(name)
 
     @asynccontextmanager
     async def with_plugins(self, **cores: int) -> AsyncIterator[None]:

@@ -5,8 +5,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from grpclib.client import UnaryUnaryMethod
 from grpclib.encoding.base import CodecBase
 
+from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 
@@ -33,3 +35,13 @@ class RawCodec(CodecBase):
 
     def decode(self, data: bytes, message_type: Any) -> bytes:
         return data
+
+
+async def called(path: Path, method: str, request: bytes = b"") -> bytes:
+    """The answer of whoever serves the socket, as bytes."""
+    channel = UnixChannel(path)
+    try:
+        answer: bytes = await UnaryUnaryMethod(channel, method, bytes, bytes)(request)
+        return answer
+    finally:
+        channel.close()

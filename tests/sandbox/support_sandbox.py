@@ -283,6 +283,28 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
         """The runtime's newest run of it, None before the first."""
         return self.kubelet.runtime.find(self.uid_of(name), container)
 
+    def container_status(self, name: str, container: str = "main") -> dict[str, Any]:
+        """What the pod's status says of it, empty before the first word."""
+        statuses = self.api.pod("default", name)["status"].get("containerStatuses") or []
+        return next((one for one in statuses if one["name"] == container), {})
+
+    def waiting(self, name: str, container: str = "main") -> dict[str, str]:
+        """Reason and message of a container that waits."""
+        return dict(self.container_status(name, container).get("state", {}).get("waiting", {}))
+
+    def restarts(self, name: str, container: str = "main") -> int:
+        return int(self.container_status(name, container).get("restartCount", 0))
+
+    def printed(self, name: str, container: str = "main") -> str:
+        """The container's log."""
+        path = self.paths.logs / f"default_{name}_{container}.log"
+        return path.read_text() if path.exists() else ""
+
+    def condition_of(self, name: str) -> dict[str, Any]:
+        """The pod's PodScheduled, empty where the scheduler has not spoken."""
+        conditions = self.api.pod("default", name)["status"].get("conditions") or ()
+        return next((one for one in conditions if one["type"] == "PodScheduled"), {})
+
     def messages(self, reason: str) -> list[str]:
         """Those of the Events with that reason."""
         return [event["message"] for event in self.api.events() if event["reason"] == reason]

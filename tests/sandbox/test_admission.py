@@ -144,12 +144,7 @@ async def test_a_resource_that_became_known_later_is_allocated_at_the_containers
         async with node.open_plugin(foo_plugin()):
             node.kill_container("p")
             await node.kubelet.wait_for(lambda: node.calls.of("Allocate"), what="the late Allocate")
-            await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1, what="the restart in the status")
-
-
-def _restarts(node: NodeUnderTest, name: str) -> int:
-    status = node.api.pod("default", name)["status"]
-    return int(status["containerStatuses"][0]["restartCount"]) if status["containerStatuses"][0]["ready"] else -1
+            await node.kubelet.wait_for(lambda: node.restarts("p") == 1, what="the restart in the status")
 
 
 async def test_a_hanging_allocate_holds_up_every_pod_and_deletion() -> None:
@@ -184,7 +179,7 @@ async def test_prestart_comes_at_every_start_of_a_container_and_allocate_only_on
         async with node.open_plugin(plugin):
             await node.start_pods(pod("p", foo(count=2)))
             node.kill_container("p")
-            await node.kubelet.wait_for(lambda: _restarts(node, "p") == 1)
+            await node.kubelet.wait_for(lambda: node.restarts("p") == 1)
         methods = [m for m, _ in plugin.seen if m in ("Allocate", "PreStartContainer")]
         assert methods == ["Allocate", "PreStartContainer", "PreStartContainer"]
 
@@ -195,12 +190,8 @@ async def test_a_failed_prestart_keeps_the_container_waiting_and_is_tried_again(
     async with open_test_node() as node, node.open_plugin(plugin):
         node.api.create_pod(pod("p", foo()))
 
-        def waiting() -> dict[str, Any]:
-            statuses = node.api.pod("default", "p")["status"].get("containerStatuses", [{}])
-            found: dict[str, Any] = statuses[0].get("state", {}).get("waiting", {})
-            return found if found.get("message") else {}
-
-        shown = await node.kubelet.wait_for(waiting)
+        await node.kubelet.wait_for(lambda: node.waiting("p").get("message"))
+        shown = node.waiting("p")
         assert shown["reason"] == "CreateContainerConfigError"
         assert "PreStartContainer rpc failed with err: rpc error: code = Internal" in shown["message"]
         plugin.on_pre_start = None

@@ -18,7 +18,6 @@ from tests.sandbox.support_sandbox import (
     CORE,
     MEMORY,
     SHORT_TIMES,
-    NodeUnderTest,
     SmallPlugin,
     device_ids,
     limits_of,
@@ -71,10 +70,6 @@ def test_a_program_is_run_by_its_name(command: tuple[str, ...], is_run: bool) ->
     assert is_harmless(command) is is_run
 
 
-def log_of(node: NodeUnderTest, name: str) -> str:
-    return node.kubelet.runtime.log_of(node.container_of(name)).read_text()
-
-
 def of_image(*command: str, **extra: Any) -> dict[str, Any]:
     return {"name": "main", "image": "busybox:1.36", "command": list(command), **extra}
 
@@ -86,7 +81,7 @@ async def test_an_ordinary_images_command_ends_with_its_code() -> None:
             script = of_image("sh", "-c", f"echo {name}; exit {code}")
             node.api.create_pod(pod(name, script, restartPolicy="Never"))
             await node.wait_phase(name, phase)
-            assert log_of(node, name) == f"{name}\n"
+            assert node.printed(name) == f"{name}\n"
         assert node.messages("CommandNotRun") == []
 
 
@@ -97,7 +92,7 @@ async def test_what_is_not_run_sleeps_and_says_so() -> None:
         await node.start_pods(pod("a", of_image("python", "train.py")))
         said = "The sandbox runs no image: instead of `{}` of busybox:1.36 this container sleeps {}"
         first = said.format("python train.py", "until it is deleted")
-        assert node.messages("CommandNotRun") == [first] and log_of(node, "a") == f"{first}\n"
+        assert node.messages("CommandNotRun") == [first] and node.printed("a") == f"{first}\n"
         shown = Path(f"/proc/{node.container_of('a').pid}/cmdline")
         await poll_until(lambda: shown.read_bytes() == b"sleep\0infinity\0", "the stand-in")
         node.api.create_pod(pod("b", of_image("sleep", "infinity"), annotations=timed))

@@ -31,17 +31,9 @@ def asks(resource: str = FOO, count: int = 1) -> dict[str, Any]:
     return pod("p", {**PRINTS, "resources": {"limits": {resource: str(count)}}}, restartPolicy="Never")
 
 
-def waiting(node: NodeUnderTest) -> str:
-    """Why the container is not created; nothing when it is."""
-    [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
-    found: dict[str, str] = status["state"].get("waiting", {})
-    return found["message"] if found.get("reason") == "CreateContainerError" else ""
-
-
 def printed(node: NodeUnderTest) -> dict[str, str]:
     """The environment of the container's process, as it printed it."""
-    lines = (node.paths.logs / "default_p_main.log").read_text().splitlines()
-    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+    return {name: value for name, _, value in (line.partition("=") for line in node.printed("p").splitlines())}
 
 
 def plugin(answer: ContainerAllocateResponse) -> SmallPlugin:
@@ -62,8 +54,8 @@ async def test_a_container_whose_cdi_device_no_spec_has_waits_until_one_has(answ
     answer.devices = [DeviceSpec(container_path="/dev/nvidia7", host_path="/dev/nvidia7", permissions="rw")]
     async with open_test_node() as node, node.open_plugin(plugin(answer)):
         node.api.create_pod(asks())
-        message = await node.kubelet.wait_for(lambda: waiting(node))
-        assert message == f"CDI device injection failed: unresolvable CDI devices {NAME}"
+        await node.kubelet.wait_for(lambda: node.waiting("p").get("reason") == "CreateContainerError")
+        assert node.waiting("p")["message"] == f"CDI device injection failed: unresolvable CDI devices {NAME}"
         raw = spec("GPU-0") | {"containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}}
         node.paths.cdi.mkdir()
         (node.paths.cdi / "a.json").write_text(json.dumps(raw))

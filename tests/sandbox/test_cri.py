@@ -58,7 +58,7 @@ async def test_the_ids_are_those_of_the_pods_status() -> None:
             return one
 
         def shown() -> tuple[str, int]:
-            status = node.api.pod("default", "train")["status"]["containerStatuses"][0]
+            status = node.container_status("train")
             return status["containerID"], status["restartCount"]
 
         first = await found()

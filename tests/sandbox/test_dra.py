@@ -146,7 +146,7 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         check()
         await run("again", FROM_TEMPLATE)
         node.kill_container("again", "c")
-        await node.kubelet.wait_for(lambda: restarts(node, "again") == 1)
+        await node.kubelet.wait_for(lambda: node.restarts("again", "c") == 1)
         check()
         await delete("again")
         check()
@@ -179,11 +179,6 @@ async def test_the_calls_are_those_of_a_real_kubelet() -> None:
         await node.kubelet.wait_for(has_ended(node, "both", "shared"))
         check()
         assert next(steps, None) is None and not node.kubelet.claims
-
-
-def restarts(node: NodeUnderTest, name: str) -> int:
-    statuses = node.api.pod("default", name)["status"].get("containerStatuses") or [{"restartCount": 0}]
-    return int(statuses[0]["restartCount"])
 
 
 def claims_of(node: NodeUnderTest) -> list[dict[str, Any]]:
@@ -254,16 +249,11 @@ async def test_a_pod_waits_for_a_share_and_for_its_claim() -> None:
     async with open_dra_node() as (node, _driver):
         await node.start_pods(*(claiming(f"p{number}", FROM_TEMPLATE) for number in range(10)))
         node.api.create_pod(claiming("p10", FROM_TEMPLATE))
-        await node.kubelet.wait_for(lambda: "1 cannot allocate all claims" in scheduling(node, "p10"))
+        await node.kubelet.wait_for(lambda: "1 cannot allocate all claims" in str(node.condition_of("p10")))
         node.api.create_pod(claiming("other", {"name": "g", "resourceClaimName": "none"}))
-        await node.kubelet.wait_for(lambda: 'resourceclaim "none" not found' in scheduling(node, "other"))
+        await node.kubelet.wait_for(lambda: 'resourceclaim "none" not found' in str(node.condition_of("other")))
         node.api.delete_pod("default", "p3")
         await node.wait_phase("p10", "Running")
-
-
-def scheduling(node: NodeUnderTest, name: str) -> str:
-    conditions = node.api.pod("default", name)["status"].get("conditions") or ()
-    return next((str(one.get("message")) for one in conditions if one["type"] == "PodScheduled"), "")
 
 
 async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
@@ -318,7 +308,7 @@ async def test_a_class_stands_for_an_extended_resource() -> None:
             return pod(name, plain, asks, terminationGracePeriodSeconds=1)
 
         node.api.create_pod(asking("p", 2))
-        await node.kubelet.wait_for(lambda: "cannot allocate all claims" in scheduling(node, "p"))
+        await node.kubelet.wait_for(lambda: "cannot allocate all claims" in str(node.condition_of("p")))
         assert [one["metadata"]["name"] for one in claims_of(node)] == ["shared"]
         await node.remove_pod("p")
         await node.start_pods(asking("q", 1))

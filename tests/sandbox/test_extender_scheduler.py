@@ -28,6 +28,12 @@ async def scheduled(cluster: ClusterUnderTest) -> dict[str, Any]:
     return found
 
 
+def change_node(cluster: ClusterUnderTest, part: str, **changes: Any) -> None:
+    """Of node a, as a client's patch of its metadata or spec."""
+    raw = cluster.api.node("a")
+    cluster.api.store.replace("nodes", {**raw, part: {**(raw.get(part) or {}), **changes}})
+
+
 async def test_only_nodes_that_fit_by_count_are_filtered_and_the_best_score_wins() -> None:
     """The resource fit is the scheduler's own, before the extender's."""
     extender = ReportedExtender(score=lambda pod, node: {"b": 3, "c": 7}.get(node, 0))
@@ -80,16 +86,11 @@ async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_
     """`kubectl cordon`: the extender is not asked about the node."""
     extender = ReportedExtender()
     async with open_reported(extender, ["a"]) as cluster, cluster.with_plugins(a=10):
-
-        def cordon(is_cordoned: bool) -> None:
-            raw = cluster.api.node("a")
-            cluster.api.store.replace("nodes", {**raw, "spec": {**raw["spec"], "unschedulable": is_cordoned}})
-
-        cordon(True)
+        change_node(cluster, "spec", unschedulable=True)
         cluster.api.create_pod(pod("p", container(cores=5)))
         assert (await scheduled(cluster))["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
         assert extender.seen == []
-        cordon(False)
+        change_node(cluster, "spec", unschedulable=False)
         assert await cluster.wait_bound("p") == "a"
 
 
@@ -105,17 +106,14 @@ async def test_a_pod_waits_for_a_node_with_the_labels_that_it_selects(demand: di
         cluster.api.create_pod(pod("p", container(cores=5), **demand))
         why = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
         assert (await scheduled(cluster))["message"] == why and extender.seen == []
-        raw = cluster.api.node("a")
-        labels = {**raw["metadata"].get("labels", {}), "zone": "b"}
-        cluster.api.store.replace("nodes", {**raw, "metadata": {**raw["metadata"], "labels": labels}})
+        change_node(cluster, "metadata", labels={"kubernetes.io/hostname": "a", "zone": "b"})
         assert await cluster.wait_bound("p") == "a"
 
 
 async def test_a_taint_keeps_pods_off_that_do_not_tolerate_it() -> None:
     taint = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
     async with open_reported(ReportedExtender(), ["a"]) as cluster, cluster.with_plugins(a=10):
-        raw = cluster.api.node("a")
-        cluster.api.store.replace("nodes", {**raw, "spec": {**(raw.get("spec") or {}), "taints": [taint]}})
+        change_node(cluster, "spec", taints=[taint])
         cluster.api.create_pod(pod("p", container(cores=5)))
         assert "1 node(s) had untolerated taint(s)" in (await scheduled(cluster))["message"]
         cluster.api.create_pod(pod("q", container(cores=5), tolerations=[{"key": "gpu", "operator": "Exists"}]))

@@ -70,27 +70,6 @@ async def test_a_succeeded_pods_devices_are_free_while_its_object_stands() -> No
         assert node.api.find_pod("default", "done") is not None
 
 
-async def test_running_containers_have_a_cgroup_with_their_process_in_it() -> None:
-    """Below kubepods/burstable, as the kubelet names it; it goes with the pod."""
-    async with open_test_node() as node:
-        raw = node.api.create_pod(pod("p"))
-        status = (await node.wait_phase("p", "Running"))["status"]
-        identity = status["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        path = node.kubelet.runtime.cgroup_root / "kubepods" / "burstable" / f"pod{raw['metadata']['uid']}" / identity
-        assert int((path / "cgroup.procs").read_text()) == node.container_of("p").pid
-        await node.remove_pod("p")
-        assert not path.parent.exists()
-
-
-async def test_a_dead_container_of_a_never_restarting_pod_fails_it() -> None:
-    """restartPolicy Never: Failed, with the exit code in the status."""
-    async with open_test_node() as node:
-        await node.start_pods(pod("p", restartPolicy="Never"))
-        node.kill_container("p")
-        status = (await node.wait_phase("p", "Failed"))["status"]
-        assert status["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137
-
-
 # --- restart of the kubelet ---
 
 
@@ -104,13 +83,19 @@ def _leftovers(directory: Path) -> None:
 
 @pytest.mark.parametrize(("version", "kept"), [("1.31", {"folder"}), ("1.36", {"file", "folder", "link"})])
 async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> None:
-    """All sockets, live plugins' too; before 1.34 also files and links; never directories and the checkpoint."""
+    """All sockets, live plugins' too; before 1.34 also files and links; never directories and the checkpoint. Until then the
+    files of a stopped kubelet stay, and nobody listens."""
     async with open_test_node(kubelet_version=version) as node, node.open_plugin(foo_plugin(2), "foo.sock") as plugin:
         before = (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns
         await node.kubelet.stop()
         await plugin.streams_ended.wait()
         assert (node.paths.device_plugin_path / "foo.sock").is_socket()
-        assert (node.paths.device_plugin_path / "kubelet.sock").is_socket()
+        assert (
+            node.paths.device_plugin_path / "kubelet.sock"
+        ).is_socket() and node.paths.pod_resources_socket.is_socket()
+        async with node.pod_resources() as stub:
+            with pytest.raises(ConnectionRefusedError):
+                await stub.list()
         _leftovers(node.paths.device_plugin_path)
         await node.kubelet.start()
         names = {p.name for p in node.paths.device_plugin_path.iterdir()}
@@ -191,10 +176,9 @@ async def test_a_pod_goes_on_where_the_plugin_is_in_time(made: dict[str, Any], i
         async with _serving_again(node, plugin):
             await node.kubelet.wait_for(node.kubelet.listed_pods)
 
-            def restarts() -> int:
-                return int(node.api.pod("default", "p")["status"]["containerStatuses"][0]["restartCount"])
-
-            await node.kubelet.wait_for(lambda: restarts() == is_reboot)
+            await node.kubelet.wait_for(
+                lambda: node.restarts("p") == is_reboot and node.container_status("p").get("ready")
+            )
             assert node.api.pod("default", "p")["status"]["phase"] == "Running"
             assert await node.list_pods() == before
             assert len(node.calls.of("Allocate")) == calls
@@ -259,16 +243,6 @@ async def test_a_kubelet_stop_during_an_open_allocate_ends_the_call() -> None:
         await node.kubelet.start()
         async with _serving_again(node, plugin):
             await node.wait_phase("p", "Running")
-
-
-async def test_the_sockets_of_a_stopped_kubelet_refuse() -> None:
-    """The files stay and nobody listens."""
-    async with open_test_node() as node:
-        await node.kubelet.stop()
-        assert node.paths.pod_resources_socket.is_socket()
-        async with node.pod_resources() as stub:
-            with pytest.raises(ConnectionRefusedError):
-                await stub.list()
 
 
 async def test_a_same_named_pod_made_anew_is_another_pod() -> None:

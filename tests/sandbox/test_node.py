@@ -33,12 +33,9 @@ async def test_a_pod_that_fits_no_node_says_what_is_missing_and_runs_when_there_
         await node.start_pods(pod("first", container("main", cores=80)))
         node.api.create_pod(pod("second", container("main", cores=30)))
 
-        def condition() -> dict[str, Any] | None:
-            found = node.api.pod("default", "second")["status"].get("conditions", [])
-            return next((c for c in found if c["reason"] == "Unschedulable"), None)
-
-        shown = await node.kubelet.wait_for(condition)
-        assert shown is not None
+        await node.kubelet.wait_for(lambda: node.condition_of("second"))
+        shown = node.condition_of("second")
+        assert shown["reason"] == "Unschedulable"
         assert shown["message"] == f"0/1 nodes are available: 1 Insufficient {CORE}."
         assert node.messages("FailedScheduling") == [shown["message"]]
         await node.start_pods(pod("small", container("main", cores=20)))

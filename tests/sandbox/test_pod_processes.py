@@ -18,11 +18,6 @@ from tests.sandbox.support_sandbox import CORE, FOO, NodeUnderTest, SmallPlugin,
 from tests.support_deadline import poll_until
 
 
-def printed(node: NodeUnderTest, name: str, inner: str = "main") -> str:
-    path = node.paths.logs / f"default_{name}_{inner}.log"
-    return path.read_text() if path.exists() else ""
-
-
 async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plugins_environment() -> None:
     """Nothing of the sandbox's own; GPUSHARE_VDEVICE names the socket that would be mounted at /etc/vcuda."""
     answer = ContainerAllocateResponse(
@@ -34,7 +29,7 @@ async def test_a_host_container_runs_its_command_with_the_manifests_and_the_plug
         inner = host_container("main", "sh", args=["-c", "env; pwd; readlink /proc/self/fd/0"], env=env)
         node.api.create_pod(pod("p", {**inner, "resources": {"limits": {FOO: "1"}}}, restartPolicy="Never"))
         await node.wait_phase("p", "Succeeded")
-        lines = printed(node, "p").splitlines()
+        lines = node.printed("p").splitlines()
         assert lines[-2:] == ["/", "/dev/null"]
         names = {line.partition("=")[0] for line in lines[:-2]} - {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
         assert names == {"PATH", "HOME", "LANG", "FROM", "CARD", "OWN", "c", "EMPTY", "GPUSHARE_VDEVICE"}
@@ -47,12 +42,8 @@ async def test_a_host_container_without_a_command_waits_with_the_reason() -> Non
     async with open_test_node() as node:
         node.api.create_pod(pod("p", {"name": "main", "image": "sandbox/host"}))
 
-        def waiting() -> dict[str, str]:
-            [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
-            found: dict[str, str] = status["state"].get("waiting", {})
-            return found if found.get("reason") == "CreateContainerError" else {}
-
-        message = (await node.kubelet.wait_for(waiting))["message"]
+        await node.kubelet.wait_for(lambda: node.waiting("p").get("reason") == "CreateContainerError")
+        message = node.waiting("p")["message"]
         assert "no command specified" in message
         # kubectl describe pod shows Events, and no message of a state that waits.
         assert node.messages("Failed") == [f"Error: {message}"]
@@ -63,7 +54,8 @@ async def test_exit_codes_reach_the_pods_status() -> None:
     """Of a main container, and of an init container, after which no main one starts."""
     async with open_test_node() as node:
         node.api.create_pod(pod("p", host_container("main", "sh", "-c", "exit 3"), restartPolicy="Never"))
-        status = (await node.wait_phase("p", "Failed"))["status"]["containerStatuses"][0]
+        await node.wait_phase("p", "Failed")
+        status = node.container_status("p")
         assert status["state"]["terminated"]["exitCode"] == 3
         assert status["containerID"] == f"containerd://{node.container_of('p').id}"
         init = host_container("setup", "sh", "-c", "exit 4")
@@ -102,16 +94,12 @@ async def test_a_container_that_ends_again_and_again_is_started_later_and_later(
     async with open_test_node() as node:
         node.api.create_pod(pod("p", host_container("main", "sh", "-c", "echo run; exit 5")))
 
-        def crashing() -> dict[str, Any]:
-            [status] = node.api.pod("default", "p")["status"].get("containerStatuses") or [{"state": {}}]
-            found: dict[str, Any] = status
-            return found if found["state"].get("waiting", {}).get("reason") == "CrashLoopBackOff" else {}
-
-        status = await node.kubelet.wait_for(crashing)
+        await node.kubelet.wait_for(lambda: node.waiting("p").get("reason") == "CrashLoopBackOff")
+        status = node.container_status("p")
         assert status["lastState"]["terminated"]["exitCode"] == 5
         assert status["state"]["waiting"]["message"] == "back-off 0.1s restarting failed container=main"
         await node.kubelet.wait_for(lambda: node.container_of("p").attempt >= 3)
-        assert printed(node, "p").count("run\n") >= 3
+        assert node.printed("p").count("run\n") >= 3
         await node.remove_pod("p")
 
 
@@ -137,7 +125,7 @@ async def test_a_deleted_pods_processes_have_gone_before_its_object_does() -> No
         await node.start_pods(pod("p", host_container("main", "sh", "-c", script)))
         found = node.container_of("p")
         await poll_until(
-            lambda: printed(node, "p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
+            lambda: node.printed("p") == "ready\n" and len(node.kubelet.runtime.pids(found)) > 2, "children"
         )
         pids = node.kubelet.runtime.pids(found)
         await node.remove_pod("p", grace_period_s=1)
@@ -191,8 +179,8 @@ async def test_a_container_registers_at_its_own_socket(kind: str) -> None:
         node.api.create_pod(pod("share", raw, restartPolicy="Never"))
         await node.wait_phase("share", "Succeeded", "Failed")
         found = node.container_of("share")
-        assert found.exit_code == 0, printed(node, "share")
-        said = json.loads(printed(node, "share"))
+        assert found.exit_code == 0, node.printed("share")
+        said = json.loads(node.printed("share"))
         assert found.pid in said["pids"], said
 
 

@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from grpclib import GRPCError, Status
-from grpclib.client import UnaryUnaryMethod
 from grpclib.const import Cardinality, Handler
 
-from gpushare_agent.core.kit.grpc_client import UnixChannel
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.core.wire import v1, v1beta1
 from gpushare_agent.sandbox.pod_manifest import containers_of
-from tests.kit.support_grpc import served_at
+from tests.kit.support_grpc import called, served_at
 from tests.sandbox.support_sandbox import (
     CORE,
     HELD_ADMISSIONS,
@@ -148,18 +146,12 @@ class RecordingPlugin:
 
     async def _list(self) -> bytes:
         """Again when the rate limit refuses, as the recorder did."""
-        channel = UnixChannel(self._node.paths.pod_resources_socket)
-        try:
-            method = UnaryUnaryMethod(channel, "/v1.PodResourcesLister/List", bytes, bytes)
-            while True:
-                try:
-                    answer: bytes = await method(b"")
-                    return answer
-                except GRPCError as error:
-                    assert error.status is Status.RESOURCE_EXHAUSTED
-                    await asyncio.sleep(0.02)
-        finally:
-            channel.close()
+        while True:
+            try:
+                return await called(self._node.paths.pod_resources_socket, "/v1.PodResourcesLister/List")
+            except GRPCError as error:
+                assert error.status is Status.RESOURCE_EXHAUSTED
+                await asyncio.sleep(0.02)
 
     async def _list_and_watch(self, stream: Any) -> None:
         await stream.recv_message()
