@@ -143,4 +143,3 @@ def drawn(word: str, left: float, top: float, style: Style) -> str:
     look += ' font-weight="600"' if style.bold else ""
     place = f'x="{left:.1f}" y="{top + 13:g}" textLength="{width:.1f}"'
     return f"<text {place}{look}>{escape(word)}</text>"
-

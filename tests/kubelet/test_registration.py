@@ -88,8 +88,8 @@ async def test_both_resources_are_registered_and_list_their_devices(short_dir: P
         assert sorted(kubelet.requests, key=lambda r: r.resource_name) == [
             v1beta1.RegisterRequest("v1beta1", SOCKETS[name], name, options) for name in sorted(SOCKETS)
         ]
-        assert kubelet.options == dict.fromkeys(SOCKETS, options)
-        assert [d.id for d in kubelet.lists[CORES][0].devices] == [f"{CORES}-0"]
+        assert {name: one.options for name, one in kubelet.endpoints.items()} == dict.fromkeys(SOCKETS, options)
+        assert [*kubelet.lists[CORES][0]] == [f"{CORES}-0"]
         await a.reported.wait_for(("registered", CORES))
         await a.reported.wait_for(("registered", MEMORY))
         assert a.registrar.is_registered(CORES)
