@@ -20,25 +20,20 @@ from gpushare_agent.core.wire import v1beta1
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint, RegistrationService
 from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_deadline import Changes
 
 
 class Recorder:
-    """What happened, in order; `wait_for` waits until it has happened."""
+    """What happened, in order."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self._recorded = asyncio.Event()
+        self._recorded = Changes()
+        self.wait_until = self._recorded.until
 
     def record(self, event: Any) -> None:
         self.events.append(event)
         self._recorded.set()
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` is true; it is evaluated after each event."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._recorded.clear()
-                await self._recorded.wait()
 
     async def wait_for(self, event: Any, count: int = 1) -> None:
         await self.wait_until(lambda: self.events.count(event) >= count)
@@ -88,8 +83,8 @@ class RpcLog:
 
 
 class FakeKubelet(RegistrationService):
-    """The embedded kubelet's registration, which refuses or stalls as its fields say. It removes all sockets of its directory
-    when it starts, and leaves its own behind when it stops. Events: ("register", resource), ("refused", resource),
+    """The embedded kubelet's registration, which refuses or stalls as its fields say. When it starts it removes all sockets
+    of its directory, and when it stops it leaves its own behind. Events: ("register", resource), ("refused", resource),
     ("stalled", resource), ("list", resource, number of devices), ("stream-ended", resource)."""
 
     def __init__(self, directory: Path, tasks: asyncio.TaskGroup) -> None:
