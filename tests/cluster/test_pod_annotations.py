@@ -118,6 +118,16 @@ async def test_who_overwrites_an_annotation_does_not_make_the_agent_write_each_t
     assert _sent(server)[4][1] == {ASSIGNED: "true", INDEX: "3"}
 
 
+async def test_all_pods_are_compared_again_after_a_while() -> None:
+    """No event announces it."""
+    written = Written(pod("a"), gpu={"a": 2}, compare_s=0.01)
+    async with written.sending() as server:
+        await written.wait(1)
+        written.store.upsert(pod("a", annotations={INDEX: "7"}, version="2"))
+        await written.wait(2)
+    assert _sent(server)[1][1] == {ASSIGNED: "true", INDEX: "2"}
+
+
 async def test_a_resize_status_is_written_and_removed() -> None:
     """Next to the rest; None removes."""
     status = "gpushare-agent/resize-status"
