@@ -361,7 +361,8 @@ async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() ->
 
 
 async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() -> None:
-    """Init container and sidecar have the same IDs: which of them starts is unknown, so both are prepared."""
+    """Init container and sidecar have the same IDs: which of them starts is unknown, so both are prepared. The owner of a
+    start that is refused gets the reason."""
     agent = Scripted(owner := chain())
     await agent.admit(owner, "i", CORE)
     cores = agent.held("i")
@@ -369,14 +370,5 @@ async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() 
     assert await agent.admission.pre_start(CORE, cores) is None
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no space")
-    assert await agent.admission.pre_start(CORE, cores) == agent.not_prepared
-
-
-async def test_a_start_that_is_refused_names_the_container() -> None:
-    """The virtual manager could not prepare it: its owner gets the reason."""
-    owner = pod("a", container(cores=30, blocks=10))
-    agent = Scripted(owner)
-    await agent.admit(owner, "main", CORE)
-    agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
-    assert await agent.admission.pre_start(CORE, agent.held()) is agent.not_prepared
-    assert agent.outcomes[-1] == "start refused a NotReady"
+    assert await agent.admission.pre_start(CORE, cores) is agent.not_prepared
+    assert agent.outcomes[-1] == "start refused chain NotReady"

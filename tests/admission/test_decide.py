@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.allocation_cache import AllocationCache
@@ -57,12 +58,24 @@ def verdicts(explanation: Decision) -> list[str]:
     return [candidate.verdict for candidate in explanation.candidates]
 
 
-def sick(found: GpuInventory, *indexes: int) -> GpuInventory:
+def sick(found: GpuInventory, *indexes: int, reason: str = "Xid 79") -> GpuInventory:
     gpus = tuple(
-        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="Xid 79") if gpu.index in indexes else gpu
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=reason) if gpu.index in indexes else gpu
         for gpu in found.gpus
     )
     return replace(found, gpus=gpus)
+
+
+def linked(count: int, branch: int) -> GpuInventory:
+    """So many GPUs, PIX apart within branches of this size, and SYS from one to the next."""
+    links = [
+        [
+            Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // branch == b // branch else LinkKind.SYS)
+            for b in range(count)
+        ]
+        for a in range(count)
+    ]
+    return replace(inventory(count), topology=build_topology(links, [None] * count))
 
 
 def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
@@ -117,28 +130,18 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
 
 def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
     """Next to the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
-    everywhere = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(3)] for a in range(3)]
-    pairs = [
-        [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(5)]
-        for a in range(5)
-    ]
     equal = "free, at the same link cost: of equals those in the branches that are broken up most are chosen"
-    for links, expected in (
-        (everywhere, [equal]),
-        (pairs, [equal, equal, "free, but at a higher link cost: 32000 with it, 2000 without"]),
+    for gpus, expected in (
+        (linked(3, 3), [equal]),
+        (linked(5, 2), [equal, equal, "free, but at a higher link cost: 32000 with it, 2000 without"]),
     ):
-        gpus = replace(inventory(len(links)), topology=build_topology(links, [None] * len(links)))
         _, why = decide(200, 0, gpus=gpus)
         assert verdicts(why) == ["chosen", "chosen", *expected]
 
 
 def test_an_equal_free_gpu_is_not_said_to_be_in_a_branch_broken_up_less() -> None:
     """GPUs 0 and 1 are a pair of which one is used; 2 and 3 a whole pair."""
-    links = [
-        [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(4)]
-        for a in range(4)
-    ]
-    gpus = replace(inventory(4), topology=build_topology(links, [None] * 4))
+    gpus = linked(4, 2)
     _, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=gpus)
     assert verdicts(why)[1:] == ["chosen", *["free, but its branch has 2 free GPUs, that of GPU 1 has 1"] * 2]
     _, why = decide(100, 0, gpus=gpus)
@@ -161,23 +164,16 @@ def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:
     assert not any(candidate.is_chosen for candidate in why.candidates)
 
 
-def test_an_unhealthy_gpu_is_named_with_the_drivers_reason() -> None:
-    """In the verdicts, and in the refusal where no other fits."""
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=sick(inventory(), 1))
+@pytest.mark.parametrize(
+    ("reason", "verdict"),
+    [("Xid 79", "unhealthy: Xid 79"), ("cordoned: new fan on Monday", "cordoned: new fan on Monday")],
+)
+def test_a_gpu_out_of_service_is_named_with_the_reason(reason: str, verdict: str) -> None:
+    """In the verdicts, and in the refusal where no other fits; one that somebody cordoned is not called unhealthy."""
+    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=sick(inventory(), 1, reason=reason))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_CORES
-    assert verdicts(why) == ["10 cores short", "unhealthy: Xid 79"]
-    assert outcome.detail.endswith("Out of service, and not counted: GPU 1: Xid 79.")
-
-
-def test_a_cordoned_gpu_is_not_called_unhealthy() -> None:
-    """Somebody took it out of service by hand."""
-    found = sick(inventory(), 1)
-    gpus = tuple(
-        replace(gpu, unhealthy_reason="cordoned: new fan on Monday") if gpu.index == 1 else gpu for gpu in found.gpus
-    )
-    outcome, why = decide(60, 10, share("a", 0, range(50), range(5)), gpus=replace(found, gpus=gpus))
-    assert verdicts(why) == ["10 cores short", "cordoned: new fan on Monday"]
-    assert isinstance(outcome, Refused) and outcome.detail.endswith("not counted: GPU 1: cordoned: new fan on Monday.")
+    assert verdicts(why) == ["10 cores short", verdict]
+    assert outcome.detail.endswith(f"Out of service, and not counted: GPU 1: {reason}.")
 
 
 def test_a_node_without_a_healthy_gpu_names_the_reasons() -> None:
@@ -247,9 +243,7 @@ def test_the_short_form_is_cut_between_gpus() -> None:
 
 def test_a_drivers_long_words_are_cut() -> None:
     """What a driver says may be anything."""
-    found = inventory(1)
-    gpus = (replace(found.gpus[0], health=Health.UNHEALTHY, unhealthy_reason="x" * 5000),)
-    outcome, why = decide(10, 10, gpus=replace(found, gpus=gpus))
+    outcome, why = decide(10, 10, gpus=sick(inventory(1), 0, reason="x" * 5000))
     assert isinstance(outcome, Refused) and len(outcome.detail) < 700
     assert len(why.candidates[0].verdict) < 250
 

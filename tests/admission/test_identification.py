@@ -34,14 +34,19 @@ vcore_call = partial(Call, resource=VCORE_RESOURCE, kind=ResourceKind.VCORE)
 
 
 def identification_of(
-    node: Node, outside: Any, *, clock: Callable[[], float] = time.monotonic, **timeouts: float
+    node: Node,
+    outside: Any,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    runtime_classes: RuntimeClasses | None = None,
+    **timeouts: float,
 ) -> Identification:
     """`outside` stands for the API server and the kubelet."""
     return Identification(
         node=node,
         fetcher=outside,
         kubelet=outside,
-        runtime_classes=RuntimeClasses(),
+        runtime_classes=runtime_classes or RuntimeClasses(),
         refused=(),
         clock=clock,
         **timeouts,
@@ -118,14 +123,7 @@ async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> 
 
     classes = RuntimeClasses(clock=clock)
     classes.attach(cast(KubeApi, Api()))
-    identification = Identification(
-        node=known.node,
-        fetcher=known,
-        kubelet=known,
-        runtime_classes=classes,
-        refused=(),
-        clock=clock,
-    )
+    identification = identification_of(known.node, known, clock=clock, runtime_classes=classes)
     new = listing(Listing("new", {}), clock=clock, takes_s=1.5)
     found = await identification.identify(vcore_call(size=10), new)
     assert isinstance(found, Target) and found.pod.name == "new"

@@ -34,6 +34,9 @@ def serve(owner: Pod, name: str = "main") -> Target:
     return Target(pod=owner, container=found)
 
 
+NEW = serve(pod("new", container(cores=10, blocks=4)))
+
+
 def planned(
     target: Target, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
 ) -> Decision | Refused:
@@ -47,9 +50,8 @@ def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
 
 def test_a_share_gets_ids_of_one_gpu() -> None:
     """Binpack: the fullest GPU that fits, its lowest free IDs."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
-    result = planned(target, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
+    facts = ledger(NEW, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
+    result = planned(NEW, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
     assert isinstance(result, Decision)
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
@@ -82,8 +84,7 @@ def test_cores_that_are_not_offered_are_missed_whatever_else_is_held(owner: str,
 
 def test_memory_ids_are_counters() -> None:
     """When a GPU's own memory IDs are gone, any others do: the memory is charged to the GPU of the cores."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    result = planned(target, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(target))
+    result = planned(NEW, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(NEW))
     assert isinstance(result, Decision) and len(result.ids) == 4 and len(set(result.ids)) == 4
 
 
@@ -101,8 +102,7 @@ def test_requests_that_cannot_be_are_refused_with_what_is_valid(cores: int, bloc
 
 def test_allocated_ids_bind_the_gpu() -> None:
     """What the kubelet allocated counts, not what was planned."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(Case(target, CORES, ids(1, range(10)), ledger(target), POLICY), (GpuUuid("GPU-0"),))
+    result = check(Case(NEW, CORES, ids(1, range(10)), ledger(NEW), POLICY), (GpuUuid("GPU-0"),))
     assert result == (GpuUuid("GPU-1"),)
 
 
@@ -119,17 +119,15 @@ def test_allocated_ids_bind_the_gpu() -> None:
 )
 def test_wrong_ids_are_refused(given: list[str], reason: RefusalReason) -> None:
     """Too few, twice, of no GPU, beyond the GPU, of two GPUs."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    result = check(Case(target, CORES, given, ledger(target), POLICY), ())
+    result = check(Case(NEW, CORES, given, ledger(NEW), POLICY), ())
     assert isinstance(result, Refused) and result.reason is reason
     assert "default/new" in result.detail
 
 
 def test_ids_of_a_live_container_are_refused() -> None:
     """Whatever the kubelet believes, no ID is given twice."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(0, range(5)), []))
-    result = check(Case(target, CORES, ids(0, range(10)), facts, POLICY), ())
+    facts = ledger(NEW, allocation(pod("old"), "main", ids(0, range(5)), []))
+    result = check(Case(NEW, CORES, ids(0, range(10)), facts, POLICY), ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE
 
 
@@ -195,9 +193,8 @@ def test_an_init_container_with_more_gpus_than_its_heir_is_refused() -> None:
 
 def test_offers_that_are_mostly_taken_are_refused_with_the_numbers() -> None:
     """Memory IDs run out when the kubelet offers what others hold."""
-    target = serve(pod("new", container(cores=10, blocks=4)))
-    facts = ledger(target, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
-    result = planned(target, MEMORY, ids(0, range(12)), facts)
+    facts = ledger(NEW, allocation(pod("old"), "main", ids(1, range(5)), ids(0, range(10))))
+    result = planned(NEW, MEMORY, ids(0, range(12)), facts)
     assert (
         isinstance(result, Refused) and result.reason is RefusalReason.DEVICE_IN_USE and "2 of the 12" in result.detail
     )
@@ -209,16 +206,15 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     policy = replace(POLICY, max_shares_of_gpu=2)
     held = [allocation(pod(f"p{n}"), "main", ids(0, range(n, n + 1)), ids(0, range(n, n + 1))) for n in range(2)]
     init = allocation(pod("i"), "init", ids(1, range(1)), ids(1, range(1)), ContainerKind.INIT)
-    target = serve(pod("new", container(cores=10, blocks=4)))
 
-    def place(facts: Ledger, which: Target = target) -> Decision | Refused:
+    def place(facts: Ledger, which: Target = NEW) -> Decision | Refused:
         case = Case(which, CORES, all_ids(), facts, policy)
         return plan(case, offer_accounts(case))
 
-    found = place(ledger(target, *held, init))
+    found = place(ledger(NEW, *held, init))
     assert isinstance(found, Decision) and found.gpus == (GpuUuid("GPU-1"),)
     more = [allocation(pod(f"q{n}"), "main", ids(1, range(n, n + 1)), ids(1, range(n, n + 1))) for n in range(2)]
-    refused = place(ledger(target, *held, *more))
+    refused = place(ledger(NEW, *held, *more))
     assert isinstance(refused, Refused)
     assert "2 GPUs count as full" in refused.detail and "mps.max_clients" in refused.detail
     whole = serve(pod("whole", container(cores=100)))

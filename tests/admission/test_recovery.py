@@ -43,12 +43,7 @@ def test_the_checkpoint_tells_the_uid_of_a_listed_pod() -> None:
     found = rebuilt(Records(listed=[SHOWN], checkpoint=entries, pods=None))
     assert set(found) == {ContainerKey(PodUid("u1"), "main")}
     got = found[ContainerKey(PodUid("u1"), "main")]
-    assert (got.pod_name, got.cores, got.memory_blocks, got.kind) == (
-        "one",
-        10,
-        4,
-        ContainerKind.MAIN,
-    )
+    assert (got.pod_name, got.cores, got.memory_blocks, got.kind) == ("one", 10, 4, ContainerKind.MAIN)
 
 
 def _steps_for(pods: int) -> int:
@@ -184,9 +179,11 @@ def test_a_pod_must_be_missing_twice() -> None:
 
 
 def test_a_container_listed_without_devices_is_freed() -> None:
-    """The kubelet shows the pod and nothing in it: a later container's failure freed the earlier one."""
+    """The kubelet shows the pod and nothing in it: a later container's failure freed the earlier one. An allocation of this
+    moment it may not have written down yet."""
     bare = listed("one", main=([], []))
     assert kinds(poll((ALLOCATED,), [bare], [ONE])) == [("unlisted", ONE.uid)]
+    assert kinds(poll((ALLOCATED,), [bare], [ONE], fresh=(ALLOCATED,))) == []
 
 
 def test_a_kubelet_that_has_just_started_frees_nothing() -> None:
@@ -201,12 +198,6 @@ def test_without_a_pod_list_nothing_is_freed() -> None:
     """The API server has not been reached yet."""
     result = poll((ALLOCATED, OTHER_ALLOCATED), [], None, missing=(ALLOCATED,))
     assert kinds(result) == [] and not result.deleted
-
-
-def test_an_allocation_of_this_moment_is_left_alone() -> None:
-    """The kubelet may not have written it down yet."""
-    bare = listed("one", main=([], []))
-    assert kinds(poll((ALLOCATED,), [bare], [ONE], fresh=(ALLOCATED,))) == []
 
 
 def test_other_ids_than_ours_replace_ours() -> None:

@@ -22,7 +22,7 @@ from gpushare_agent.agent.admission.decisions.resize import (
     status_text,
     unknown_name,
 )
-from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ResizedShare, ShareSize
 from gpushare_agent.core.model.isolation import ResizeMode
@@ -55,45 +55,16 @@ def decided(
 # --- the annotation ---
 
 
-def test_the_annotation_names_containers_and_amounts() -> None:
-    """What is not named is as allocated."""
-    assert parse_resize("main:cores=50,memory=24;side:memory=8") == {
-        "main": DesiredSize(cores=50, memory=24),
-        "side": DesiredSize(memory=8),
-    }
-    assert parse_resize("main:memory=24,cores=50") == {"main": DesiredSize(cores=50, memory=24)}
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        ";",
-        "main",
-        "main:",
-        "main:cores",
-        "main:cores=",
-        "main:cores=0",
-        "main:cores=05",
-        "main:cores=-5",
-        "main:cores=5%",
-        "main:cores=५",
-        "main:cores=12345678",
-        "main:cores=5,cores=6",
-        "main:cores=5,memory=6,cores=7",
-        "main:cores=5;main:memory=6",
-        "main:cores=5;",
-        " main:cores=5",
-        "main: cores=5",
-        "Main:cores=5",
-        "../main:cores=5",
-        "main:gpus=5",
-        "main:cores=5\n",
-        "a" * 64 + ":cores=5",
-        ";".join(f"c{n}:cores=5" for n in range(33)),
+        "", ";", "main", "main:", "main:cores", "main:cores=", "main:cores=0", "main:cores=05", "main:cores=-5",
+        "main:cores=5%", "main:cores=५", "main:cores=12345678", "main:cores=5,cores=6", "main:cores=5,memory=6,cores=7",
+        "main:cores=5;main:memory=6", "main:cores=5;", " main:cores=5", "main: cores=5", "Main:cores=5", "../main:cores=5",
+        "main:gpus=5", "main:cores=5\n", "a" * 64 + ":cores=5", ";".join(f"c{n}:cores=5" for n in range(33)),
         "main:cores=5" + ";" * MAX_CHARS,
     ],
-)
+)  # fmt: skip
 def test_any_other_text_is_refused_as_a_whole(text: str) -> None:
     """Half an annotation would be what nobody wrote. The text is shown in part, and never a new line."""
     refused = parse_resize(text)
@@ -115,16 +86,14 @@ SIZES = st.dictionaries(
 )
 
 
-@given(SIZES)
-def test_what_is_written_is_read(sizes: dict[str, tuple[int | None, int | None]]) -> None:
-    """Every size of every container."""
+@given(SIZES, st.sampled_from([1, -1]))
+def test_what_is_written_is_read(sizes: dict[str, tuple[int | None, int | None]], order: int) -> None:
+    """Every size of every container, cores or memory first; what is not named is as allocated."""
     amounts = {
-        name: ",".join(
-            f"{what}={number}" for what, number in zip(("cores", "memory"), size, strict=True) if number is not None
-        )
+        name: [f"{what}={number}" for what, number in zip(("cores", "memory"), size, strict=True) if number is not None]
         for name, size in sizes.items()
     }
-    found = parse_resize(";".join(f"{name}:{text}" for name, text in amounts.items()))
+    found = parse_resize(";".join(f"{name}:{','.join(parts[::order])}" for name, parts in amounts.items()))
     assert found == {name: DesiredSize(cores=cores, memory=memory) for name, (cores, memory) in sizes.items()}
 
 
@@ -249,24 +218,19 @@ def test_the_compute_of_a_memory_share_follows_its_memory() -> None:
 # --- what is given back ---
 
 
-def test_what_binds_running_processes_gives_back_memory_at_once_and_cores_with_the_next_container() -> None:
-    """Its running processes follow a new memory limit, and keep the compute limit that they have copied."""
+@pytest.mark.parametrize(("isolation", "memory"), [(MEMORY_LIVE, 4), (VCUDA, 8)], ids=["memory-live", "vcuda"])
+def test_what_running_processes_follow_is_given_back_at_once_and_the_rest_with_the_next_container(
+    isolation: Isolation, memory: int
+) -> None:
+    """They keep the compute limit that they have copied; whether one will read vcuda's file again nobody can tell."""
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
-    now = enforced(share, MEMORY_LIVE, "a" * 64, uses_no_more=True)
-    assert now.charged == ShareSize(cores=30, memory=4) and now.instance == "a" * 64
-    assert enforced(now, MEMORY_LIVE, "a" * 64, uses_no_more=True) == now
-    assert enforced(now, MEMORY_LIVE, "", uses_no_more=True) == now
-    assert enforced(now, MEMORY_LIVE, "b" * 64, uses_no_more=False).charged == share.target
-
-
-def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
-    """Nobody can tell whether a running process will read its file again."""
-    share = decided(cores=10, memory=4)
-    assert isinstance(share, ResizedShare)
-    now = enforced(share, VCUDA, "a" * 64, uses_no_more=True)
-    assert now.charged == share.charged
-    assert enforced(now, VCUDA, "b" * 64, uses_no_more=True).charged == share.target
+    assert enforced(share, isolation, "a" * 64, uses_no_more=False).charged == share.charged
+    now = enforced(share, isolation, "a" * 64, uses_no_more=True)
+    assert now.charged == ShareSize(cores=30, memory=memory) and now.instance == "a" * 64
+    assert enforced(now, isolation, "a" * 64, uses_no_more=True) == now
+    assert enforced(now, isolation, "", uses_no_more=True) == now
+    assert enforced(now, isolation, "b" * 64, uses_no_more=False).charged == share.target
 
 
 # --- the status ---

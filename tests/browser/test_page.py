@@ -24,19 +24,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_
 ACCESSIBILITY = (Path(__file__).parent / "accessibility.js").read_text(encoding="utf-8")
 TAB, ENTER, SPACE, RIGHT = "\ue004", "\ue007", " ", "\ue014"
 ILL = "Xid 79: the GPU has fallen off the bus"
-NAMED_ROLES = {
-    "button",
-    "checkbox",
-    "radio",
-    "searchbox",
-    "link",
-    "image",
-    "img",
-    "meter",
-    "region",
-    "table",
-    "article",
-}
+NAMED_ROLES = frozenset(
+    ["button", "checkbox", "radio", "searchbox", "link", "image", "img", "meter", "region", "table", "article"]
+)
 
 
 def varied_node(containers: int = 12) -> SampleNode:

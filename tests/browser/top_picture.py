@@ -22,8 +22,7 @@ COLUMNS, ROWS = 94, 30
 CELL_WIDTH, CELL_HEIGHT, MARGIN = 8.4, 18, 14
 GROUND, TEXT = "#16202a", "#dbe3ea"
 COLOURS = {"green": "#6cc78a", "yellow": "#e3b54c", "red": "#f0806f", "cyan": "#4fb7d3", "magenta": "#b790e8"}
-LEVELS, PARTS = "▁▂▃▄▅▆▇█", "▏▎▍▌▋▊▉█"
-"""Filled from the bottom, and from the left."""
+LEVELS = "▁▂▃▄▅▆▇█"
 STEPS, STEP_S = 180, 5.0
 GPU_BYTES = 80 * GIB
 SHARES = (
@@ -124,7 +123,7 @@ def words_of(text: str) -> Iterable[tuple[int, str]]:
     start = 0
     for end in range(1, len(text) + 1):
         before, after = text[end - 1], text[end : end + 1]
-        is_block = before in LEVELS + PARTS or (after and after in LEVELS + PARTS)
+        is_block = before in LEVELS or (after and after in LEVELS)
         if after == before or (after and not is_block and " " not in (before, after)):
             continue
         if before != " ":
@@ -139,17 +138,8 @@ def drawn(word: str, left: float, top: float, style: Style) -> str:
     width, block = len(word) * CELL_WIDTH, word[0]
     if block in LEVELS:
         high = CELL_HEIGHT * (LEVELS.index(block) + 1) / 8
-        # A bar of the table leaves a gap to that of the next line; a curve goes on there.
-        gap = 0 if colour in ("cyan", "magenta") else 5
-        high = high if not gap else CELL_HEIGHT - gap
-        return rectangle(left, top + CELL_HEIGHT - high - gap / 2, width, high, look)
-    if block in PARTS:
-        part = width * (PARTS.index(block) + 1) / 8
-        return rectangle(left, top + 2.5, part, CELL_HEIGHT - 5, look)
+        box = f'x="{left:.1f}" y="{top + CELL_HEIGHT - high:.2f}" width="{width:.1f}" height="{high:.2f}"'
+        return f"<rect {box} {look}/>"
     look += ' font-weight="600"' if style.bold else ""
     place = f'x="{left:.1f}" y="{top + 13:g}" textLength="{width:.1f}"'
     return f"<text {place}{look}>{escape(word)}</text>"
-
-
-def rectangle(left: float, top: float, width: float, height: float, look: str) -> str:
-    return f'<rect x="{left:.1f}" y="{top:.2f}" width="{width:.1f}" height="{height:.2f}" {look}/>'

@@ -48,7 +48,7 @@ async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(
     async with fake_kubelet(short_dir) as kubelet, asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(call("driver-devices", f"--device-plugin-path={short_dir}", f"--dev={dev}", *flags))
         await kubelet.wait_listed(driver_devices.RESOURCE)
-        assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Unhealthy"}
+        assert {one.is_healthy for one in kubelet.lists[driver_devices.RESOURCE][-1].values()} == {False}
         async with Channel(path=str(short_dir / driver_devices.SOCKET)) as channel:
             stub = v1beta1.DevicePluginStub(channel)
             request = v1beta1.AllocateRequest([v1beta1.ContainerAllocateRequest(["driver-0"])])
@@ -56,7 +56,7 @@ async def test_a_pod_that_asks_gets_every_node_once_the_driver_is_there(
                 await stub.allocate(request)
             make_nodes(dev, "nvidiactl", "nvidia0", "nvidia-caps/nvidia-cap1")
             await kubelet.wait_listed(driver_devices.RESOURCE, times=2)
-            assert {one.health for one in kubelet.lists[driver_devices.RESOURCE][-1].devices} == {"Healthy"}
+            assert {one.is_healthy for one in kubelet.lists[driver_devices.RESOURCE][-1].values()} == {True}
             (answer,) = (await stub.allocate(request)).container_responses
         found = [(one.host_path, one.container_path, one.permissions) for one in answer.devices]
         given = [*(["/dev/nvidia-caps/nvidia-cap1"] if flags else []), "/dev/nvidia0", "/dev/nvidiactl"]

@@ -16,6 +16,7 @@ from tests.support_core import GPU_MEM_NAMES, NAMES, allocation, container, ids,
 
 ASSIGNED = "tencent.com/gpu-assigned"
 INDEX = "tencent.com/predicate-gpu-idx-"
+GPU_INDEX, BY_CONTAINER = "ALIYUN_COM_GPU_MEM_IDX", "scheduler.framework.gpushare.allocation"
 
 
 def _wanted(one: Pod, *given: Allocation, gpus: int = 4, names: ResourceNames = NAMES) -> dict[str, str]:
@@ -68,56 +69,38 @@ def _asks_memory(*units: int, annotations: dict[str, str] | None = None) -> Pod:
     return pod("p", *specs, annotations=annotations or {})
 
 
-def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers() -> None:
-    """The extender writes both for it, with gpu-assigned false; GPUShare's time is the writer's affair."""
-    one = _asks_memory(2, 4, annotations={ASSIGNED: "false"})
-    given = [
-        allocation(one, "c0", [], [], units=ids(1, range(2))),
-        allocation(one, "c1", [], [], units=ids(1, range(4))),
+def _units(one: Pod, *gpus: int) -> list[Allocation]:
+    """What each container of it asks for, on this GPU."""
+    return [
+        allocation(one, spec.name, [], [], units=ids(gpu, range(spec.requests[GPU_MEM_NAMES.gpu_mem])))
+        for spec, gpu in zip(one.containers, gpus, strict=True)
     ]
-    assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
-        ASSIGNED: "true",
-        f"{INDEX}0": "1",
-        f"{INDEX}1": "1",
-        "ALIYUN_COM_GPU_MEM_ASSIGNED": "true",
-        "ALIYUN_COM_GPU_MEM_IDX": "1",
-    }
-    assert _wanted(one, given[0], names=GPU_MEM_NAMES) == {}
 
 
-def test_memory_on_two_gpus_is_named_by_container() -> None:
-    """GPUShare's one index for a pod cannot, and is left as it is; its inspection tool reads the form by container first."""
-    one = _asks_memory(2, 4)
-    given = [
-        allocation(one, "c0", [], [], units=ids(3, range(2))),
-        allocation(one, "c1", [], [], units=ids(1, range(4))),
-    ]
-    assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
-        ASSIGNED: "true",
-        f"{INDEX}0": "3",
-        f"{INDEX}1": "1",
-        "ALIYUN_COM_GPU_MEM_ASSIGNED": "true",
-        "scheduler.framework.gpushare.allocation": '{"0":{"3":2},"1":{"1":4}}',
-    }
+@pytest.mark.parametrize(
+    ("gpus", "own"),
+    [
+        pytest.param((1, 1), {GPU_INDEX: "1"}, id="one GPU"),
+        pytest.param((3, 1), {BY_CONTAINER: '{"0":{"3":2},"1":{"1":4}}'}, id="two, which one index cannot name"),
+    ],
+)
+def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers(
+    gpus: tuple[int, int], own: dict[str, str]
+) -> None:
+    """The extender writes both for it, with gpu-assigned false; GPUShare's time is the writer's affair. Its inspection tool,
+    which reads the form by container first, adds up what the ledger has, also where its extender wrote its index before."""
+    for written in ({}, {GPU_INDEX: "3"}):
+        one = _asks_memory(2, 4, annotations={ASSIGNED: "false", **written})
+        given = _units(one, *gpus)
+        wanted = _wanted(one, *given, names=GPU_MEM_NAMES)
+        both = {f"{INDEX}{position}": str(gpu) for position, gpu in enumerate(gpus)}
+        assert wanted == {ASSIGNED: "true", **both, "ALIYUN_COM_GPU_MEM_ASSIGNED": "true", **own}
+        assert inspect_pod(written | wanted, 6) == Counter({gpus[0]: 2}) + Counter({gpus[1]: 4})
+        assert _wanted(one, given[0], names=GPU_MEM_NAMES) == {}
 
 
 def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None:
     """It would differ from what is read at each comparison, and be written again without end."""
     one = _asks_memory(*[1] * 100)
-    given = [allocation(one, f"c{n}", [], [], units=ids(n % 2, range(1))) for n in range(100)]
-    wanted = _wanted(one, *given, names=GPU_MEM_NAMES)
-    assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and "scheduler.framework.gpushare.allocation" not in wanted
-
-
-@pytest.mark.parametrize(("first", "second"), [(1, 1), (3, 1)])
-@pytest.mark.parametrize("written", [{}, {"ALIYUN_COM_GPU_MEM_IDX": "3"}])
-def test_gpushares_inspection_adds_up_what_the_ledger_has(first: int, second: int, written: dict[str, str]) -> None:
-    """On one GPU or on two, also where GPUShare's extender wrote its index before."""
-    one = _asks_memory(2, 4, annotations=written)
-    given = [
-        allocation(one, "c0", [], [], units=ids(first, range(2))),
-        allocation(one, "c1", [], [], units=ids(second, range(4))),
-    ]
-    expected = Counter({first: 2})
-    expected[second] += 4
-    assert inspect_pod(written | _wanted(one, *given, names=GPU_MEM_NAMES), 6) == expected
+    wanted = _wanted(one, *_units(one, *[0, 1] * 50), names=GPU_MEM_NAMES)
+    assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and BY_CONTAINER not in wanted

@@ -327,11 +327,6 @@ EXPECTED = {
 """By file of NVIDIA's suite, what is written of such a node."""
 
 
-def _lines(name: str) -> list[str]:
-    """As NVIDIA's suite divides them: a file is of vGPUs, or of everything else."""
-    return [f"{key}={value}" for key, value in EXPECTED[name].items() if ("vgpu" in key) == ("vgpu" in name)]
-
-
 @pytest.mark.suites
 @pytest.mark.parametrize("name", EXPECTED)
 def test_nvidias_expected_outputs(name: str) -> None:
@@ -339,7 +334,8 @@ def test_nvidias_expected_outputs(name: str) -> None:
     if (folder := os.environ.get("GFD_EXPECTED_OUTPUTS")) is None:
         pytest.skip("GFD_EXPECTED_OUTPUTS does not name the folder tests of NVIDIA's k8s-device-plugin")
     patterns = [re.compile(line) for line in (Path(folder) / name).read_text().split()]
-    lines = _lines(name)
+    # As NVIDIA's suite divides them: a file is of vGPUs, or of everything else.
+    lines = [f"{key}={value}" for key, value in EXPECTED[name].items() if ("vgpu" in key) == ("vgpu" in name)]
     assert [line for line in lines if not any(pattern.search(line) for pattern in patterns)] == []
     assert [one.pattern for one in patterns if not any(one.search(line) for line in lines)] == []
 

@@ -148,20 +148,6 @@ async def test_a_bookmark_moves_the_version() -> None:
     assert counted.ends[:1] == ["ended"]
 
 
-@pytest.mark.parametrize("gone", [answers_gone, streams({"type": "ERROR", "object": raw_status(410)})])
-async def test_gone_leads_to_a_new_list_that_tells_what_vanished(gone: Behaviour) -> None:
-    """After 410, by status or by event, pods that the new list lacks are removed from the store."""
-
-    async def lists_another(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
-        server.listed, server.listed_version = [raw_pod("b", version="200")], "200"
-        return await lists_pods(server, seen, request)
-
-    behaviour: dict[str, Any] = {"lists": [lists_pods, lists_another], "watches": [gone, stalls_after_headers]}
-    async with informed(pods=[raw_pod("a")], **behaviour) as (server, store, _):
-        await wait_store(store, lambda store: list(_phases(store)) == ["b"])
-        assert (await server.wait_watches(2))[1].query["resourceVersion"] == "200"
-
-
 @pytest.mark.parametrize(
     ("bad", "lists"),
     [
@@ -192,20 +178,6 @@ async def test_a_bad_list_is_tried_again(bad: Behaviour) -> None:
     async with informed(SHORT, pods=[raw_pod("a")], lists=[bad, lists_pods]) as (_, store, _):
         await wait_store(store, lambda store: store.is_synced)
         assert list(_phases(store)) == ["a"]
-
-
-async def test_the_last_state_stays_while_the_server_is_gone() -> None:
-    """With the server away the pods stay as they were; when it is back, changes show again."""
-    counted = Counted()
-    async with informed(counted=counted, pods=[raw_pod("a")]) as (server, store, _):
-        await wait_store(store, lambda store: store.is_synced)
-        await server.wait_watches(1)
-        await server.stop_listening()
-        await counted.wait_ends("unavailable", 3)
-        assert (list(_phases(store)), store.is_synced) == (["a"], True)
-        server.script.watches = [streams(added(raw_pod("b", version="101")))]
-        await server.start_listening()
-        await wait_store(store, lambda store: list(_phases(store)) == ["a", "b"])
 
 
 @pytest.mark.parametrize("watch", [ends_empty, answers_gone])

@@ -73,32 +73,19 @@ def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:
     return [(request.path.rpartition("/")[2], request.body["metadata"]["annotations"]) for request in server.seen]
 
 
-async def test_an_assignment_is_patched() -> None:
-    """What was assigned before the API server could be reached is sent once it can, with the pod's UID."""
-    written = Written(pod("a"))
-    written.assign("a", 2)
+async def test_only_what_differs_from_the_ledger_is_sent() -> None:
+    """With the pod's UID. Nothing is called for an assignment: the first list of pods shows what an agent that died had not
+    written. What is right, as the extender's own annotation, is not written again; a deleted pod is forgotten."""
+    done = pod("done", annotations={ASSIGNED: "true", INDEX: "1"})
+    half = pod("half", annotations={ASSIGNED: "false", INDEX: "2"})
+    ledger = {"a": 2, "done": 1, "gone": 1, "half": 2}
+    written = Written(pod("a"), done, pod("gone"), half, pod("without-gpu"), gpu=ledger)
+    written.store.remove(PodUid("uid-gone"))
     async with written.sending() as server:
-        await written.wait(1)
-    assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
+        await written.wait(2)
+    assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"}), ("half", {ASSIGNED: "true"})]
     assert server.seen[0].body["metadata"]["uid"] == "uid-a"
     assert server.seen[0].path == "/api/v1/namespaces/default/pods/a"
-
-
-async def test_what_an_agent_that_died_had_not_written_is_written_by_the_next() -> None:
-    """Nothing is called for an assignment: the ledger has it, and the first list of pods shows what is missing."""
-    done = pod("b", annotations={ASSIGNED: "true", INDEX: "1"})
-    written = Written(pod("a"), done, pod("without-gpu"), gpu={"a": 2, "b": 1})
-    async with written.sending() as server:
-        await written.wait(1)
-    assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
-
-
-async def test_only_the_difference_is_sent() -> None:
-    """The extender's own correct annotation is not written again."""
-    written = Written(pod("a", annotations={ASSIGNED: "false", INDEX: "2"}), gpu={"a": 2})
-    async with written.sending() as server:
-        await written.wait(1)
-    assert _sent(server) == [("a", {ASSIGNED: "true"})]
 
 
 async def test_gpushares_time_is_written_where_no_extender_has() -> None:
@@ -207,12 +194,3 @@ async def test_an_assignment_that_changes_while_it_is_sent_is_sent_again() -> No
     async with written.sending(changes_its_mind, answers(200, {})) as server:
         await written.wait(2)
     assert [sent[INDEX] for _, sent in _sent(server)] == ["2", "5"]
-
-
-async def test_a_deleted_pod_is_forgotten() -> None:
-    """It is not patched any more."""
-    written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
-    written.store.remove(PodUid("uid-a"))
-    async with written.sending() as server:
-        await written.wait(1)
-    assert [name for name, _ in _sent(server)] == ["b"]

@@ -6,17 +6,16 @@ A line `<!--generated:NAME-->` begins what BLOCKS[NAME] makes, `<!--end-->` ends
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, takewhile
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 import yaml
@@ -42,7 +41,7 @@ from gpushare_agent.agent.observability.metrics.text import NodePage
 from gpushare_agent.commands import COMMAND_LINE
 from gpushare_agent.core.cli.command_line import Command
 from gpushare_agent.core.formats.mig_profiles import profile_names
-from gpushare_agent.core.model.gpu_health import XID_NAMES, HealthState
+from gpushare_agent.core.model.gpu_health import XID_NAMES
 from gpushare_agent.core.model.gpus import Link, LinkKind
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.resources import NvidiaNames
@@ -286,13 +285,7 @@ def _setting_schema(key: Key) -> dict[str, Any]:
     return found
 
 
-def chart_table() -> ModuleType:
-    """charts/values_table.py."""
-    spec = importlib.util.spec_from_file_location("values_table", ROOT / "charts/values_table.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+CHART_TABLE = runpy.run_path(str(ROOT / "charts/values_table.py"))
 
 
 _FOUND_BY = {
@@ -437,24 +430,6 @@ def _linked(text: str, folder: str) -> str:
         return f"[{found[2]}]({'' if found[1] == folder else f'../{found[1]}/'}{found[2]})"
 
     return re.sub(r"docs/([\w-]+)/([\w-]+\.md)", link, text)
-
-
-_STATES = {
-    HealthState.HEALTHY: "the driver finds the GPU usable, and no error is pending. In every other state it is Unhealthy to"
-    " the kubelet",
-    HealthState.LOST: "the last poll did not find the GPU, or found it not usable. One that finds it usable makes it"
-    " `probing`",
-    HealthState.PROBING: "it was unhealthy and is being probed, until `health.recovery_probes` polls in a row, "
-    "`health.recovery_period_s` apart, find it usable. A failed poll makes it `lost`, an event starts the count again",
-    HealthState.NEEDS_RESET: "an error happened after which the GPU answers but must not be used. A reset (a poll finds the"
-    " GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon` (`probing`) ends it",
-}
-"""For each state what it means, and what ends it."""
-
-
-def _health_states() -> str:
-    assert set(_STATES) == set(HealthState)
-    return "\n".join(f"- `{state}`: {text}." for state, text in _STATES.items())
 
 
 def _xids() -> str:
@@ -685,7 +660,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         gpu_page.gpu_regulator()[0] if gpu_page.is_former() else _with_text(*gpu_page.gpu_regulator())
     ),
     "numbers": _numbers,
-    "health_states": _health_states,
     "xids": _xids,
     "guides": _guides,
     "alerts": _alerts,
@@ -721,25 +695,13 @@ def _filled(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
-    "README.md": _filled,
-    "docs/how-to/README.md": _filled,
-    "docs/explanation/dra.md": _filled,
-    "docs/explanation/health.md": _filled,
-    "docs/explanation/placement.md": _filled,
-    "docs/how-to/monitor.md": _filled,
-    "docs/how-to/platforms.md": _filled,
-    "docs/how-to/simulate.md": _filled,
-    "docs/explanation/isolation.md": _filled,
-    "docs/explanation/regulator.md": _filled,
-    "docs/reference/settings.md": _filled,
-    "docs/reference/metrics.md": _filled,
-    "docs/reference/cli.md": _filled,
-    "docs/reference/components.md": _filled,
-    "docs/reference/extender.md": _filled,
-    "docs/reference/measurements.md": _filled,
+    **{
+        str(path.relative_to(ROOT)): _filled
+        for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+        if _BLOCK.search(path.read_text(encoding="utf-8"))
+    },
     "manifests/components/dra-mig-profiles/classes.yaml": lambda _: mig_classes(),
-    "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
-    "docs/reference/surface.md": _filled,
+    "charts/gpushare-agent/README.md": CHART_TABLE["readme_with_table"],
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
 """What each page is, made of its present text."""

@@ -21,7 +21,7 @@ _BASELINE = frozenset(
     )
 )
 """Capabilities that the standard `baseline` lets containers add."""
-ADMITTED_VOLUMES = {
+_ADMITTED_VOLUMES = {
     "configMap",
     "csi",
     "downwardAPI",
@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     (
         "disallow-host-path, restrict-volume-types",
         "K8sPSPHostFilesystem, K8sPSPVolumeTypes",
-        lambda spec: any(not ADMITTED_VOLUMES & set(one) for one in spec.get("volumes", ())),
+        lambda spec: any(not _ADMITTED_VOLUMES & set(one) for one in spec.get("volumes", ())),
     ),
     (
         "disallow-host-namespaces",
@@ -133,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     ("require-pod-probes", "K8sRequiredProbes", _has_no_probe),
 )
 """Kyverno's policies, Gatekeeper's templates, and whether they refuse such a pod."""
+ABOUT_RESOURCES = ("require-requests-limits", "–")
 
 
 def pods() -> Iterator[tuple[str, str, Spec]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.core.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.core.model.errors import RefusalReason
+from gpushare_agent.core.model.gpu_health import HealthState
 from gpushare_agent.core.model.mig import MigPlace
 from gpushare_agent.core.model.names import GPUSHARE_COUNT_RESOURCE, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.settings.former_flags import FORMER_FLAGS
@@ -140,25 +141,22 @@ def _ends(file: str) -> Iterator[str]:
     yield from ("/".join(parts[start:]) for start in range(len(parts)))
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        *(
-            "README.md",
-            "CHANGELOG.md",
-            "CONTRIBUTING.md",
-            "SECURITY.md",
-            "CODE_OF_CONDUCT.md",
-            "charts/gpushare-agent/README.md",
-        ),
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
-    ],
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for pages in ("*.md", "charts/*/README.md", "docs/**/*.md") for path in ROOT.glob(pages)
 )
-def test_every_relative_link_leads_somewhere(document: str) -> None:
-    """Links inside the repository name files that exist."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_inside_the_repository_leads_somewhere(document: str) -> None:
+    """Files that exist, and headings that are in them."""
     path = ROOT / document
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), target
+    links = re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8"))
+    for target, _, heading in (link.partition("#") for link in links):
+        page = path.parent / target if target else path
+        assert page.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+            assert heading in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_metrics_document_lists_every_metric_once() -> None:
@@ -169,10 +167,18 @@ def test_the_metrics_document_lists_every_metric_once() -> None:
     assert sorted(re.findall(r"`([A-Za-z_]+)`", "".join(listed))) == sorted(names)
 
 
-def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
-    """They are labels that somebody alerts on."""
-    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    assert all(f"`{reason.value}`" in text for reason in RefusalReason)
+def test_every_state_of_a_gpu_and_every_reason_of_a_refusal_is_explained() -> None:
+    """Reasons are labels that somebody alerts on, and Events show the same word; a state is in the node's document."""
+    metrics, health, guide = (
+        (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+        for page in ("reference/metrics", "explanation/health", "how-to/find-out-why-refused")
+    )
+    assert all(f"`{reason}`" in metrics for reason in RefusalReason)
+    rows = re.findall(r"^- ((?:`[A-Z]\w+`(?:, )?)+):", guide, flags=re.M)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(RefusalReason)
+    assert re.findall(
+        r"^- `([a-z-]+)`: ", health.partition("\n## States\n")[2].partition("\n## ")[0], flags=re.M
+    ) == list(HealthState)
 
 
 def test_the_isolation_document_has_every_term_of_what_is_not_kept() -> None:
@@ -277,11 +283,7 @@ def test_the_readmes_pod_is_the_sample() -> None:
 def test_a_package_index_shows_the_readme_without_links_that_lead_nowhere(repository: str) -> None:
     """It has no other file of the repository. Anchors and addresses stay."""
     pytest.importorskip("hatchling", reason="pip install hatchling, or nox -s tests")
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shown = module.page_of(README, repository, "v1")
+    shown = runpy.run_path(str(ROOT / "hatch_build.py"))["page_of"](README, repository, "v1")
     targets = re.findall(r"\]\(([^)]+)\)", shown)
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
     assert ("Every step, also with kustomize: install.md." in shown) == (not repository)

@@ -11,10 +11,9 @@ import pytest
 
 from gpushare_agent.agent.observability.usage_history import UsageHistory
 from gpushare_agent.commands import COMMANDS
-from gpushare_agent.core.model.errors import RefusalReason
 from gpushare_agent.core.model.usage import ContainerUse, UsageRound
 from gpushare_agent.core.settings.reference import all_keys
-from tests.docs.generated import chart_table
+from tests.docs.generated import CHART_TABLE
 from tests.observability.support_usage import UUIDS, allocation, key_of
 from tests.support_process import output_of
 
@@ -29,24 +28,6 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_every_page_is_listed_and_begins_with_its_task() -> None:
-    """The index leaves none out."""
-    listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", text_of(GUIDE / "README.md")))
-    assert listed == {page.name for page in GUIDE.glob("*.md")} - {"README.md"}
-    assert all(text_of(page).startswith("# ") for page in PAGES)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_pages_links_lead_somewhere(page: Path) -> None:
-    """Files that exist, and headings that are in them."""
-    for target, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", text_of(page))):
-        path = page.parent / target if target else page
-        assert path.exists(), target
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", text_of(path), flags=re.M)
-            assert heading in {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
     """Whoever types a line of the guide gets no usage error. A name with a dot is a setting or a value of the chart."""
@@ -56,7 +37,7 @@ def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
         assert name in commands, name
     for path in re.findall(r"\b(manifests/[A-Za-z0-9_./-]*[A-Za-z0-9_-])", text):
         assert path.startswith(OWN_KUSTOMIZATION) or (ROOT / path).exists(), path
-    keys = {key.name for key in all_keys()} | {name for name, _, _ in chart_table().rows()}
+    keys = {key.name for key in all_keys()} | {name for name, _, _ in CHART_TABLE["rows"]()}
     sections = {key.partition(".")[0] for key in keys}
     # What its users have of another program has such names too: only what stands behind that in an item is ours.
     if page.name.startswith("migrate-from-"):
@@ -109,10 +90,3 @@ async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short
         ("default", "busy", "main", 0.6),
         ("default", "lazy", "main", 0.1),
     ]
-
-
-def test_every_reason_of_a_refusal_is_explained() -> None:
-    """The Event shows the same word."""
-    text = text_of(GUIDE / "find-out-why-refused.md")
-    rows = re.findall(r"^- ((?:`[A-Z]\w+`(?:, )?)+):", text, flags=re.M)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(reason.value for reason in RefusalReason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,14 @@ import yaml
 
 from gpushare_agent.agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.core.settings.reference import all_keys
-from tests.docs.policies_page import RULES, containers, pods, refused
-from tests.manifests.support_chart import CHART, chart_objects, template
+from tests.docs.policies_page import ABOUT_RESOURCES, RULES, containers, pods, refused
+from tests.manifests.support_chart import ALL_PODS, CHART, chart_objects, pods_of, template
 from tests.manifests.support_manifests import MANIFESTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/platforms.md").read_text(encoding="utf-8")
 CONTAINERFILE = (ROOT / "Containerfile").read_text(encoding="utf-8")
 MIRROR = "mirror.example"
-EVERY_WORKLOAD: tuple[dict[str, Any], ...] = (
-    {"isolation": "mps", "extender": {"enabled": True, "scheduler": {"enabled": True}}},
-    {"isolation": "vcuda", "vcuda": {"pruneDriverVolume": True}},
-    {"driverFromHost": {"enabled": True}, "deviceListStrategy": "cdi-cri"},
-)
-"""Values that together render every container of the chart."""
 GOOD: dict[str, Any] = {
     "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
     "volumes": [{"name": "tmp", "emptyDir": {}}],
@@ -85,8 +78,7 @@ def test_the_extender_needs_no_exception_of_the_restricted_standard() -> None:
     """Nor does the second scheduler; both may run where the namespace enforces it."""
     found = [one for one in pods() if one[0] in ("gpushare-agent-extender", "gpushare-scheduler")]
     assert len(found) == 2
-    about_resources = ("require-requests-limits", "–")
-    assert [rule[0] for rule in RULES if rule[0] not in about_resources and refused(rule, found)] == []
+    assert [rule[0] for rule in RULES if rule[0] not in ABOUT_RESOURCES and refused(rule, found)] == []
 
 
 def test_every_workload_of_the_manifests_is_among_the_pods_of_the_list() -> None:
@@ -115,7 +107,7 @@ def test_the_page_names_every_image_that_a_cluster_or_a_build_pulls() -> None:
     assert [image for image in named | based if f"`{image}" not in PAGE] == []
 
 
-@pytest.mark.parametrize("values", EVERY_WORKLOAD, ids=str)
+@pytest.mark.parametrize("values", ALL_PODS, ids=str)
 def test_two_values_move_every_image_of_the_chart_to_a_mirror(values: dict[str, Any], tmp_path: Path) -> None:
     """The page gives both, and the one for the registry's secret."""
     scheduler = (
@@ -126,21 +118,13 @@ def test_two_values_move_every_image_of_the_chart_to_a_mirror(values: dict[str, 
         "image": {"repository": f"{MIRROR}/a"},
         "extender": values.get("extender", {}) | {"scheduler": scheduler},
     }
-    objects = chart_objects(moved, tmp_path).values()
-    specs = [spec for found in objects for spec in _specs(found)]
+    specs = [spec for _, spec in pods_of(chart_objects(moved, tmp_path))]
     assert [spec for spec in specs if spec.get("imagePullSecrets") != moved["imagePullSecrets"]] == []
     images = [one["image"] for spec in specs for one in containers(spec)]
     assert images and [image for image in images if not image.startswith(f"{MIRROR}/")] == []
     assert all(
         f"`{name}`" in PAGE for name in ("image.repository", "extender.scheduler.image.repository", "imagePullSecrets")
     )
-
-
-def _specs(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if found["kind"] == "Pod":
-        yield found["spec"]
-    elif found["kind"] in ("DaemonSet", "Deployment", "Job"):
-        yield found["spec"]["template"]["spec"]
 
 
 def test_every_stage_of_the_image_that_installs_takes_a_mirror() -> None:

@@ -18,10 +18,3 @@ def test_there_is_no_more_to_set_and_read_than_contributing_says() -> None:
     assert found.keys() == rows.keys()
     assert {kind: len(names) for kind, names in found.items() if len(names) > rows[kind][0]} == {}
     assert [kind for kind, (_, last) in rows.items() if last not in found[kind]] == []
-
-
-def test_each_kind_has_names_on_its_page() -> None:
-    """A list that a changed page made empty would be no list, and each page is there."""
-    for kind, (page, names) in surface().items():
-        assert len(names) == len(set(names)) > 0, kind
-        assert (ROOT / "docs/reference" / page).is_file(), kind

@@ -283,37 +283,26 @@ async def test_specs_follow_the_numbers_of_an_instances_nodes(driver: Driver) ->
     assert [(one.get("major"), one.get("minor")) for one in spec(driver)] == [(None, None), (600, 7), (600, 8)]
 
 
-async def test_two_claims_of_one_container_wait_for_each_others_instance(tmp_path: Path) -> None:
-    """The kubelet asks for both at once, and a list of GPUs has those of both."""
+async def test_a_container_sees_the_instances_of_all_its_claims(tmp_path: Path) -> None:
+    """The kubelet asks for two claims at once, and each waits for the other's instance. After a reboot they are prepared
+    again in whatever order, and over another start of the agent in between."""
     claims = [raw_claim(at(start), number=number, owner="p") for start, number in ((6, 1), (5, 2))]
     driver = driver_of(tmp_path, *claims, wait_s=DEADLINE_S)
     driver.pod_with_both()
-    async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(driver.claims.prepare(ref_of(number))) for number in (1, 2)]
-    for call in calls:
-        made = call.result()
-        assert isinstance(made, PreparedClaim), made
-        seen = dict(made.results[0].edits.env)["NVIDIA_VISIBLE_DEVICES"].split(",")
-        assert sorted(seen) == ["MIG-1", "MIG-2"]
 
+    async def seen(number: int) -> list[str]:
+        made = await prepared(driver, number)
+        return sorted(dict(made.results[0].edits.env)["NVIDIA_VISIBLE_DEVICES"].split(","))
 
-async def test_after_a_reboot_a_container_sees_the_new_instances_of_all_its_claims(tmp_path: Path) -> None:
-    """In whatever order the claims are prepared again, and over another start of the agent in between."""
-    claims = [raw_claim(at(start), number=number, owner="p") for start, number in ((6, 1), (5, 2))]
-    driver = driver_of(tmp_path, *claims, wait_s=DEADLINE_S)
-    driver.pod_with_both()
     async with asyncio.TaskGroup() as group:
-        for number in (1, 2):
-            group.create_task(driver.claims.prepare(ref_of(number)))
+        calls = [group.create_task(seen(number)) for number in (1, 2)]
+    assert [call.result() for call in calls] == [["MIG-1", "MIG-2"]] * 2
     driver.mig.lose()
     await driver.restart()
     driver.claims.prepare_wait_s = 0.0
     assert f"the MIG instance at {place(6)} is gone, and not made again yet" in (await refused(driver, 2)).detail
     await driver.restart()
-    for number in (1, 2, 1):
-        made = await prepared(driver, number)
-        seen = dict(made.results[0].edits.env)["NVIDIA_VISIBLE_DEVICES"].split(",")
-        assert sorted(seen) == ["MIG-3", "MIG-4"]
+    assert [await seen(number) for number in (1, 2, 1)] == [["MIG-3", "MIG-4"]] * 3
 
 
 async def test_names_by_cdi_are_there_before_the_answer(driver: Driver) -> None:

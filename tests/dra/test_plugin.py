@@ -93,6 +93,8 @@ async def test_each_claim_of_a_call_has_its_own_answer(short_dir: Path) -> None:
         assert (device.request_names, device.pool_name, device.device_name) == (["gpu"], NODE, "gpu-0")
         assert device.cdi_device_ids == [f"gpushare-agent/claim=gpu-0.gpu.{uid_of(1)}"] and device.share_id
         assert "gone from the API server" in answers[uid_of(2)].error
+        answers = await served.prepare_claims(dra_v1.Claim(namespace="default", name="../../x", uid="../../etc"))
+        assert "name no claim" in answers["../../etc"].error
         ended = await served.unprepare(1, 2)
         assert [one.error for one in ended.values()] == ["", ""]
     assert not served.driver.specs()
@@ -107,14 +109,6 @@ async def test_calls_wait_for_the_ledger(short_dir: Path) -> None:
         assert not call.done()
         served.ready.set()
         assert not (await call)[uid_of(1)].error
-
-
-async def test_a_call_that_names_no_claim_is_answered_with_the_reason(short_dir: Path) -> None:
-    served = Served(short_dir, Driver(short_dir))
-    served.ready.set()
-    async with served.running():
-        answers = await served.prepare_claims(dra_v1.Claim(namespace="default", name="../../x", uid="../../etc"))
-    assert "name no claim" in answers["../../etc"].error
 
 
 async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) -> None:

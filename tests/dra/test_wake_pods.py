@@ -100,23 +100,23 @@ async def test_a_pod_that_shares_a_prepared_claim_is_woken(tmp_path: Path) -> No
     assert sorted(waked.woken) == ["later", "q", "r"]
 
 
-@pytest.mark.parametrize("changes", [{"driver": "gpu.example.com"}, {"consumedCapacity": {"cores": "500"}}])
-async def test_claims_of_others_and_those_that_are_refused_for_good_wake_nobody(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    waked = Waked(Driver(tmp_path, raw_claim(result(**changes))))
-    await waked.driver.claims.prepare(ref_of())
-    async with waked.running():
-        await waked.passed(600)
-    assert waked.woken == []
-
-
-@pytest.mark.parametrize("changes", [{"has_started": True}, {"is_deleting": True}])
-async def test_a_pod_that_has_started_or_ends_is_not_woken(tmp_path: Path, changes: dict[str, Any]) -> None:
-    waked = Waked(Driver(tmp_path, raw_claim(result())))
+@pytest.mark.parametrize(
+    ("claim", "now"),
+    [
+        ({"driver": "gpu.example.com"}, {}),
+        ({"consumedCapacity": {"cores": "500"}}, {}),
+        ({}, {"has_started": True}),
+        ({}, {"is_deleting": True}),
+    ],
+)
+async def test_who_is_not_woken(tmp_path: Path, claim: dict[str, Any], now: dict[str, Any]) -> None:
+    """Claims of others and those that are refused for good wake nobody; a pod that has started or ends is not woken."""
+    waked = Waked(Driver(tmp_path, raw_claim(result(**claim))))
+    if claim:
+        await waked.driver.claims.prepare(ref_of())
     known = waked.driver.store.get(PodUid("uid-p"))
     async with waked.running():
-        waked.waker.pod_changed(known, pod("p", claims={"g": "claim-1"}, **changes))
+        waked.waker.pod_changed(known, pod("p", claims={"g": "claim-1"}, **now))
         await waked.passed(600)
     assert waked.woken == []
 

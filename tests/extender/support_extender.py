@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
 from tests.cluster.support_kube import FAST, kubeconfig_file, running
 from tests.fakes.api_server import FakeApiServer, Raw
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S, poll_until
 from tests.support_json import undecoded
 
 MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"
@@ -343,26 +343,26 @@ async def running_extender(
     async with cluster.opened_api(request_s=request_s) as api, aiohttp.ClientSession() as session:
         parts = build(Settings(extender=ExtenderSettings(**chosen)), api, clock=clock)
         parts.web.verbs.most_fitting = most_fitting
-        stop = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(serve(parts, stop))
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    await parts.web.wait_listening()
-                    while is_ready and parts.leadership.listed_in != parts.election.term:
-                        await asyncio.sleep(0.005)
-                yield Asker(parts, session)
-            finally:
-                stop.set()
+        async with serving_extender(parts):
+            await eventually(lambda: not is_ready or parts.leadership.listed_in == parts.election.term)
+            yield Asker(parts, session)
 
 
-async def eventually(condition: Callable[[], bool], turn: Callable[[], Awaitable[object]] | None = None) -> None:
-    """Waits, a few milliseconds at a time, for what nothing tells of."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            if turn is not None:
-                await turn()
-            await asyncio.sleep(0.005)
+@asynccontextmanager
+async def serving_extender(parts: ExtenderParts) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve(parts, stop), name="extender")
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await parts.web.wait_listening()
+            yield
+        finally:
+            stop.set()
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    await poll_until(condition, "what the test waits for")
 
 
 def state_document(state: ClusterState) -> list[Raw]:

@@ -16,11 +16,12 @@ from aiohttp import web
 
 from gpushare_agent.core.kube.client import open_cluster_api
 from gpushare_agent.core.settings.settings import load_settings
-from gpushare_agent.extender.app import ExtenderParts, build, serve
+from gpushare_agent.extender.app import ExtenderParts, build
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster
 from gpushare_agent.sandbox.scheduler.scheduler import SchedulerTimes
 from tests.agent.support_agent import InnerAgent, open_agent, wait_synced
+from tests.extender.support_extender import eventually, serving_extender
 from tests.kit.support_http import free_port
 from tests.sandbox.support_sandbox import CORE, MEMORY, SHORT_TIMES, NodeUnderTest, SmallPlugin, device_ids, under_test
 from tests.support_deadline import DEADLINE_S
@@ -177,20 +178,11 @@ async def open_extender(cluster: ClusterUnderTest, port: int, *flags: str) -> As
         f"--kubeconfig={cluster.paths.kubeconfig}", f"--extender.port={port}", "--extender.leader-elect=false", *flags,
     ]  # fmt: skip
     settings = load_settings(arguments, {}).settings
-    stop = asyncio.Event()
     async with open_cluster_api(kubeconfig=settings.kubeconfig, request_s=2.0) as api:
         parts = build(settings, api)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(serve(parts, stop), name="extender")
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    while parts.leadership.not_ready():
-                        await asyncio.sleep(0.01)  # it tells a Service, which asks again and again
-                yield parts
-            finally:
-                stop.set()
-                async with asyncio.timeout(DEADLINE_S):
-                    await asyncio.wait({task})
+        async with serving_extender(parts):
+            await eventually(lambda: not parts.leadership.not_ready())
+            yield parts
 
 
 def _offers(node: EmbeddedNode) -> bool:

@@ -155,29 +155,17 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         assert cluster.rejected == []
 
 
-async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
-    """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen."""
-    pod = raw_pod("a", (60, 8))
-    async with leading(pod, gpus=1) as (cluster, replica):
-        cluster.mute(True)  # the watch does not say what has become of it
-        cluster.faults = ["silent-done", *["500"] * 20]
-        assert "stay reserved" in await replica.bind(pod, "n1")
-        cluster.faults = []
-        await replica.binder.reconcile()
-        assert replica.binder.open_binds == 0
-        assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
-
-
-@pytest.mark.parametrize("is_bound", [True, False])
-async def test_an_unknown_outcome_is_read_where_its_patch_is_refused(is_bound: bool) -> None:
-    """As an admission policy refuses it: a pod without a node is not bound any more once nobody can wait for it."""
+@pytest.mark.parametrize(("is_bound", "patch"), [(True, GOOD), (True, "403"), (False, "403")])
+async def test_an_unknown_outcome_is_found_also_where_its_patch_is_refused(is_bound: bool, patch: str) -> None:
+    """As an admission policy refuses it. A bind whose answer was lost, with all that followed, counts once it is seen; a pod
+    without a node is not bound any more once nobody can wait for it."""
     pod, clock = raw_pod("a", (60, 8)), FakeClock()
     async with leading(pod, gpus=1, clock=clock) as (cluster, replica):
         cluster.mute(True)  # the watch does not say what has become of it
         cluster.faults = ["silent-done" if is_bound else "silent", *["500"] * 20]
         assert "stay reserved" in await replica.bind(pod, "n1")
         for open_binds in (int(not is_bound), 0):
-            cluster.faults = ["403"]
+            cluster.faults = [patch]
             await replica.binder.reconcile()
             assert replica.binder.open_binds == open_binds
             clock.now += 60.0

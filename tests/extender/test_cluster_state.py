@@ -107,19 +107,6 @@ def test_the_same_bind_again_is_the_same_reservation() -> None:
     assert isinstance(elsewhere, Refused) and "is assumed on node a" in elsewhere.detail
 
 
-def test_a_bind_that_failed_leaves_nothing() -> None:
-    """And one that the API server has taken stays, whoever says undo."""
-    cluster = state(node())
-    empty = state_document(cluster)
-    reserve(cluster, share("p", 60))
-    cluster.undo(PodUid("uid-p"))
-    assert state_document(cluster) == empty
-    reserve(cluster, share("p", 60))
-    cluster.bound(PodUid("uid-p"))
-    cluster.undo(PodUid("uid-p"))
-    assert cluster.reservation(PodUid("uid-p")) is not None
-
-
 def test_the_agents_word_counts_whatever_was_planned() -> None:
     """It put the pod on another GPU: that one is taken."""
     cluster = state(node())
@@ -472,7 +459,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(uid=uids)
     def bind_fails(self, uid: PodUid) -> None:
-        if self.assumed.pop(uid, None) is not None:
+        """One that the API server has taken stays, whoever says undo."""
+        if self.assumed.pop(uid, None) is not None or uid not in self.unheard:
             self.cluster.undo(uid)
 
     @rule(uid=uids, is_heard=st.booleans())

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.extender.app import lease_owner
-from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
+from gpushare_agent.extender.leader_election import LeaderElection, LeaseTerms, boot_time_s
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster
 from tests.fakes.clock import FakeClock
@@ -245,13 +245,6 @@ async def test_a_lease_that_somebody_filled_with_nonsense_ends_at_last() -> None
             await first.try_acquire_or_renew()
             assert first.leads()
             assert cluster.objects["leases"]["ns/lease"]["metadata"]["labels"] == {"a": "b"}
-
-
-async def test_one_replica_alone_always_leads() -> None:
-    """Without an election there is nothing to wait for."""
-    alone = AlwaysLeads()
-    assert alone.leads()
-    await alone.wait_change(0, False)
 
 
 async def test_a_lease_that_is_deleted_makes_no_second_leader() -> None:

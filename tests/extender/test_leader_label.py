@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-import structlog.testing
+from structlog.testing import capture_logs
 
 from gpushare_agent.extender import app
 from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
@@ -66,13 +66,15 @@ def warnings(logs: Sequence[MutableMapping[str, Any]]) -> list[MutableMapping[st
 @asynccontextmanager
 async def labelling(
     cluster: FakeCluster, term: Term, name: str = "a", *, check_period_s: float = 60.0
-) -> AsyncIterator[LeaderLabel]:
+) -> AsyncIterator[list[MutableMapping[str, Any]]]:
+    """With what is logged meanwhile."""
     async with cluster.opened_api() as api:
         label = LeaderLabel(
             api=api, election=term, namespace=NAMESPACE, name=name, backoff=FAST, check_period_s=check_period_s
         )
-        async with running(label.run):
-            yield label
+        with capture_logs() as logs:
+            async with running(label.run):
+                yield logs
 
 
 async def test_a_new_leader_takes_the_label_from_the_others_first() -> None:
@@ -129,9 +131,8 @@ async def test_a_patch_that_fails_is_tried_again(fault: str) -> None:
     """Whatever the API server does, also where the right is missing and comes later; each time with a warning."""
     async with fake_cluster(pods=[replica("a", APP)]) as cluster:
         cluster.faults = [fault]
-        with structlog.testing.capture_logs() as logs:
-            async with labelling(cluster, Term(is_leading=True)):
-                await eventually(lambda: leaders(cluster) == ["a"] and warnings(logs) != [])
+        async with labelling(cluster, Term(is_leading=True)) as logs:
+            await eventually(lambda: leaders(cluster) == ["a"] and warnings(logs) != [])
         reported = warnings(logs)
         assert {entry["log_level"] for entry in reported} == {"warning"}
         assert all("POD_NAME" in entry["cure"] and entry["pod"] == f"{NAMESPACE}/a" for entry in reported)
@@ -139,12 +140,10 @@ async def test_a_patch_that_fails_is_tried_again(fault: str) -> None:
 
 async def test_a_pod_that_does_not_exist_is_a_warning() -> None:
     """POD_NAME says something else: the replica goes on, and finds its pod once there is one."""
-    async with fake_cluster() as cluster:
-        with structlog.testing.capture_logs() as logs:
-            async with labelling(cluster, Term(is_leading=True)):
-                await eventually(lambda: warnings(logs) != [])
-                cluster.put("pods", replica("a", APP))
-                await eventually(lambda: leaders(cluster) == ["a"])
+    async with fake_cluster() as cluster, labelling(cluster, Term(is_leading=True)) as logs:
+        await eventually(lambda: warnings(logs) != [])
+        cluster.put("pods", replica("a", APP))
+        await eventually(lambda: leaders(cluster) == ["a"])
 
 
 async def test_a_former_leader_that_is_gone_meanwhile_stops_nobody() -> None:
@@ -163,12 +162,10 @@ async def test_pods_of_any_shape_are_survived() -> None:
     odd: dict[str, Any] = {"metadata": metadata, "spec": {}}
     own = replica("a", {})
     own["metadata"]["labels"] = APP
-    async with fake_cluster(pods=[own, odd]) as cluster:
-        with structlog.testing.capture_logs() as logs:
-            async with labelling(cluster, Term(is_leading=True)):
-                await eventually(lambda: any("UID is missing" in entry["error"] for entry in warnings(logs)))
-                cluster.remove("pods", f"{NAMESPACE}/odd")
-                await eventually(lambda: leaders(cluster) == ["a"])
+    async with fake_cluster(pods=[own, odd]) as cluster, labelling(cluster, Term(is_leading=True)) as logs:
+        await eventually(lambda: any("UID is missing" in entry["error"] for entry in warnings(logs)))
+        cluster.remove("pods", f"{NAMESPACE}/odd")
+        await eventually(lambda: leaders(cluster) == ["a"])
 
 
 async def test_the_extender_labels_its_pod_and_takes_the_label_off_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +205,7 @@ async def test_in_a_pod_without_its_variables_a_warning_says_what_is_lost(monkey
     monkeypatch.setenv("POD_NAMESPACE", NAMESPACE)
     monkeypatch.delenv("POD_NAME", raising=False)
     async with fake_cluster() as cluster:
-        with structlog.testing.capture_logs() as logs:
+        with capture_logs() as logs:
             async with running_extender(cluster):
                 (reported,) = [entry for entry in logs if entry["event"] == "leader_label_off"]
         assert (reported["log_level"], reported["missing"]) == ("warning", ["POD_NAME"])

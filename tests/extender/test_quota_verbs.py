@@ -91,32 +91,25 @@ def test_no_config_map_is_no_quota(keeper: QuotaState) -> None:
 
 
 def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaState) -> None:
-    """In an Event on the ConfigMap and in a metric; the next good one counts."""
+    """In an Event on the ConfigMap and in a metric; the next good one counts. Where there never was a good one nobody knows
+    what a namespace may use: the refusal says whose mistake it is."""
     quotas, notes, metrics = feed(keeper)
-    quotas.put(undecoded(config_map(GOOD)))
-    good = keeper.quota
-    quotas.put(undecoded(config_map(BAD)))
-    assert keeper.quota is good
-    assert b'quota_loads_total{outcome="malformed"} 1.0' in metrics.exposition("")[1]
-    assert b"quota_malformed 1.0" in metrics.exposition("")[1]
-    (event,) = notes.events
-    assert event["reason"] == MALFORMED
-    assert event["involvedObject"].kind == "ConfigMap"
-    assert event["involvedObject"].namespace == "kube-system"
-    assert "M40" in event["message"] and "last good one stays in force" in event["message"]
-
-
-def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaState) -> None:
-    """Nobody knows what a namespace may use: the refusal says whose mistake it is."""
-    quotas, _, metrics = feed(keeper)
     quotas.put(undecoded(config_map(BAD)))
     assert b"quota_malformed 1.0" in metrics.exposition("")[1], "a counter would show no increase"
     refused = keeper(asking("a"), model="M40", pool="public")
-    assert refused is not None
-    assert refused.reason is RefusalReason.NOT_READY
+    assert refused is not None and refused.reason is RefusalReason.NOT_READY
     quotas.put(undecoded(config_map(GOOD)))
     assert b"quota_malformed 0.0" in metrics.exposition("")[1]
     assert keeper(asking("a"), model="M40", pool="public") is None
+    good = keeper.quota
+    quotas.put(undecoded(config_map(BAD)))
+    assert keeper.quota is good
+    assert b'quota_loads_total{outcome="malformed"} 2.0' in metrics.exposition("")[1]
+    assert b"quota_malformed 1.0" in metrics.exposition("")[1]
+    event = notes.events[-1]
+    assert (event["reason"], event["involvedObject"].kind) == (MALFORMED, "ConfigMap")
+    assert event["involvedObject"].namespace == "kube-system"
+    assert "M40" in event["message"] and "last good one stays in force" in event["message"]
 
 
 @pytest.mark.parametrize("data", [None, 7, [], {"other": "x"}, {"gpu_quota": 7}])

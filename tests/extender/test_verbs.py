@@ -129,10 +129,11 @@ async def test_what_only_asks_changes_nothing() -> None:
 
 
 async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
-    """Its nodes come back as they were sent, known or not, in both forms, and its victims too."""
+    """Its nodes come back as they were sent, known or not, in both forms, and its victims too. A scheduler without
+    managedResources delegates every bind: to nodes without GPUs too, and with no annotation."""
     pod = raw_pod("plain", (0, 0))
     items = [{"metadata": {"name": "zz"}, "extra": {"kept": True}}]
-    async with fake_cluster(raw_node("n1")) as cluster, running_extender(cluster) as asker:
+    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert (await asker.filter(pod, ["zz", "n1"]))["NodeNames"] == ["zz", "n1"]
         _, answer = await asker.post("/scheduler/filter", {"Pod": pod, "Nodes": {"items": items}})
         assert answer["Nodes"]["items"] == items
@@ -141,12 +142,6 @@ async def test_a_pod_that_asks_for_nothing_of_ours_fits_everywhere() -> None:
         victims = {"zz": {"Pods": [{"UID": "v"}], "NumPDBViolations": 2}}
         _, kept = await asker.post("/scheduler/preemption", {"Pod": pod, "NodeNameToMetaVictims": victims})
         assert kept == {"NodeNameToMetaVictims": victims}
-
-
-async def test_a_pod_that_asks_for_nothing_of_ours_is_bound_anywhere() -> None:
-    """A scheduler without managedResources delegates every bind: to nodes without GPUs too, and with no annotation."""
-    pod = raw_pod("plain", (0, 0))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "node-without-cards") == ""
         assert cluster.node_of("plain") == "node-without-cards"
         assert cluster.pod("default", "plain")["metadata"]["annotations"] == {}
@@ -239,23 +234,16 @@ async def test_two_binds_of_one_pod_bind_it_once() -> None:
         assert sum(request[1].endswith("/binding") for request in cluster.requests) == 1
 
 
-async def test_a_bind_that_is_repeated_succeeds_and_writes_nothing() -> None:
-    """The scheduler may ask again after its own timeout: the pod is where it asked for."""
+async def test_a_bind_that_is_repeated_succeeds_and_one_of_a_pod_that_was_replaced_is_refused() -> None:
+    """The scheduler may ask again after its own timeout: the pod is where it asked for. Where another pod bears the name by
+    now, nothing is reserved; neither writes anything."""
     pod = raw_pod("a", (30, 4))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
+        older = {**pod, "metadata": {**pod["metadata"], "uid": "uid-of-before"}}
+        assert "another pod has this name" in await asker.bind(older, "n1")
+        assert (cluster.writes(), asker.parts.state.reservations()) == ([], [])
         assert [await asker.bind(pod, "n1") for _ in range(2)] == ["", ""]
         assert cluster.writes() == ["POST"]
-
-
-async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
-    """Another pod bears the name by now: nothing is reserved and nothing written."""
-    pod = raw_pod("a", (30, 4))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        older = json.loads(json.dumps(pod))
-        older["metadata"]["uid"] = "uid-of-before"
-        assert "another pod has this name" in await asker.bind(older, "n1")
-        assert cluster.node_of("a") == ""
-        assert asker.parts.state.reservations() == []
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,18 @@ async def test_bytes_are_returned_as_they_are(body: bytes) -> None:
         channel.close()
 
 
+async def hang(request: bytes) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+async def failed(channel: UnixChannel) -> tuple[Status, bool]:
+    """The status of a call, and whether it is the peer's."""
+    with pytest.raises(RpcFailed) as caught:
+        await channel.unary(METHOD, b"", bytes, timeout_s=0.2)
+    return caught.value.status, caught.value.is_answer
+
+
 async def test_a_status_of_the_peer_is_an_answer() -> None:
     """With its text; the connection is still good."""
 
@@ -61,28 +73,20 @@ async def test_a_status_of_the_peer_is_an_answer() -> None:
 
     async with serving(Echo(refuse)) as path:
         channel = UnixChannel(path)
-        for _ in range(2):
-            with pytest.raises(RpcFailed, match="NOT_FOUND: no such thing") as caught:
-                await channel.unary(METHOD, b"", bytes)
-            assert (caught.value.status, caught.value.is_answer) == (Status.NOT_FOUND, True)
+        with pytest.raises(RpcFailed, match="NOT_FOUND: no such thing"):
+            await channel.unary(METHOD, b"", bytes)
+        assert await failed(channel) == (Status.NOT_FOUND, True)
         channel.close()
 
 
 async def test_an_absent_socket_and_a_deadline_are_no_answers(short_dir: Path) -> None:
     """UNAVAILABLE and DEADLINE_EXCEEDED, as gRPC implementations call them."""
-
-    async def hang(request: bytes) -> bytes:
-        await asyncio.Event().wait()
-        return b""
-
     async with serving(Echo(hang)) as path:
         for channel, status in (
             (UnixChannel(short_dir / "none.sock"), Status.UNAVAILABLE),
             (UnixChannel(path), Status.DEADLINE_EXCEEDED),
         ):
-            with pytest.raises(RpcFailed) as caught:
-                await channel.unary(METHOD, b"", bytes, timeout_s=0.2)
-            assert (caught.value.status, caught.value.is_answer) == (status, False)
+            assert await failed(channel) == (status, False)
             channel.close()
 
 
@@ -91,16 +95,14 @@ async def test_a_call_that_is_interrupted_leaves_no_cancellation_in_its_task() -
 
     async def close(request: bytes) -> bytes:
         channel.close()
-        await asyncio.Event().wait()
-        return b""
+        return await hang(request)
 
     task = asyncio.current_task()
     assert task is not None
     async with serving(Echo(close)) as path:
         channel = UnixChannel(path)
         for _attempt in range(2):
-            with pytest.raises(RpcFailed):
-                await channel.unary(METHOD, b"", bytes, timeout_s=0.2)
+            await failed(channel)
             assert task.cancelling() == 0
         channel.close()
 
@@ -112,17 +114,11 @@ async def test_a_peer_that_ends_before_it_takes_the_connection_is_no_answer(shor
         listener.listen()
         channel = UnixChannel(short_dir / "s")
         async with asyncio.TaskGroup() as group:
-            call = group.create_task(_status_of(channel))
+            call = group.create_task(failed(channel))
             await asyncio.sleep(0)  # the call's first step connects; the bytes follow in the next turn
             listener.close()
-        assert call.result() is Status.UNAVAILABLE
+        assert call.result() == (Status.UNAVAILABLE, False)
         channel.close()
-
-
-async def _status_of(channel: UnixChannel) -> Status:
-    with pytest.raises(RpcFailed) as caught:
-        await channel.unary(METHOD, b"", bytes)
-    return caught.value.status
 
 
 async def test_an_answer_over_the_limit_is_refused_by_its_prefix() -> None:

@@ -108,6 +108,13 @@ async def test_lines_that_found_no_room_are_counted_once_the_log_moves_again() -
     assert numbers == sorted(numbers)
 
 
+async def written_by(code: str) -> tuple[str, str]:
+    """What a program printed and logged by its end."""
+    async with running(code) as child:
+        out, err = await child.communicate()
+    return out.decode(), err.decode()
+
+
 async def test_the_last_lines_and_an_uncaught_error_are_written_before_the_end() -> None:
     """In their order, with names bound where the line was made; also a library's line carries them."""
     code = """
@@ -116,13 +123,9 @@ log.info("ours")
 logging.getLogger("library").warning("theirs")
 raise KeyError("the end")
 """
-    async with running(code) as child:
-        _, err = await child.communicate()
-    lines = err.decode().splitlines()
-    assert [(json.loads(line)["event"], json.loads(line)["pod"]) for line in lines[:2]] == [
-        ("ours", "p"),
-        ("theirs", "p"),
-    ]
+    lines = (await written_by(code))[1].splitlines()
+    logged = [(json.loads(line)["event"], json.loads(line)["pod"]) for line in lines[:2]]
+    assert logged == [("ours", "p"), ("theirs", "p")]
     assert lines[2].startswith("Traceback")
     assert lines[-1] == "KeyError: 'the end'"
 
@@ -139,9 +142,8 @@ setup_logging("error", "json")
 log.info("hidden")
 print(sorted(t.name for t in threading.enumerate()), len(logging.getLogger().handlers))
 """
-    async with running(code) as child:
-        out, err = await child.communicate()
-    assert out.decode().strip() == "['MainThread', 'log-writer'] 1"
+    out, err = await written_by(code)
+    assert out.strip() == "['MainThread', 'log-writer'] 1"
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["first", *["shown"] * 5]
 
 
@@ -158,9 +160,7 @@ except ValueError:
     log.exception("failed")
 logging.getLogger("other").warning("%s", bad)
 """
-    async with running(code) as child:
-        _, err = await child.communicate()
-    text = err.decode()
+    _, text = await written_by(code)
     assert "failed" in text and "ValueError" in text
     assert not [one for one in text if not one.isprintable() and one not in "\n\t"]
 
@@ -182,8 +182,7 @@ for n in range(1000):
     except Exception:
         logging.getLogger("grpclib.server").exception("Server error")
 """
-    async with running(code) as child:
-        _, err = await child.communicate()
+    _, err = await written_by(code)
     events = [json.loads(line)["event"] for line in err.splitlines()]
     assert [event.partition("\n")[0] for event in events] == [
         "socket.accept() out of system resource",
@@ -201,8 +200,7 @@ for n in range(300):
     log.info("allocate", n=n)
     setup_logging("info", "json")
 """
-    async with running(code) as child:
-        _, err = await child.communicate()
+    _, err = await written_by(code)
     lines = [json.loads(line) for line in err.splitlines()]
     assert lines[-1]["event"] == "log_lines_left_out"
     assert lines[-1]["events"] == {"allocate": 300 - (len(lines) - 1)}
@@ -259,15 +257,20 @@ class _Unshown:
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_what_cannot_be_shown_ends_nobody_who_logs_it(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of its line there is the traceback, and the next one is written."""
+    """Of its line there is the traceback, and the next one is written; no traceback shows a variable."""
     setup_logging("info", form)
     log = structlog.get_logger("x")
     log.info("first", value=_Unshown())
-    log.info("second")
+    try:
+        secret = "hunter2"
+        raise KeyError(len(secret))
+    except KeyError:
+        log.exception("second")
     assert WRITER.flush()
     text = capsys.readouterr().err
     assert "ValueError: no text of it\n" in text
-    assert "second" in text
+    assert "second" in text and "KeyError" in text
+    assert "hunter2" not in text.replace('secret = "hunter2"', "")  # the line of the source
 
 
 def test_a_logger_with_values_of_its_own_follows_a_reload(capsys: pytest.CaptureFixture[str]) -> None:

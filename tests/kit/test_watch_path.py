@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
+from tests.support_deadline import DEADLINE_S
 
 NEVER_S = 3600.0
 
@@ -54,26 +55,17 @@ async def test_creating_moving_and_deleting_a_file_each_end_a_wait(short_dir: Pa
     outside.unlink()
 
 
-async def test_a_directory_that_is_made_later_is_noticed_and_then_watched(short_dir: Path) -> None:
-    """While it is missing it is polled; once it is there, events count."""
-    directory = short_dir / "later"
-    with closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01)) as watch:
-        await watch.wait_change()
-        directory.mkdir()
-        await drain(watch)
-        await next_event(watch, (directory / "a").touch)
-
-
-@pytest.mark.parametrize("is_moved", [True, False])
-async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved: bool, short_dir: Path) -> None:
-    """Renamed away or removed, and made again under the same name: files in the new one are reported."""
+@pytest.mark.parametrize("before", ["missing", "moved away", "removed"])
+async def test_a_directory_that_is_made_is_noticed_and_then_watched(before: str, short_dir: Path) -> None:
+    """Later than the watch, or in the place of another: while it is missing it is polled; once it is there, events count."""
     directory = short_dir / "dp"
-    directory.mkdir()
+    if before != "missing":
+        directory.mkdir()
     with closing(DirectoryWatch(directory, poll_s=NEVER_S, fast_poll_s=0.01)) as watch:
         await watch.wait_change()
-        if is_moved:
+        if before == "moved away":
             directory.rename(short_dir / "old")
-        else:
+        elif before == "removed":
             directory.rmdir()
         directory.mkdir()
         await drain(watch)
@@ -110,21 +102,16 @@ def no_free_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_without_inotify_the_directory_is_polled_and_that_is_reported_once(short_dir: Path) -> None:
-    """A process that may open no more files still notices."""
+async def test_without_inotify_the_directory_is_polled_until_descriptors_are_free(short_dir: Path) -> None:
+    """Which is reported once. Then only an event can end the wait."""
     with closing(DirectoryWatch(short_dir, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0)) as watch:
         with capture_logs() as logs, no_free_descriptor():
             for _ in range(5):
                 await watch.wait_change()
         assert [entry["event"] for entry in logs] == ["directory_not_watched"]
-
-
-async def test_inotify_is_tried_again(short_dir: Path) -> None:
-    """Once descriptors are free, events count: the poll is slow then, and only an event can end the wait."""
-    with closing(DirectoryWatch(short_dir, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0)) as watch:
-        with no_free_descriptor():
+        watch.fast_poll_s = NEVER_S
+        async with asyncio.timeout(DEADLINE_S):
             await watch.wait_change()
-        await watch.wait_change()
         await next_event(watch, (short_dir / "a").touch)
 
 

@@ -1,49 +1,39 @@
-"""Fakes for the device-plugin side: a small kubelet, a scripted admission handler, a recorder.
-
-`FakeKubelet` behaves as measured on real ones where it matters here: it removes every socket of its directory when it
-starts, dials back inside Register, then opens ListAndWatch, and leaves its socket behind when it stops.
-"""
+"""Fakes for the device-plugin side: a kubelet's registration, a scripted admission handler, a recorder."""
 
 from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpclib import GRPCError, Status
-from grpclib.client import Channel
-from grpclib.exceptions import StreamTerminatedError
 
 from gpushare_agent.core.kit.grpc_server import GrpcServer
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.wire import v1beta1
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint, RegistrationService
 from tests.kit.support_grpc import served_at
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
+from tests.support_deadline import Changes
 
 
 class Recorder:
-    """What happened, in order; `wait_for` waits until it has happened."""
+    """What happened, in order."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self._recorded = asyncio.Event()
+        self._recorded = Changes()
+        self.wait_until = self._recorded.until
 
     def record(self, event: Any) -> None:
         self.events.append(event)
         self._recorded.set()
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition` is true; it is evaluated after each event."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._recorded.clear()
-                await self._recorded.wait()
 
     async def wait_for(self, event: Any, count: int = 1) -> None:
         await self.wait_until(lambda: self.events.count(event) >= count)
@@ -92,30 +82,27 @@ class RpcLog:
         self.finished.append((resource, method, code))
 
 
-class FakeKubelet(v1beta1.RegistrationBase):
-    """Registration, dial-back and ListAndWatch. Events: ("register", resource), ("refused", resource),
-    ("list", resource, number of devices), ("stream-ended", resource)."""
+class FakeKubelet(RegistrationService):
+    """The embedded kubelet's registration, which refuses or stalls as its fields say. When it starts it removes all sockets
+    of its directory, and when it stops it leaves its own behind. Events: ("register", resource), ("refused", resource),
+    ("stalled", resource), ("list", resource, number of devices), ("stream-ended", resource)."""
 
     def __init__(self, directory: Path, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(directory, self._follow)
         self.directory = directory
         self.happened = Recorder()
         self.requests: list[v1beta1.RegisterRequest] = []
-        self.options: dict[str, v1beta1.DevicePluginOptions] = {}
-        self.lists: dict[str, list[v1beta1.ListAndWatchResponse]] = {}
+        self.endpoints: dict[str, PluginEndpoint] = {}
+        """Of the last registration of each resource."""
+        self.lists: dict[str, list[Mapping[str, PluginDevice]]] = {}
         self.refuse_next: dict[str, int] = {}
         self.stalls: set[str] = set()
         self._tasks = tasks
-        self._channels: dict[str, Channel] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
         self._server: GrpcServer | None = None
 
     @property
     def socket(self) -> Path:
         return self.directory / "kubelet.sock"
-
-    def plugin(self, resource: str) -> v1beta1.DevicePluginStub:
-        """The client that the last registration of this resource opened."""
-        return v1beta1.DevicePluginStub(self._channels[resource])
 
     def registrations(self, resource: str) -> int:
         return self.happened.events.count(("register", resource))
@@ -134,15 +121,8 @@ class FakeKubelet(v1beta1.RegistrationBase):
 
     async def stop(self) -> None:
         """Like a stopped kubelet: every connection ends, every socket stays."""
+        self.drop_streams()
         server, self._server = self._server, None
-        watchers, self._watchers = self._watchers, set()
-        for task in watchers:
-            task.cancel()
-        if watchers:
-            await asyncio.wait(watchers)
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
         if server is not None:
             await server.stop()
 
@@ -152,12 +132,12 @@ class FakeKubelet(v1beta1.RegistrationBase):
 
     def drop_streams(self) -> None:
         """Ends the connections to the plugins while going on to serve."""
-        for channel in self._channels.values():
-            channel.close()
+        for endpoint in self.endpoints.values():
+            endpoint.close()
 
-    async def register(self, message: v1beta1.RegisterRequest) -> v1beta1.Empty:
-        resource = message.resource_name
-        self.requests.append(message)
+    async def dialled(self, request: v1beta1.RegisterRequest) -> PluginEndpoint:
+        resource = request.resource_name
+        self.requests.append(request)
         if self.refuse_next.get(resource, 0) > 0:
             self.refuse_next[resource] -= 1
             self.happened.record(("refused", resource))
@@ -165,32 +145,22 @@ class FakeKubelet(v1beta1.RegistrationBase):
         if resource in self.stalls:
             self.happened.record(("stalled", resource))
             await asyncio.Event().wait()
-        channel = Channel(path=str(self.directory / message.endpoint))
-        stub = v1beta1.DevicePluginStub(channel)
-        try:
-            self.options[resource] = await stub.get_device_plugin_options(timeout=DEADLINE_S)
-        except BaseException:
-            channel.close()
-            raise
-        old = self._channels.pop(resource, None)
-        if old is not None:
-            old.close()
-        self._channels[resource] = channel
-        watcher = self._tasks.create_task(self._watch(resource, stub))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
-        self.happened.record(("register", resource))
-        return v1beta1.Empty()
+        return await super().dialled(request)
 
-    async def _watch(self, resource: str, stub: v1beta1.DevicePluginStub) -> None:
-        try:
-            async for answer in stub.list_and_watch():
-                self.lists.setdefault(resource, []).append(answer)
-                self.happened.record(("list", resource, len(answer.devices)))
-        except (GRPCError, StreamTerminatedError, OSError):
-            pass  # the plugin's server went away, as it does in these tests
-        finally:
-            self.happened.record(("stream-ended", resource))
+    def _follow(self, endpoint: PluginEndpoint) -> None:
+        if (old := self.endpoints.get(endpoint.resource)) is not None:
+            old.close()
+        self.endpoints[endpoint.resource] = endpoint
+        self.happened.record(("register", endpoint.resource))
+        self._tasks.create_task(self._watch(endpoint))
+
+    async def _watch(self, endpoint: PluginEndpoint) -> None:
+        def receive(devices: Mapping[str, PluginDevice]) -> None:
+            self.lists.setdefault(endpoint.resource, []).append(devices)
+            self.happened.record(("list", endpoint.resource, len(devices)))
+
+        await endpoint.follow_devices(receive)
+        self.happened.record(("stream-ended", endpoint.resource))
 
 
 @asynccontextmanager

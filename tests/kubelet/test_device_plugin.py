@@ -203,18 +203,11 @@ async def test_a_refusal_arrives_as_its_code_with_reason_and_detail(reason: Refu
 
 
 async def test_one_refused_container_refuses_the_call(b: Bench) -> None:
-    """The containers after it are not asked any more."""
-    b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="no")
-    await error_of(b.stub.allocate(allocate_request(IDS[:1], IDS[1:])))
-    assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1])]
-
-
-async def test_an_endless_refusal_is_cut_to_what_a_header_can_carry(b: Bench) -> None:
-    """The status text has a limit."""
+    """The containers after it are not asked any more. An endless text is cut to what a header can carry."""
     b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="x" * 100_000)
-    error = await error_of(b.stub.allocate(allocate_request(IDS)))
-    assert error.message is not None
-    assert len(error.message) == 2000
+    error = await error_of(b.stub.allocate(allocate_request(IDS[:1], IDS[1:])))
+    assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1])]
+    assert error.message is not None and len(error.message) == 2000
 
 
 async def test_a_slow_allocate_is_refused_in_time() -> None:

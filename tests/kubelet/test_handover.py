@@ -102,19 +102,15 @@ async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> No
         assert not await waiting
 
 
-async def test_an_agent_that_does_not_serve_is_passed_over(short_dir: Path) -> None:
-    """As the asking one itself, whose sockets are there already; with nobody else the answer is no."""
-    async with serving(short_dir, Handover()):
-        assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
-
-
 async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_dir: Path) -> None:
-    """A killed agent's socket refuses; one that does not leave is given up."""
+    """A killed agent's socket refuses; one that does not leave is given up. One that does not serve is passed over, as the
+    asking one itself, whose sockets are there already; with nobody else the answer is no."""
     bind_unix_socket(short_dir / instance_socket_name("vcore"), mode=0o600).close()
     assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
     handover = Handover()
-    handover.is_serving = True
     async with serving(short_dir, handover):
+        assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+        handover.is_serving = True
         assert not await ask_for_handover(short_dir, TAKE, timeout_s=0.05)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,8 @@ async def test_both_resources_are_registered_and_list_their_devices(short_dir: P
         assert sorted(kubelet.requests, key=lambda r: r.resource_name) == [
             v1beta1.RegisterRequest("v1beta1", SOCKETS[name], name, options) for name in sorted(SOCKETS)
         ]
-        assert kubelet.options == dict.fromkeys(SOCKETS, options)
-        assert [d.id for d in kubelet.lists[CORES][0].devices] == [f"{CORES}-0"]
+        assert {name: one.options for name, one in kubelet.endpoints.items()} == dict.fromkeys(SOCKETS, options)
+        assert [*kubelet.lists[CORES][0]] == [f"{CORES}-0"]
         await a.reported.wait_for(("registered", CORES))
         await a.reported.wait_for(("registered", MEMORY))
         assert a.registrar.is_registered(CORES)
@@ -132,23 +132,20 @@ async def test_a_new_kubelet_socket_alone_is_enough_to_register_again(short_dir:
             await a.reported.wait_for("kubelet-restart")
 
 
-async def test_a_kubelet_that_stopped_is_not_registered_with(short_dir: Path) -> None:
-    """Its socket stays behind, but no kubelet follows ListAndWatch; the next kubelet is noticed."""
+async def test_a_kubelet_that_dropped_the_streams_is_registered_with_again_and_one_that_stopped_is_not(
+    short_dir: Path,
+) -> None:
+    """Without a stream the kubelet does not use the plugin, although its socket is the same. The socket of one that stopped
+    stays behind, but no kubelet follows ListAndWatch; the next kubelet is noticed."""
     async with fake_kubelet(short_dir) as kubelet, agent(short_dir) as a:
         await both_registered(kubelet)
+        kubelet.drop_streams()
+        await both_registered(kubelet, 2)
         await kubelet.stop()
         while a.registrar.is_registered(CORES) or a.registrar.is_registered(MEMORY):
             await asyncio.sleep(0.01)
         await kubelet.start()
-        await both_registered(kubelet, 2)
-
-
-async def test_a_kubelet_that_dropped_the_streams_is_registered_with_again(short_dir: Path) -> None:
-    """Without a stream the kubelet does not use the plugin, although its socket is the same."""
-    async with fake_kubelet(short_dir) as kubelet, agent(short_dir):
-        await both_registered(kubelet)
-        kubelet.drop_streams()
-        await both_registered(kubelet, 2)
+        await both_registered(kubelet, 3)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -278,12 +275,20 @@ async def test_registration_works_below_a_path_longer_than_an_address(short_dir:
 OPTIONS = v1beta1.DevicePluginOptions()
 
 
-async def test_a_refusal_of_the_kubelet_is_rejected_with_its_text(short_dir: Path) -> None:
-    """The text names resource, socket and the kubelet's reason."""
-    async with fake_kubelet(short_dir) as kubelet:
+def registering(directory: Path, timeout_s: float = DEADLINE_S) -> Awaitable[None]:
+    socket = directory / "kubelet.sock"
+    return register(socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=timeout_s)
+
+
+async def test_a_refusal_is_rejected_with_its_text_and_silence_is_unavailable_in_time(short_dir: Path) -> None:
+    """The text names resource, socket and the kubelet's reason; the call has a deadline of its own."""
+    async with fake_kubelet(short_dir) as kubelet, asyncio.timeout(DEADLINE_S):
         kubelet.refuse_next[CORES] = 1
         with pytest.raises(Rejected, match=rf"{CORES} .*kubelet.sock was refused: UNKNOWN: no place for {CORES} today"):
-            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S)
+            await registering(short_dir)
+        kubelet.stalls.add(CORES)
+        with pytest.raises(Unavailable, match="got no answer within"):
+            await registering(short_dir, 0.05)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -292,14 +297,4 @@ async def test_no_kubelet_is_unavailable(is_stale: bool, short_dir: Path) -> Non
     if is_stale:
         bind_unix_socket(short_dir / "kubelet.sock", mode=0o600).close()
     with pytest.raises(Unavailable, match="Is the kubelet running"):
-        await register(
-            short_dir / "kubelet.sock", endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=DEADLINE_S
-        )
-
-
-async def test_a_silent_kubelet_is_unavailable_in_time(short_dir: Path) -> None:
-    """The call has a deadline of its own."""
-    async with fake_kubelet(short_dir) as kubelet, asyncio.timeout(DEADLINE_S):
-        kubelet.stalls.add(CORES)
-        with pytest.raises(Unavailable, match="got no answer within"):
-            await register(kubelet.socket, endpoint="x.sock", resource=CORES, options=OPTIONS, timeout_s=0.05)
+        await registering(short_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ HELM_LABELS = {"helm.sh/chart", "app.kubernetes.io/managed-by", "app.kubernetes.
 ORDERED_BY = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 """Lists whose order means nothing, which kustomize and the chart build in different ones."""
 Objects = dict[tuple[str, str], dict[str, Any]]
+Spec = dict[str, Any]
+ON = {"enabled": True}
+SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
+ALL_PODS: list[Spec] = [
+    {"isolation": "mps", "extender": {"enabled": True, **SCHEDULER}},
+    {"deviceListStrategy": "cdi-cri", "driverFromHost": ON},
+    {"isolation": "vcuda", "vcuda": {"pruneDriverVolume": True}},
+]
+"""Values that have every pod and init container between them."""
 
 
 def helm(*arguments: str | Path, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -56,6 +65,15 @@ def kustomize_objects(
     objects = _by_key(kustomized(folder, resources, components, **changes))
     del objects["ConfigMap", "gpushare-agent-check"], objects["Namespace", namespace]
     return objects
+
+
+def pods_of(objects: Objects) -> Iterator[tuple[str, Spec]]:
+    """By the object's name."""
+    for (kind, name), one in objects.items():
+        if kind in ("DaemonSet", "Deployment", "Job"):
+            yield name, one["spec"]["template"]["spec"]
+        elif kind == "Pod":
+            yield name, one["spec"]
 
 
 def _by_key(objects: Iterable[dict[str, Any]]) -> Objects:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,12 +14,20 @@ import yaml
 from gpushare_agent import __version__
 from gpushare_agent.core.cli.show_settings import render
 from gpushare_agent.core.settings.settings import load_settings
-from tests.manifests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
+from tests.manifests.support_chart import (
+    CHART,
+    NAMESPACE,
+    ON,
+    SCHEDULER,
+    Objects,
+    chart_objects,
+    helm,
+    kustomize_objects,
+    template,
+)
 from tests.manifests.support_manifests import MANIFESTS, documents
 
 Values = dict[str, Any]
-ON = {"enabled": True}
-SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
 API_SERVERS = [{"ipBlock": {"cidr": "192.0.2.0/28"}}]
 WEBHOOK = {"enabled": True, "claimsWebhook": {"enabled": True, "caBundle": "Q0E="}}
 
@@ -664,17 +671,6 @@ def test_notes_and_guide_give_the_namespace_its_pod_security_label() -> None:
     assert f"kubectl label namespace {{{{ .Release.Namespace }}}} {label}={level}\n" in notes
     guide = (MANIFESTS.parent / "docs/how-to/install.md").read_text(encoding="utf-8")
     assert f"kubectl label namespace {NAMESPACE} {label}={level} " in guide
-
-
-def test_the_readme_has_the_table_of_values() -> None:
-    """Made from the comments of values.yaml; each has a default that the table shows."""
-    path = CHART.parent / "values_table.py"
-    spec = importlib.util.spec_from_file_location("values_table", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text = (CHART / "README.md").read_text(encoding="utf-8")
-    assert module.readme_with_table(text) == text, "python3 charts/values_table.py --write"
 
 
 def test_the_chart_has_the_projects_version() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.docs.policies_page import ADMITTED_VOLUMES
-from tests.manifests.support_chart import NAMESPACE, Objects, chart_objects
+from tests.docs.policies_page import ABOUT_RESOURCES, RULES
+from tests.manifests.support_chart import ALL_PODS, NAMESPACE, ON, Spec, chart_objects, pods_of
 from tests.manifests.support_manifests import MANIFESTS, by_name
-from tests.manifests.test_chart import CASES, ON, SCHEDULER
+from tests.manifests.test_chart import CASES
 
-Spec = dict[str, Any]
 KEYS = {
     "gpushare-agent": "agent",
     "gpushare-check": "agent",
@@ -25,20 +23,6 @@ KEYS = {
     "gpushare-scheduler": "scheduler",
 }
 """Object -> the key of the value `pods` that changes its pod. The pod of `helm test` is the agent's."""
-ALL_PODS: list[Spec] = [
-    {"isolation": "mps", "extender": {"enabled": True, **SCHEDULER}},
-    {"deviceListStrategy": "cdi-cri", "driverFromHost": ON},
-    {"isolation": "vcuda"},
-]
-"""Values that have every pod and init container between them."""
-
-
-def _pods(objects: Objects) -> Iterator[tuple[str, Spec]]:
-    for (kind, name), one in objects.items():
-        if kind in ("DaemonSet", "Deployment", "Job"):
-            yield name, one["spec"]["template"]["spec"]
-        elif kind == "Pod":
-            yield name, one["spec"]
 
 
 def _containers(pod: Spec) -> Iterator[tuple[str, Spec]]:
@@ -53,25 +37,19 @@ def test_every_container_asks_for_cpu_and_memory_and_extender_and_scheduler_are_
 ) -> None:
     """Policies refuse others, and a node without requests is filled too far. By Kubernetes' Pod Security Standard
     `restricted`, whatever else is chosen."""
-    for owner, pod in _pods(chart_objects(CASES[name][0], tmp_path)):
+    for owner, pod in pods_of(chart_objects(CASES[name][0], tmp_path)):
         for _, container in _containers(pod):
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), (owner, container["name"])
         if KEYS[owner] not in ("extender", "scheduler"):
             continue
-        assert not {"hostPID", "hostNetwork", "hostIPC"} & pod.keys()
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert {key for one in pod["volumes"] for key in one if key != "name"} <= ADMITTED_VOLUMES
-        for _, container in _containers(pod):
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert all("hostPort" not in port for port in container["ports"])
+        assert [rule[0] for rule in RULES if rule[0] not in ABOUT_RESOURCES and rule[2](pod)] == []
+        assert all("hostPort" not in port for _, container in _containers(pod) for port in container["ports"])
 
 
 @pytest.mark.parametrize("values", ALL_PODS, ids=["mps-and-extender", "driver-from-host", "vcuda"])
 def test_the_resources_of_every_container_can_be_set(values: Spec, tmp_path: Path) -> None:
     """What they had otherwise is kept, the limit of the agent's own driver too."""
-    before = dict(_pods(chart_objects(values, tmp_path)))
+    before = dict(pods_of(chart_objects(values, tmp_path)))
     limits = {"cpu": "2", "memory": "3Gi"}
     patches: dict[str, Spec] = {}
     for name, pod in before.items():
@@ -79,7 +57,7 @@ def test_the_resources_of_every_container_can_be_set(values: Spec, tmp_path: Pat
             if name != "gpushare-check":
                 one = {"name": container["name"], "resources": {"limits": limits}}
                 patches.setdefault(KEYS[name], {}).setdefault(kind, []).append(one)
-    after = dict(_pods(chart_objects(values | {"pods": patches}, tmp_path)))
+    after = dict(pods_of(chart_objects(values | {"pods": patches}, tmp_path)))
     assert after.keys() == before.keys()
     for name, pod in after.items():
         for kind, container in _containers(pod):
@@ -90,12 +68,12 @@ def test_the_resources_of_every_container_can_be_set(values: Spec, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", ["", "gpus"])
-def test_one_priority_class_is_every_pods(given: str, tmp_path: Path) -> None:
+def test_one_priority_class_is_everypods_of(given: str, tmp_path: Path) -> None:
     """Where quotas or policies keep the system's classes for others. `helm test` has none, and by default there are two."""
     values = ALL_PODS[0]
-    found = dict(_pods(chart_objects(values | {"priorityClassName": given}, tmp_path)))
+    found = dict(pods_of(chart_objects(values | {"priorityClassName": given}, tmp_path)))
     assert {pod.get("priorityClassName", "") for name, pod in found.items() if name != "gpushare-check"} == {given}
-    default = dict(_pods(chart_objects(values, tmp_path)))
+    default = dict(pods_of(chart_objects(values, tmp_path)))
     assert {name: pod.get("priorityClassName") for name, pod in default.items()} == {
         "gpushare-agent": "system-node-critical",
         "gpushare-mps": "system-node-critical",
@@ -111,7 +89,7 @@ def test_the_guides_quota_has_every_priority_class(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n( *apiVersion: v1\n *kind: ResourceQuota\n.*?)```", guide, re.S)
     ((scope,),) = [yaml.safe_load(text)["spec"]["scopeSelector"]["matchExpressions"]]
     pods = [
-        pod for values in ALL_PODS for name, pod in _pods(chart_objects(values, tmp_path)) if name != "gpushare-check"
+        pod for values in ALL_PODS for name, pod in pods_of(chart_objects(values, tmp_path)) if name != "gpushare-check"
     ]
     assert {pod["priorityClassName"] for pod in pods} == set(scope["values"])
 
@@ -139,7 +117,7 @@ def test_a_pods_place_and_security_can_be_set(tmp_path: Path) -> None:
             "agent": {"securityContext": {"seLinuxOptions": selinux}},
         },
     }
-    changed, plain = (dict(_pods(chart_objects({**ALL_PODS[0], **one}, tmp_path))) for one in (values, {}))
+    changed, plain = (dict(pods_of(chart_objects({**ALL_PODS[0], **one}, tmp_path))) for one in (values, {}))
     extender, before = changed["gpushare-agent-extender"], plain["gpushare-agent-extender"]
     assert extender["priorityClassName"] == "infra"
     assert extender["nodeSelector"] == {"kubernetes.io/os": "linux", "infra": "yes"}
@@ -159,7 +137,7 @@ def test_an_empty_list_takes_no_named_item_away(tmp_path: Path) -> None:
     nothing = {"env": [], "volumeMounts": []}
     pods: dict[str, Spec] = {"agent": {"containers": [], "initContainers": [], "volumes": [], "tolerations": []}}
     pods |= {"extender": {"containers": [{"name": "extender", **nothing}]}}
-    changed, plain = (dict(_pods(chart_objects({**ALL_PODS[0], **one}, tmp_path))) for one in ({"pods": pods}, {}))
+    changed, plain = (dict(pods_of(chart_objects({**ALL_PODS[0], **one}, tmp_path))) for one in ({"pods": pods}, {}))
     assert plain["gpushare-agent"].pop("tolerations") and "tolerations" not in changed["gpushare-agent"]
     del changed["gpushare-check"], plain["gpushare-check"]
     assert changed == plain
@@ -169,7 +147,7 @@ def test_the_second_schedulers_image_may_have_a_digest(tmp_path: Path) -> None:
     """As the agent's."""
     image = {"repository": "mirror.test/kube-scheduler", "tag": "v1.33.4", "digest": f"sha256:{'0' * 64}"}
     scheduler = {"enabled": True, "scheduler": {"enabled": True, "image": image}}
-    pod = dict(_pods(chart_objects({"extender": scheduler}, tmp_path)))["gpushare-scheduler"]
+    pod = dict(pods_of(chart_objects({"extender": scheduler}, tmp_path)))["gpushare-scheduler"]
     assert pod["containers"][0]["image"] == f"mirror.test/kube-scheduler@{image['digest']}"
 
 
@@ -182,7 +160,7 @@ def test_openshifts_constraints_fit_every_pod(values: Spec, tmp_path: Path) -> N
     assert binding["roleRef"]["name"] == "system:openshift:scc:privileged"
     assert {one["namespace"] for one in binding["subjects"]} == {NAMESPACE}
     privileged = {one["name"] for one in binding["subjects"]}
-    for name, pod in _pods(objects):
+    for name, pod in pods_of(objects):
         account = pod.get("serviceAccountName", "default")
         if any("hostPath" in volume for volume in pod["volumes"]):
             assert account in privileged, name

@@ -196,25 +196,6 @@ def test_the_component_without_tls_takes_settings_secret_and_https_away_together
     assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "http"
 
 
-@pytest.mark.parametrize("path", ["extender/deployment.yaml", "extender/second-scheduler/deployment.yaml"])
-def test_the_pods_may_nothing_on_their_nodes(path: str) -> None:
-    """What Kubernetes calls restricted: no root, no host path, no capability."""
-    spec = documents(path)[0]["spec"]["template"]["spec"]
-    context = spec["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert context["runAsUser"] > 0
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostPID", "hostNetwork", "hostIPC"} & spec.keys()
-    assert all("hostPath" not in volume for volume in spec["volumes"])
-    assert volumes_are_those_mounted(spec)
-    (container,) = spec["containers"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-
-
 def test_the_rights_are_those_that_the_extender_uses() -> None:
     """What ClusterApi (core/kube/client.py) asks of the API server, and nothing else; leases and quota by name."""
     extender = extender_settings().extender
@@ -311,7 +292,9 @@ def test_the_second_scheduler_has_its_own_name_lease_and_files() -> None:
     assert role["rules"][1]["resourceNames"] == [election["resourceName"]]
     assert "resourceNamespace" not in election
     (item,) = documents("extender/second-scheduler/deployment.yaml")
-    (container,) = item["spec"]["template"]["spec"]["containers"]
+    spec = item["spec"]["template"]["spec"]
+    assert volumes_are_those_mounted(spec)
+    (container,) = spec["containers"]
     mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     assert container["command"] == ["kube-scheduler", f"--config={mounts['settings']}/scheduler.yaml"]
     assert container["args"] == ["--leader-elect-resource-namespace=$(POD_NAMESPACE)"]

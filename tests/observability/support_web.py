@@ -50,6 +50,14 @@ def no_past(recent: UsageHistory, directory: Path | None = None) -> SavedPast:
 
 
 @asynccontextmanager
+async def served(port: int = 0, **parts: Any) -> AsyncIterator[str]:
+    """The address of a running web server of these parts."""
+    server = WebServer("127.0.0.1", port, **({"metrics": AgentMetrics(), "ready": list} | parts))
+    async with running(server.run):
+        yield f"http://127.0.0.1:{await server.wait_listening()}"
+
+
+@asynccontextmanager
 async def served_node(
     node: SampleNode,
     *,
@@ -69,13 +77,5 @@ async def served_node(
         kept_decisions=KEPT,
         describe=describe,
     )
-    server = WebServer(
-        "127.0.0.1",
-        port,
-        metrics=AgentMetrics(),
-        ready=list,
-        routes=api.routes(),
-    )
-    async with running(server.run):
-        bound_port = await server.wait_listening()
-        yield ServedNode(f"http://127.0.0.1:{bound_port}", node, decisions)
+    async with served(port, routes=api.routes()) as url:
+        yield ServedNode(url, node, decisions)

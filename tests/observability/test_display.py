@@ -28,8 +28,6 @@ from gpushare_agent.agent.observability.display import (
     routes,
     usage_document,
 )
-from gpushare_agent.agent.observability.http.server import WebServer
-from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.core.kit.sockets import bind_unix_socket, is_served
 from gpushare_agent.core.model.gpus import Health
@@ -37,6 +35,7 @@ from gpushare_agent.core.wire.display import GraphResponse, UsageResponse, Versi
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
 from tests.observability.support_display import GPU_0, GPU_1, GPU_MIB, snapshot, usage_round
+from tests.observability.support_web import served
 from tests.support_deadline import DEADLINE_S
 
 MIB = 1024 * 1024
@@ -268,15 +267,7 @@ async def test_a_socket_that_was_removed_comes_back(path: Path, grpc: ModuleType
 
 async def test_the_web_port_gives_the_same_messages_as_json() -> None:
     """/graph, /usage and /version, GET only."""
-    web = WebServer(
-        "127.0.0.1",
-        0,
-        metrics=AgentMetrics(),
-        ready=list,
-        routes=routes(lambda: snapshot(usage=usage_round())),
-    )
-    async with running(web.run), ClientSession() as session:
-        url = f"http://127.0.0.1:{await web.wait_listening()}"
+    async with served(routes=routes(lambda: snapshot(usage=usage_round()))) as url, ClientSession() as session:
         found = {}
         for path in ("/graph", "/usage", "/version"):
             async with session.get(url + path) as answer:

@@ -39,6 +39,11 @@ from tests.observability.support_usage import divided_node, on_demand_node
 from tests.support_json import written_node
 
 
+def document_of(node: NodeSnapshot) -> NodeDocument:
+    raw: Any = written_node(node)
+    return cast("NodeDocument", raw)
+
+
 def rows_of(node: NodeSnapshot) -> dict[str, dict[str, float]]:
     """The series of the GPUs: values by labels."""
     lines = {series.name: "".join(series.lines).splitlines() for series in gpu_series(node)}
@@ -51,8 +56,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     """An instance in which the isolation keeps no share has none, though one is given whole by NVIDIA's name."""
     node = divided_node(shares_in_mig=shares_in_mig)
     assert sum(node.names.units(gpu, ResourceKind.VCORE) for gpu in node.inventory.gpus) == capacity
-    raw: Any = written_node(node)
-    document = cast("NodeDocument", raw)
+    document = document_of(node)
     assert sum(gpu["cores"]["capacity"] for gpu in document["gpus"]) == capacity
     assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
     totals = inspection_document([node_of_document(document)])["totals"]["cores"]
@@ -68,8 +72,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
 def test_every_view_has_nvidias_name_of_an_instance() -> None:
     """Also those that had the agent's own count of GPUs: decisions, refusals, Events and the topology."""
     node = divided_node(shares_in_mig=True)
-    raw: Any = written_node(node)
-    document = cast("NodeDocument", raw)
+    document = document_of(node)
     assert [line.cells["GPU / CONTAINER"].split()[0] for line in top_lines(document) if line.is_gpu] == [
         "0",
         "1:0",
@@ -95,8 +98,7 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
 def test_every_view_has_the_instances_in_the_place_of_their_gpu(*, shares_in_mig: bool, cores: str) -> None:
     """No tree has the GPU that MIG divides, which nothing lists; an instance without cores is given whole."""
     node = divided_node(shares_in_mig=shares_in_mig)
-    raw: Any = written_node(node)
-    document = cast("NodeDocument", raw)
+    document = document_of(node)
     assert [gpu["index"] for gpu in document["gpus"]] == document["topology"]["tree"]["gpus"] == [0, 2, 3]
     lines = [line.split("--")[1].lstrip("-").split()[0] for line in graph_text(node).splitlines() if "-GPU" in line]
     assert lines == ["GPU0", "GPU1:0", "GPU1:1"]
@@ -120,8 +122,7 @@ def lines_of(document: InspectionDocument) -> list[str]:
 def test_every_view_has_a_gpu_of_instances_on_demand() -> None:
     """Also without any instance it is a GPU of the node, with what is made and what there is room for."""
     node = on_demand_node()
-    raw: Any = written_node(node)
-    document = cast("NodeDocument", raw)
+    document = document_of(node)
     [gpu] = document["mig_gpus"]
     assert [*gpu["fits"].items()] == [("7g.80gb", 0), ("3g.40gb", 0), ("2g.20gb", 1), ("1g.10gb", 4)]
     assert [(one["start"], one["state"]) for one in gpu["instances"]] == [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,20 +18,10 @@ from gpushare_agent.agent.observability.metrics.text import NodePage, Series
 from gpushare_agent.core.kit.http_answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.errors import StartupError
-from tests.cluster.support_kube import running
 from tests.kit.support_http import Peer, serving
 from tests.observability.support_debug import sources
 from tests.observability.support_usage import allocation, facts, key_of, snapshot
-
-
-@asynccontextmanager
-async def served(metrics: AgentMetrics | None = None, **others: Any) -> AsyncIterator[str]:
-    """A running web server's address."""
-    defaults: dict[str, Any] = {"ready": list, "metrics": metrics or AgentMetrics()}
-    server = WebServer("127.0.0.1", 0, **(defaults | others))
-    async with running(server.run):
-        port = await server.wait_listening()
-        yield f"http://127.0.0.1:{port}"
+from tests.observability.support_web import served
 
 
 async def _get(url: str) -> tuple[int, str]:
@@ -56,7 +44,7 @@ async def test_metrics_are_served_under_both_names() -> None:
         'req_of_gpu="total"} 0.3\n'
     )
     for all_series in (False, True):
-        async with served(metrics, all_series=all_series) as url:
+        async with served(metrics=metrics, all_series=all_series) as url:
             answers = [await _get(f"{url}/{path}") for path in ("metrics", "metric")]
         assert [status for status, _ in answers] == [200, 200]
         assert [former in text for _, text in answers] == [all_series, True]
@@ -72,7 +60,7 @@ async def test_a_page_is_prepared_before_it_is_written() -> None:
         return []
 
     metrics.show_node(NodePage(series, 0.0, lambda is_all: (done.append(is_all) for _ in range(2))))
-    async with served(metrics) as url:
+    async with served(metrics=metrics) as url:
         for path in ("metrics", "metric"):
             await _get(f"{url}/{path}")
     assert done == [False, False, ("written", False), True, True, ("written", True)]
@@ -81,7 +69,7 @@ async def test_a_page_is_prepared_before_it_is_written() -> None:
 async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
     """Prometheus' text unless OpenMetrics is accepted, each with its content type."""
     accepted = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"
-    async with served(_metrics(allocation(key_of(1)))) as url, ClientSession() as session:
+    async with served(metrics=_metrics(allocation(key_of(1)))) as url, ClientSession() as session:
         for accept, content_type in (
             (accepted, "application/openmetrics-text; version=1.0.0"),
             ("*/*", "text/plain; version=0.0.4"),
@@ -94,7 +82,7 @@ async def test_the_format_is_the_one_that_the_reader_asks_for() -> None:
 async def test_a_large_answer_is_compressed_for_those_who_ask() -> None:
     """And is the same text."""
     allocated = [allocation(key_of(number), cores=1, blocks=1, pod=f"pod-{number}") for number in range(60)]
-    async with served(_metrics(*allocated)) as url, ClientSession(auto_decompress=False) as session:
+    async with served(metrics=_metrics(*allocated)) as url, ClientSession(auto_decompress=False) as session:
         async with session.get(f"{url}/metrics", headers={"Accept-Encoding": "gzip"}) as response:
             packed = await response.read()
             assert response.headers["Content-Encoding"] == "gzip"
@@ -146,7 +134,7 @@ async def test_every_event_method_shows_in_the_metrics() -> None:
     metrics = AgentMetrics()
     for happen, *_ in EVENTS:
         happen(metrics)
-    async with served(metrics) as url:
+    async with served(metrics=metrics) as url:
         lines = (await _get(f"{url}/metrics"))[1].splitlines()
     assert [line for _, *shown in EVENTS for line in shown if f"gpushare_{line}" not in lines] == []
     for name in ("process_resident_memory_bytes ", "gpushare_build_info{"):
@@ -259,7 +247,7 @@ async def test_the_debug_pages_are_on_this_port() -> None:
 
 async def test_an_address_a_nodes_name_and_a_services_are_served() -> None:
     """Prometheus, the kubelet, kubectl port-forward and the API server's proxy use these; an old client sends no name."""
-    async with served(_metrics(allocation(key_of(1))), node_name="node-1.example.com") as url:
+    async with served(metrics=_metrics(allocation(key_of(1))), node_name="node-1.example.com") as url:
         for host in (
             "127.0.0.1", "10.1.2.3:5678", "[::1]:5678", "[fd00::7]", "localhost:5678", "Node-1.Example.com:5678",
             "node-1.example.com.", "gpu-1:5678", "gpushare-agent.kube-system.svc",
@@ -280,7 +268,7 @@ async def test_an_address_a_nodes_name_and_a_services_are_served() -> None:
 )  # fmt: skip
 async def test_no_name_that_a_web_page_may_have_is_served(host: str) -> None:
     """It may resolve to the node, and the browser of somebody in its network would show the page the answers as its own."""
-    async with served(_metrics(allocation(key_of(1))), node_name="node-1.example.com") as url:
+    async with served(metrics=_metrics(allocation(key_of(1))), node_name="node-1.example.com") as url:
         for path in ("/metrics", "/metric", "/", "/dashboard/app.js"):
             assert await status_by(url, path, host) in (400, 404, 421)
         assert await status_by(url, "/metrics", host) != 200
@@ -303,7 +291,7 @@ async def test_no_name_that_a_web_page_may_have_is_served(host: str) -> None:
 )
 async def test_by_the_api_servers_name_a_proxy_and_a_browser_are_served(headers: str, status: int) -> None:
     """A browser that comes by TLS or from its own machine: no script can send what tells."""
-    async with served(_metrics(allocation(key_of(1)))) as url:
+    async with served(metrics=_metrics(allocation(key_of(1)))) as url:
         assert await status_by(url, "/metrics", "api.example.com", headers) == status
 
 

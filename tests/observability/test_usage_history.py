@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -24,6 +23,8 @@ A = ContainerKey(PodUid("pod-a"), "main")
 B = ContainerKey(PodUid("pod-b"), "main")
 GPU = GpuUuid("GPU-0")
 PAUSES = st.sampled_from([0, 1, 1, 1, 3, POINTS - 1, POINTS, 3 * POINTS])
+NO_ROUND, NO_NUMBERS = -1.0, (None, math.nan, math.inf, -math.inf)
+"""The driver was away, and what it does not tell or what JSON has no word for."""
 
 
 def history() -> tuple[UsageHistory, FakeClock]:
@@ -75,17 +76,6 @@ def test_a_new_curve_costs_the_same_however_long_the_window_is() -> None:
     assert costs[0] == costs[1]
 
 
-def test_a_step_without_a_round_is_a_gap() -> None:
-    """The driver was away: nothing is drawn there, neither zero nor the last value."""
-    kept, clock = history()
-    kept.add(usage(0.2))
-    clock.now += STEP_S
-    kept.add(None)
-    clock.now += STEP_S
-    kept.add(usage(0.4))
-    assert gpu_ratios(kept)[-3:] == [0.2, None, 0.4]
-
-
 def test_a_container_is_the_sum_over_its_gpus() -> None:
     """By pod UID and container name."""
     kept, _ = history()
@@ -117,20 +107,30 @@ def test_a_container_that_is_gone_keeps_its_curve_until_it_has_left_the_window()
 @example([(1, number / 100) for number in range(3 * POINTS)])
 @example([*[(1, 0.9)] * POINTS, (POINTS - 2, 0.1)])
 @example([*[(1, 0.9)] * POINTS, (8 * POINTS, 0.1)])
-@given(st.lists(st.tuples(PAUSES, st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=40))
+@example([(1, 0.2), (1, NO_ROUND), (1, 0.4)])
+@example([(1, sm) for sm in (0.2, *NO_NUMBERS, 0.4)])
+@given(st.lists(st.tuples(PAUSES, st.sampled_from([NO_ROUND, *NO_NUMBERS]) | st.floats(0, 1)), min_size=1, max_size=40))
 def test_every_point_is_the_mean_of_what_was_added_in_its_time(steps: list[tuple[int, float | None]]) -> None:
     """Whatever the pauses between rounds: each of the last points, the oldest first, and nothing else, compared with a plain
-    list. A ring whose places all are of the past has none of them left."""
+    list. A ring whose places all are of the past has none of them left; what is no number is a gap of that curve alone."""
     kept, clock = history()
     slots: dict[int, list[float]] = {}
+    rounds = set[int]()
     slot = int(clock.now / STEP_S)
     for pause, sm in steps:
         slot += pause
         clock.now = slot * STEP_S + 1.0
-        kept.add(usage(sm))
-        if sm is not None:
+        kept.add(None if sm == NO_ROUND else usage(sm))
+        if sm != NO_ROUND:
+            rounds.add(slot)
+        if sm is not None and sm != NO_ROUND and math.isfinite(sm):
             slots.setdefault(slot, []).append(sm)
-    expected = [slots.get(number) for number in range(slot - POINTS + 1, slot + 1)]
+    if not rounds:
+        return
+    window = range(max(rounds) - POINTS + 1, max(rounds) + 1)
+    sizes = document(kept)["gpus"]["GPU-0"]["memory_used_bytes"]
+    assert [size is not None for size in sizes] == [number in rounds for number in window]
+    expected = [slots.get(number) for number in window]
     shown = gpu_ratios(kept)
     assert [value is None for value in shown] == [values is None for values in expected]
     for value, values in zip(shown, expected, strict=True):
@@ -218,15 +218,6 @@ def test_a_document_under_way_is_of_one_moment() -> None:
     kept.add(usage(0.75, keys=(A,)))
     assert b"".join([*taken, *pieces]) == wanted
     assert kept.version == 2
-
-
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
-def test_what_is_not_told_or_no_number_is_a_gap_of_that_curve_alone(value: float | None) -> None:
-    """JSON has no word for what is no number. Memory is drawn though the compute is not known."""
-    kept, _ = history()
-    kept.add(usage(value))
-    gpu = document(kept)["gpus"]["GPU-0"]
-    assert (gpu["sm_ratio"][-1], gpu["memory_used_bytes"][-1]) == (None, 4096)
 
 
 def test_a_rare_round_is_drawn_for_all_the_time_for_which_it_stands() -> None:

@@ -85,14 +85,10 @@ def _topology(path: Path) -> None:
 
 
 def _state_files(path: Path) -> None:
-    for load in (HealthStateFile(path).load, ResizeFile(path).load):
-        content = path.read_bytes()
-        asyncio.run(_loaded(load))
-        path.write_bytes(content)
-
-
-async def _loaded(load: Callable[[], object]) -> None:
-    await load()  # type: ignore[misc]  # of either type
+    content = path.read_bytes()
+    asyncio.run(HealthStateFile(path).load())
+    path.write_bytes(content)
+    asyncio.run(ResizeFile(path).load())
 
 
 def _claim_record(path: Path) -> None:

@@ -187,6 +187,14 @@ class RegistrationService:
 
     async def _register(self, stream: Any) -> None:
         request = RegisterRequest.parse(await stream.recv_message() or b"")
+        endpoint = await self.dialled(request)
+        log.info("plugin_registered", resource=request.resource_name, endpoint=request.endpoint)
+        await stream.send_message(b"")
+        # After the answer, so that the plugin knows of its registration before its stream is opened.
+        self._accept(endpoint)
+
+    async def dialled(self, request: RegisterRequest) -> PluginEndpoint:
+        """The plugin, connected. Raises GRPCError, which is the answer to it."""
         if request.version != SUPPORTED_VERSION:
             raise GRPCError(
                 Status.UNKNOWN,
@@ -197,10 +205,6 @@ class RegistrationService:
             raise GRPCError(Status.UNKNOWN, f'the ResourceName "{request.resource_name}" is invalid')
         try:
             # Inside Register: a plugin must serve before it registers, and must not wait for the answer on the same task.
-            endpoint = await PluginEndpoint.dial(request.resource_name, self._directory / request.endpoint)
+            return await PluginEndpoint.dial(request.resource_name, self._directory / request.endpoint)
         except PluginCallError as error:
             raise GRPCError(Status.UNKNOWN, str(error)) from error
-        log.info("plugin_registered", resource=request.resource_name, endpoint=request.endpoint)
-        await stream.send_message(b"")
-        # After the answer, so that the plugin knows of its registration before its stream is opened.
-        self._accept(endpoint)

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from gpushare_agent.core.kit.http_answers import Handler, Route
-    from gpushare_agent.core.kit.http_server import HttpLimits
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +66,6 @@ class WebServer(Struct, eq=False):
     """The sources of /debug; None: there is no such page."""
     all_series: bool = False
     """Show at /metrics what /metric does."""
-    limits: HttpLimits | None = None
     _page: WebPage = field(default_factory=WebPage)
     _paths: list[str] = field(default_factory=list)
     _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,7 +108,7 @@ class WebServer(Struct, eq=False):
         if self.debug is not None:
             routes += debug_routes(self.debug)
             self._paths.append("/debug/")
-        server = HttpServer("web", routes, limits=self.limits or HttpLimits(), headers=SECURITY_HEADERS)
+        server = HttpServer("web", routes, limits=HttpLimits(), headers=SECURITY_HEADERS)
         try:
             await self.bind()
             self._is_listening.set()
