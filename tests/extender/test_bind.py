@@ -334,7 +334,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
         await writes.bind(Bind(reservation))
-        reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))))
+        reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))), GPU_MEM_NAMES.names)
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
         policy = Policy(names=GPU_MEM_NAMES, node_name="n1")
         assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [
