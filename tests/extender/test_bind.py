@@ -155,17 +155,24 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         assert cluster.rejected == []
 
 
-async def test_an_unknown_outcome_that_was_a_bind_is_found() -> None:
-    """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen."""
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_an_unknown_outcome_that_was_a_bind_is_found(is_repeated: bool) -> None:
+    """The API server bound the pod and its answer was lost, with all that followed: it counts as bound once it is seen, by
+    the scheduler's next request or without one."""
     pod = raw_pod("a", (60, 8))
     async with leading(pod, gpus=1) as (cluster, replica):
         cluster.mute(True)  # the watch does not say what has become of it
         cluster.faults = ["silent-done", *["500"] * 20]
         assert "stay reserved" in await replica.bind(pod, "n1")
         cluster.faults = []
+        if is_repeated:
+            replica.binder.unscheduled = lambda _: None  # so the pod is read
+            assert await replica.bind(pod, "n1") == ""
+        else:
+            await replica.binder.reconcile()
+        assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
         await replica.binder.reconcile()
         assert replica.binder.open_binds == 0
-        assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
