@@ -109,8 +109,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         failures = 0
         while True:
             try:
-                async with bounded(10, "no answer within 10 s"):
-                    node = read_node_json(await api.get_node(self.node_name))
+                node = read_node_json(await api.get_node(self.node_name))
             except AgentError as e:
                 if self._unavailable_reason != str(e):
                     log.warning("kubelet_version_unknown", node=self.node_name, error=str(e))
