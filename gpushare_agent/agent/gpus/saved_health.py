@@ -2,8 +2,8 @@
 
     {"version": 1, "boot_id": "…", "cordons": {"GPU-…": "why"}, "waits": {"GPU-…": "what happened"}}
 
-A reboot resets the GPUs: the waits of another boot are dropped, the cordons stay. A file that is not this format is set aside
-as kit/state_file.py says. Every step is in a daemon thread and bounded in time. `HealthStateFile` owns the file;
+A reboot resets the GPUs: the waits of another boot are dropped, the cordons stay. A file that is not this format is set
+aside as kit/state_file.py says. Every step is in a daemon thread and bounded in time. `HealthStateFile` owns the file;
 `HealthStateWriter`, which writes as soon as something changes, owns what is in it and why the last write failed.
 """
 
