@@ -266,7 +266,7 @@ def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
 def lean_pod(read: PodJson, names: ResourceNames, model_label: str = "") -> Pod:
     """`model_label` is the node label by which pods name GPU models; without it none is read. Raises Corrupt as parse_pod
     does."""
-    pod = parse_pod(read, resources=names.names, is_whole=False)
+    pod = parse_pod(read, names.names, has_env_and_mounts=False)
     return Pod(
         uid=pod.uid,
         namespace=pod.namespace,

@@ -89,7 +89,7 @@ def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | 
     """A pod that asks for something of ours or has it (by NVIDIA's names); one that cannot be read has no share either,
     because its agent reads the same."""
     try:
-        pod = parse_pod(read_pod_json(raw), resources=names.names)
+        pod = parse_pod(read_pod_json(raw), names.names)
     except Corrupt:
         return None
     return pod if names.wants_any(pod) or pod.uid in reported else None

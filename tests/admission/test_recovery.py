@@ -104,7 +104,8 @@ def test_the_recorded_checkpoint_gives_every_container_of_the_recorded_pods() ->
     """A real kubelet's file and the API server's pods of that moment."""
     entries = read_checkpoint(DATA / "checkpoint-1.36.json")
     pods = [
-        parse_pod(read_pod_json(undecoded(raw))) for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]
+        parse_pod(read_pod_json(undecoded(raw)), NAMES.names)
+        for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]
     ]
     found = rebuild(Records(listed=[], checkpoint=entries, pods=pods), NAMES, inventory(), 0.0)
     got = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}

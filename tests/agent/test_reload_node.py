@@ -99,6 +99,21 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
         assert await _allocated_s(url, "after") < now
 
 
+async def test_the_first_round_of_usage_in_a_life_stands_for_the_reload_too() -> None:
+    """With nothing from before it would stand for one period, here an hour."""
+    async with open_test_node() as node:
+        chosen = NodeSettings(settings=load_settings(node.arguments("--sample-period-s=3600"), {}).settings)
+        previous, covered_s = None, []
+        for _ in range(2):
+            previous = build(chosen, previous=previous)
+            await previous.observability.usage.sample_once()
+            found = previous.observability.usage.current
+            assert found is not None
+            covered_s.append(found.covered_s)
+            await previous.gpus.driver.close()
+    assert covered_s[0] == 3600 > covered_s[1]
+
+
 async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
     """The new units come over the streams that are there; a resource that is new registers, one that is removed leaves."""
     with_gpu_mem, without = "gpushare: {enabled: true}\n", "resources: {memory_block_mib: 512}\n"

@@ -117,7 +117,7 @@ def recorded_inventory() -> GpuInventory:
 def recorded_pods() -> dict[str, Pod]:
     """The pods as the API server gave them; b1 to b3 came after that dump and are made from their note."""
     raw_pods = json.loads((DATA / "pods-1.36.json").read_text())["items"]
-    pods = {p.name: p for p in (parse_pod(read_pod_json(undecoded(raw))) for raw in raw_pods)}
+    pods = {p.name: p for p in (parse_pod(read_pod_json(undecoded(raw)), NAMES.names) for raw in raw_pods)}
     pods |= {name: pod(name, container(cores=10, blocks=4)) for name in ("b1", "b2", "b3")}
     return {
         name: replace(p, phase=PodPhase.PENDING, has_started=False, running=frozenset()) for name, p in pods.items()

@@ -394,7 +394,7 @@ def test_a_process_has_its_command_its_pid_in_the_container_and_its_use(width: i
 
 def curves(document: dict[str, Any], sm: list[float | None]) -> HistoryDocument:
     size = document["gpus"][0]["memory"]["capacity_bytes"]
-    of_gpu: GpuHistory = {"sm_ratio": sm, "memory_used_bytes": [size / 2] * len(sm)}
+    of_gpu: GpuHistory = {"sm_ratio": sm, "memory_used_bytes": [None if one is None else size / 2 for one in sm]}
     return {"step_seconds": 5.0, "gpus": {gpu["uuid"]: of_gpu for gpu in document["gpus"][:2]}}
 
 
@@ -411,11 +411,11 @@ def test_curves_stand_below_their_gpus_as_high_as_the_room_allows() -> None:
     below = rows(5, 100, busy)
     # Two GPUs, two lines each; the first GPU has no reason below it, the second one.
     assert [number for number, row in enumerate(below) if "█" * 19 in row or "15 min" in row] == [1, 2, 8, 9]
-    assert re.fullmatch(r" {4}15 min  SM  {19}█{19}  memory █{38}", below[2])
+    assert re.fullmatch(r" {4}15 min  SM  {19}█{19}  memory  {19}█{19}", below[2])
     assert below[1].strip() == "█" * 19
     assert len(rows(100, 100, busy)) == len(lines) + 2 * MOST_CURVE_LINES
     assert rows(1, 100, busy) == rows(-9, 100, busy) == rows(9, 100, curves(document, idle))
-    assert re.search(r"250/700 {4}15 min  SM {14}█{13}  memory ▄{26}$", rows(1, 200, busy)[0])
+    assert re.search(r"250/700 {4}15 min  SM {14}█{13}  memory {14}▄{13}$", rows(1, 200, busy)[0])
     unknown: HistoryDocument = {"step_seconds": 5.0, "gpus": {"GPU-unknown": {}, document["gpus"][0]["uuid"]: {}}}
     assert rows(9, 100, unknown) == rows(0, 100, unknown)
 

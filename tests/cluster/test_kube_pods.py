@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -17,11 +16,12 @@ from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.core.model.pods import ContainerKind, Pod, PodPhase, version_number
 from tests.cluster.support_kube import raw_pod
+from tests.support_core import NAMES
 from tests.support_json import any_json, undecoded
 
 
-def read(raw: Any, *, resources: Collection[str] | None = None) -> Pod:
-    return parse_pod(read_pod_json(undecoded(raw)), resources=resources)
+def read(raw: Any, *others: str) -> Pod:
+    return parse_pod(read_pod_json(undecoded(raw)), (*NAMES.names, *others))
 
 
 FULL: dict[str, Any] = raw_pod(
@@ -69,7 +69,7 @@ def test_every_part_that_the_agent_needs_is_read() -> None:
         ("main", ContainerKind.MAIN, 0),
     ]
     assert found.containers[0].requests == {VCORE_RESOURCE: 1000}
-    assert found.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
+    assert found.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4}
     assert found.containers[2].env == {"compat32": "true"}
     assert (found.phase, found.reason, found.message) == (PodPhase.RUNNING, "r", "m")
     assert found.controller_kind == "ReplicaSet"
@@ -105,9 +105,9 @@ def test_only_the_named_resources_are_read() -> None:
     """Garbage in another plugin's limit does not matter where only ours are asked for."""
     raw = copy.deepcopy(FULL)
     raw["spec"]["containers"][0]["resources"]["limits"]["example.com/foo"] = "garbage"
-    assert read(raw, resources=[VCORE_RESOURCE]).containers[2].requests == {VCORE_RESOURCE: 30}
+    assert read(raw).containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4}
     with pytest.raises(Corrupt, match=r"default/web-7d9f-abcde, container main, limit example.com/foo: 'garbage'"):
-        read(raw)
+        read(raw, "example.com/foo")
 
 
 @pytest.mark.parametrize(

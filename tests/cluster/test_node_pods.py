@@ -51,6 +51,7 @@ from tests.fakes.api_server import (
     streams,
     streams_bytes,
 )
+from tests.support_core import NAMES
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_json import undecoded
 
@@ -98,7 +99,7 @@ class Kubelet:
 async def fetching(*others: Behaviour, kubelet: Kubelet | None = None) -> AsyncIterator[tuple[FakeApiServer, NodePods]]:
     """The pods of the node at a server with these answers, without an informer."""
     async with fake_api(others=list(others)) as server, opened(server.url) as api:
-        node_pods = NodePods(store=PodStore(), node_name=NODE, kubelet=kubelet)
+        node_pods = NodePods(store=PodStore(), node_name=NODE, resources=NAMES.names, kubelet=kubelet)
         node_pods.attach(api)
         yield server, node_pods
 
@@ -108,7 +109,7 @@ async def informing(
     api: KubeApi, counted: Counted | None = None, backoff: Backoff = FAST, kubelet: Kubelet | None = None
 ) -> AsyncIterator[NodePods]:
     """The pods of the node with a running informer."""
-    node_pods = NodePods(store=PodStore(), node_name=NODE, kubelet=kubelet)
+    node_pods = NodePods(store=PodStore(), node_name=NODE, resources=NAMES.names, kubelet=kubelet)
     node_pods.attach(api)
     informer = Informer(
         kind="pods", watched=pods_of_node(NODE), handler=node_pods, metrics=counted or Counted(), backoff=backoff
@@ -271,7 +272,7 @@ async def test_garbage_versions_do_not_stop_the_informer(version: str) -> None:
 
 async def test_fetch_before_the_api_is_there_waits_and_gives_up() -> None:
     """Without a client the fetch waits for one within its bound; attached in time, it is used."""
-    node_pods = NodePods(store=PodStore(), node_name=NODE)
+    node_pods = NodePods(store=PodStore(), node_name=NODE, resources=NAMES.names)
     with pytest.raises(Unavailable, match=r"no connection to the API server within 0.02 s"):
         await node_pods.fetch("default", "a", timeout_s=0.02)
     async with (
@@ -363,7 +364,7 @@ async def test_of_a_changed_file_the_kubelets_pod_counts() -> None:
     """The API server still has the mirror pod of the former one."""
     kubelet = Kubelet(_raw_static(OTHER_HASH, cores="40"))
     async with fetching(answers(200, _raw_mirror()), kubelet=kubelet) as (server, node_pods):
-        node_pods.store.upsert(pod_of_node(undecoded(_raw_mirror())))
+        node_pods.store.upsert(pod_of_node(undecoded(_raw_mirror()), NAMES.names))
         found = await node_pods.fetch("default", STATIC, timeout_s=1)
     assert found is not None and found.uid == OTHER_HASH
     assert sorted(pod.uid for pod in node_pods.store.pods()) == [HASH, OTHER_HASH]
@@ -406,7 +407,7 @@ async def test_an_ordinary_pod_may_have_a_static_pods_name() -> None:
 async def test_static_pods_that_cannot_be_read_stay_and_are_logged_once() -> None:
     """Until the kubelet answers without them."""
     kubelet = Kubelet(_raw_static())
-    node_pods = NodePods(store=(store := PodStore()), node_name=NODE, kubelet=kubelet)
+    node_pods = NodePods(store=(store := PodStore()), node_name=NODE, resources=NAMES.names, kubelet=kubelet)
     await node_pods.refresh_static(timeout_s=1)
     with capture_logs() as logs:
         kubelet.answer = Unavailable("down")
@@ -421,5 +422,5 @@ async def test_static_pods_that_cannot_be_read_stay_and_are_logged_once() -> Non
 
 def test_only_the_kubelets_hash_makes_a_mirror_pod_another_pod() -> None:
     """A forged one that names a pod's UUID stays what it is."""
-    forged = pod_of_node(undecoded(_raw_mirror("12345678-1234-1234-1234-123456789abc")))
+    forged = pod_of_node(undecoded(_raw_mirror("12345678-1234-1234-1234-123456789abc")), NAMES.names)
     assert (forged.uid, forged.object_uid) == ("api-1", "api-1")

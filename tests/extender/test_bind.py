@@ -155,6 +155,21 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         assert cluster.rejected == []
 
 
+async def test_an_unknown_outcome_that_was_a_bind_is_found_by_the_next_request() -> None:
+    """The scheduler asks again before the extender has looked."""
+    pod = raw_pod("a", (60, 8))
+    async with leading(pod, gpus=1) as (cluster, replica):
+        cluster.mute(True)  # the watch does not say what has become of it
+        cluster.faults = ["silent-done", *["500"] * 20]
+        assert "stay reserved" in await replica.bind(pod, "n1")
+        cluster.faults = []
+        replica.binder.unscheduled = lambda _: None  # so the pod is read
+        assert await replica.bind(pod, "n1") == ""
+        assert [r.stage for r in replica.state.reservations()] == [Stage.BOUND]
+        await replica.binder.reconcile()
+        assert replica.binder.open_binds == 0
+
+
 @pytest.mark.parametrize(("is_bound", "patch"), [(True, GOOD), (True, "403"), (False, "403")])
 async def test_an_unknown_outcome_is_found_also_where_its_patch_is_refused(is_bound: bool, patch: str) -> None:
     """As an admission policy refuses it. A bind whose answer was lost, with all that followed, counts once it is seen; a pod
@@ -322,7 +337,7 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
         await writes.bind(Bind(reservation))
-        reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))))
+        reported = parse_pod(read_pod_json(undecoded(cluster.pod("default", "a"))), GPU_MEM_NAMES.names)
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
         policy = Policy(names=GPU_MEM_NAMES, node_name="n1")
         assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [

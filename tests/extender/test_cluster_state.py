@@ -411,6 +411,12 @@ def test_what_is_too_much_together_is_said_so() -> None:
     assert reported.startswith(
         "the pod's containers ask for 240 cores with 20 memory blocks (5 GiB) together, the node has 200 cores"
     )
+    whole = pod("whole", container("a", 200, 60), container("b", 10, 5, position=1), node_name="")
+    assert (
+        cluster.filter(whole, None)
+        .failed["a"]
+        .startswith("the pod's containers ask for 210 cores with 65 memory blocks (16.25 GiB) together")
+    )
 
 
 def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> None:

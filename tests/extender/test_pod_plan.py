@@ -54,8 +54,9 @@ def test_the_best_node_wins_over_three_criteria_of_the_scheduler() -> None:
 
 
 def test_pods_of_about_a_size_are_of_a_kind() -> None:
-    """Of several containers the one with the most GPUs counts."""
-    asked = signature_of(pod("p", container("a", 30, 10), container("b", 200, 0)), NAMES)
+    """Of several containers the one with the most GPUs counts. Whole GPUs have their memory, whatever they ask for
+    together."""
+    asked = signature_of(pod("p", container("a", 30, 10), container("b", 200, 150)), NAMES)
     kind = kind_of(asked, HostRequest(3900, 9000, ("T4",)), NAMES)
     assert kind == PodKind(cpu_milli=4096, memory_mib=10240, gpus=2, parts=100, models=("T4",))
     assert kind == kind_of(asked, HostRequest(3600, 8200, ("T4",)), NAMES)

@@ -31,7 +31,7 @@ def read_container(**raw: Any) -> ContainerSpec:
     """One with a share, as the API server has it."""
     own = raw | {"name": "cuda", "resources": {"limits": {"tencent.com/vcuda-core": "30"}}}
     document = {"metadata": {"uid": UID, "name": "web", "namespace": "default"}, "spec": {"containers": [own]}}
-    return parse_pod(read_pod_json(json.dumps(document).encode())).containers[0]
+    return parse_pod(read_pod_json(json.dumps(document).encode()), NAMES.names).containers[0]
 
 
 @pytest.mark.parametrize(

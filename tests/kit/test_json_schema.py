@@ -32,6 +32,7 @@ from gpushare_agent.extender.decisions.quota import QUOTA_KEY, parse_quota
 from gpushare_agent.extender.objects import read_quota
 from gpushare_agent.kubectl.agent_client import _json_object
 from tests.observability.support_web import no_past
+from tests.support_core import NAMES
 from tests.support_json import HOSTILE
 
 Read = Callable[[bytes, Path], object | Awaitable[object]]
@@ -62,7 +63,7 @@ READERS: dict[str, Read] = {
     "allocations": lambda content, _: parse_allocations(_text(content), range(4)),
     "quota": lambda content, _: parse_quota({QUOTA_KEY: _text(content)}),
     "quota's ConfigMap": lambda content, _: read_quota(Raw(content)),
-    "pod": lambda content, _: parse_pod(read_pod_json(Raw(content))),
+    "pod": lambda content, _: parse_pod(read_pod_json(Raw(content)), NAMES.names),
     "node": lambda content, _: read_node_json(Raw(content)),
     "object": lambda content, _: object_meta(Raw(content), "object"),
     "claim": lambda content, _: read_claim(Raw(content), pool="n1"),

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.core.model.errors import StartupError, Unavailable
-from tests.cluster.support_kube import running
-from tests.kubelet.support_plugin import DEADLINE_S
+from tests.cluster.support_kube import NotedBackoff, running
+from tests.support_deadline import DEADLINE_S, poll_until
 from tests.support_json import undecoded
 
 
@@ -31,8 +31,9 @@ class Nodes:
         return undecoded({"status": {"nodeInfo": {"kubeletVersion": version}}})
 
 
-def facts(path: Path) -> KubeletFacts:
-    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", retry_s=0)
+def facts(path: Path, asked: list[int] | None = None) -> KubeletFacts:
+    backoff = NotedBackoff(asked=[] if asked is None else asked)
+    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", backoff=backoff)
 
 
 @pytest.mark.parametrize("version", ["v1.30.0", "v1.36.2+k3s1", "v2.0.0", "odd", ""])
@@ -50,15 +51,20 @@ async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> 
 
 
 async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
-    """Admissions meanwhile wait within their bound, and their error names what they waited for. An error is logged once."""
-    found = facts(tmp_path)
+    """Admissions meanwhile wait within their bound, and their error names what they waited for. An error is logged once, and
+    the pauses grow with the failures in a row."""
+    found = facts(tmp_path, waits := [])
     with pytest.raises(Unavailable, match="version is not known yet"):
         await found.wait_known(timeout_s=0.01)
-    nodes = Nodes(Unavailable("connection refused"), Unavailable("connection refused"), "v1.34.1")
+    away = Unavailable("connection refused")
+    nodes = Nodes(away, away, "v1.34.1", away, "v1.35.0")
     with capture_logs() as logs:
         async with running(lambda: found.run(nodes)):
             await found.wait_known(timeout_s=DEADLINE_S)
-    assert nodes.asked == 3 and found.version == "v1.34.1"
+            assert found.version == "v1.34.1"
+            found.kubelet_restarted()
+            await poll_until(lambda: found.version == "v1.35.0", "the new version")
+    assert nodes.asked == 5 and waits == [1, 2, 1]
     assert [line["event"] for line in logs].count("kubelet_version_unknown") == 1
 
 

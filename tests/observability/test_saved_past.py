@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import random
 import tracemalloc
 import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,7 +270,8 @@ def _points(raw: bytes) -> Callable[[Path], None]:
         _changed(lambda document: document["gpus"][0].update(points="AAAA")),
         _changed(lambda document: document["gpus"][0].update(points="ä")),
         _changed(lambda document: document["changes"].append({"at": -1, "uuid": "", "what": "", "reason": ""})),
-        _points(b"\0" * (6 * DAY_POINTS - 1)),
+        _points(b"\0" * (8 * DAY_POINTS - 4)),
+        _points(array("f", [math.inf] * 2 * DAY_POINTS).tobytes()),
         _points(b"\0" * 100_000_000),
         lambda path: path.write_bytes(path.read_bytes().replace(b'"last": 5', b'"last": 4')),
         lambda path: path.write_bytes(path.read_bytes()[:-40]),

@@ -310,6 +310,23 @@ async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own
             await reported.get()
 
 
+async def test_a_slow_round_of_a_pause_counts_from_its_end() -> None:
+    """A reader that comes soon after it does not wait for another, and has its numbers."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
+    async with paused(sampling) as reported:
+        world.gate = asyncio.Event()
+        sampling.request_round()
+        await poll_until(lambda: world.open_samples == 1, "the requested round")
+        world.now += 0.02
+        world.gate.set()
+        await reported.get()
+        await poll_until(lambda: sampling.is_idle, "the pause after it")
+        world.now += 0.02
+        await sampling.refresh()
+        assert sampling.current is not None and world.samples == 2
+
+
 async def test_a_reader_does_not_wait_for_a_driver_that_hangs() -> None:
     """It gets no numbers, after a second."""
     world = World(gate=asyncio.Event())

@@ -126,7 +126,7 @@ class World:
         while True:
             for raw in api.pods():
                 if raw["spec"].get("nodeName"):
-                    self.driver.store.upsert(parse_pod(read_pod_json(undecoded(raw))))
+                    self.driver.store.upsert(parse_pod(read_pod_json(undecoded(raw)), NAMES.names))
             for change in api.store.changes_since(version):
                 version = change.version
                 if change.resource == "resourceslices":

@@ -222,7 +222,7 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
 
     store: PodStore
     node_name: str
-    resources: Collection[str] | None = None
+    resources: Collection[str]
     kubelet: StaticPods | None = None
     _unreadable: ReportOnce = field(default_factory=ReportOnce)
     _api: KubeApi | None = None
@@ -238,7 +238,7 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
         return pod_uid(raw)
 
     def put(self, raw: Raw) -> bool:
-        pod = pod_of_node(raw, resources=self.resources)
+        pod = pod_of_node(raw, self.resources)
         # The selector asks for this node's pods alone: whatever else a server sends is not stored.
         if pod.node_name != self.node_name:
             return False
@@ -315,7 +315,7 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
         found, problem = [], ""
         for raw in await kubelet.read(timeout_s=timeout_s):
             try:
-                found.append(static_pod(raw, resources=self.resources))
+                found.append(static_pod(raw, self.resources))
             except Corrupt as e:
                 problem = str(e)
         self.store.put_static(found)
@@ -334,7 +334,7 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
                 while self._api is None:
                     await self._is_attached.wait()
                 raw_pod = await self._api.get_pod(namespace, name, timeout_s=timeout_s)
-            pod = pod_of_node(raw_pod, resources=self.resources)
+            pod = pod_of_node(raw_pod, self.resources)
         except NotFound:
             for uid in former:  # known before the question: a pod that came after the answer is not among them
                 self.store.remove(uid)

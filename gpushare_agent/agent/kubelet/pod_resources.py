@@ -29,6 +29,7 @@ from grpclib import Status
 from msgspec import Struct, field
 
 from gpushare_agent.agent.kubelet.records import ListedContainer, ListedPod
+from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.protobuf import (
     MalformedMessageError,
@@ -54,8 +55,6 @@ T = TypeVar("T")
 
 OLDEST = (1, 30)
 """Before it, a List during GetPreferredAllocation can panic the kubelet."""
-RETRY_S = 0.5
-"""Between two reads of the Node while the version is not known: an admission waits for two seconds."""
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
 
 
@@ -70,7 +69,8 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     node_name: str
     kubelet_socket: Path
     has_pod_resources: bool = True
-    retry_s: float = RETRY_S
+    backoff: Backoff = Backoff(base_s=0.5, cap_s=5.0)
+    """As that of the list of pods, without which no admission goes on either."""
     version: str | None = None
     """As in the Node object, None while unknown."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,16 +106,18 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     async def run(self, api: KubeApi) -> NoReturn:
         """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
         kubelet that is too old."""
+        failures = 0
         while True:
             try:
-                async with bounded(10, "no answer within 10 s"):
-                    node = read_node_json(await api.get_node(self.node_name))
+                node = read_node_json(await api.get_node(self.node_name))
             except AgentError as e:
                 if self._unavailable_reason != str(e):
                     log.warning("kubelet_version_unknown", node=self.node_name, error=str(e))
                 self._unavailable_reason = str(e)
-                await asyncio.sleep(self.retry_s)
+                failures += 1
+                await asyncio.sleep(self.backoff.delay_s(failures))
                 continue
+            failures = 0
             self._read_version(node.status.info.kubelet_version)
             await self._is_outdated.wait()
             self._is_outdated.clear()

@@ -14,7 +14,7 @@ from typing import NoReturn
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.core.kit.supervision import ReportOnce, bounded
+from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.errors import AgentError, Unavailable
@@ -25,7 +25,6 @@ MANAGER_LABEL = "nvidia.com/mig.config"
 WITHOUT_MANAGER_LABEL = "nvidia.com/gpu.deploy.mig-manager"
 PERIOD_S = 30.0
 RETRY_S = 3.0
-TIMEOUT_S = 10.0
 
 
 class OwnNode(Struct, kw_only=True, eq=False):
@@ -45,8 +44,7 @@ class OwnNode(Struct, kw_only=True, eq=False):
         failure = ReportOnce()
         while True:
             try:
-                async with bounded(TIMEOUT_S, f"no answer within {TIMEOUT_S:g} s"):
-                    node = read_node_json(await api.get_node(self.name))
+                node = read_node_json(await api.get_node(self.name))
             except AgentError as e:
                 if failure.is_new(type(e).__name__):
                     log.warning("mig_node_not_read", node=self.name, error=str(e), then="it is read again")

@@ -3,12 +3,11 @@
 history.json in state_directory, by kit/state_file.py, which also says what becomes of one that is not this format:
 
     {"version": 1, "slot": 5893632, "gpus": [{"uid": "GPU-…", "last": 5893632, "points": "…"}],
-     "containers": [{"uid": "…", "container": "main", "namespace": "…", "pod": "…", "gpus": ["GPU-…"], …}],
+     "containers": [{"uid": "…", "container": "main", "owner": {"namespace": "…", "pod": "…", "gpus": ["GPU-…"]}, …}],
      "changes": [{"at": 1768089600.0, "uuid": "GPU-…", "what": "unhealthy", "reason": "…", "xid": 0, "count": 1}]}
 
-A slot is a step of five minutes since the epoch. `points` are base64 of zlib of 288 ratios in thousandths (unsigned, 16
-bits) and 288 sizes in MiB (32 bits), little-endian; the largest number is a gap. The file is written after each step, and at
-the end.
+A slot is a step of five minutes since the epoch. `points` are base64 of zlib of 288 ratios and 288 sizes in bytes, floats of
+32 bits as the machine has them; NaN is a gap. The file is written after each step, and at the end.
 
 State owned: the file, and `GpuChanges` with each GPU's changes.
 """
@@ -16,15 +15,14 @@ State owned: the file, and `GpuChanges` with each GPU's changes.
 from __future__ import annotations
 
 import asyncio
-import base64
-import struct
+import math
 import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import structlog
 from msgspec import Meta, Struct, field
@@ -41,14 +39,13 @@ from gpushare_agent.agent.observability.usage_history import (
     SavedDay,
     UsageHistory,
 )
-from gpushare_agent.core.kit.json_schema import UNREADABLE
 from gpushare_agent.core.kit.state_file import StateFile
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Corrupt, NodeEventReason, Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, describe_event
 from gpushare_agent.core.model.gpus import GpuInventory
-from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.core.model.names import GpuUuid, PodUid
 
 log = structlog.get_logger(__name__)
 
@@ -56,9 +53,7 @@ FILE = "history.json"
 MAX_BYTES = 10 << 20
 MAX_CHANGES = 32
 MAX_REASON_CHARS = 160
-_LAYOUT = struct.Struct(f"<{DAY_POINTS}H{DAY_POINTS}I")
-_NO_RATIO, _NO_SIZE = 0xFFFF, 0xFFFFFFFF
-_PER_RATIO = 1000
+_CURVE_BYTES = 2 * DAY_POINTS * array("f").itemsize
 
 _Name = Annotated[str, Meta(max_length=253)]
 _Slot = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -136,15 +131,13 @@ class GpuChanges(Struct, eq=False):
 
 
 class _Curve(Struct, kw_only=True, omit_defaults=True):
-    """`uid` is of a GPU or, with a `container`, of a pod; the others are the container's `Owner`."""
+    """`uid` is of a GPU or, with a `container`, of a pod."""
 
     last: _Slot
-    points: Annotated[str, Meta(max_length=8 * _LAYOUT.size)]
+    points: bytes
     uid: _Name
     container: _Name = ""
-    namespace: _Name = ""
-    pod: _Name = ""
-    gpus: Annotated[list[_Name], Meta(max_length=MAX_GPUS)] = field(default_factory=list)
+    owner: Owner | None = None
 
 
 class _Document(Struct, kw_only=True):
@@ -230,48 +223,30 @@ class SavedPast(Struct, kw_only=True, eq=False):
 
 
 def _document(day: SavedDay, changes: list[GpuChange]) -> _Document:
-    def owner(key: ContainerKey) -> dict[str, Any]:
-        known = day.owners.get(key)
-        return {} if known is None else {"namespace": known.namespace, "pod": known.pod, "gpus": known.gpus[:MAX_GPUS]}
-
-    def curve(saved: SavedCurve) -> dict[str, Any]:
+    def curve(uid: str, saved: SavedCurve, container: str = "", owner: Owner | None = None) -> _Curve:
         last, ratios, sizes = saved
-        packed = _LAYOUT.pack(
-            *(_whole(ratio * _PER_RATIO, _NO_RATIO) for ratio in ratios),
-            *(_whole(size / MIB, _NO_SIZE) for size in sizes),
-        )
-        return {"last": last, "points": base64.b64encode(zlib.compress(packed)).decode()}
+        points = zlib.compress(ratios.tobytes() + sizes.tobytes())
+        return _Curve(uid=uid, container=container, owner=owner, last=last, points=points)
 
     return _Document(
         version=1,
         slot=day.slot,
-        gpus=[_Curve(uid=uuid, **curve(saved)) for uuid, saved in day.gpus.items()],
+        gpus=[curve(uuid, saved) for uuid, saved in day.gpus.items()],
         containers=[
-            _Curve(uid=key.pod_uid, container=key.container, **owner(key), **curve(saved))
-            for key, saved in day.containers.items()
+            curve(key.pod_uid, saved, key.container, day.owners.get(key)) for key, saved in day.containers.items()
         ],
         changes=changes,
     )
 
 
-def _whole(value: float, gap: int) -> int:
-    return gap if value != value else max(0, min(gap - 1, round(value)))  # noqa: PLR0124 - NaN
-
-
 def _read(document: _Document) -> tuple[SavedDay, list[GpuChange]]:
     """Raises Corrupt."""
-    gpus, containers = (
-        document.gpus,
-        {ContainerKey(PodUid(one.uid), one.container): one for one in document.containers},
-    )
+    containers = {ContainerKey(PodUid(one.uid), one.container): one for one in document.containers}
     day = SavedDay(
         slot=document.slot,
-        gpus={GpuUuid(one.uid): _curve(one, document.slot) for one in gpus},
+        gpus={GpuUuid(one.uid): _curve(one, document.slot) for one in document.gpus},
         containers={key: _curve(one, document.slot) for key, one in containers.items()},
-        owners={
-            key: Owner(namespace=one.namespace, pod=one.pod, gpus=tuple(map(GpuUuid, one.gpus)))
-            for key, one in containers.items()
-        },
+        owners={key: one.owner for key, one in containers.items() if one.owner is not None},
     )
     return day, document.changes
 
@@ -279,10 +254,9 @@ def _read(document: _Document) -> tuple[SavedDay, list[GpuChange]]:
 def _curve(one: _Curve, newest: int) -> SavedCurve:
     try:
         # Bounded: a few bytes can be a gigabyte of zeros.
-        packed = zlib.decompressobj().decompress(base64.b64decode(one.points, validate=True), _LAYOUT.size + 1)
-        values = _LAYOUT.unpack(packed)
-    except (zlib.error, struct.error, *UNREADABLE) as e:
+        content = zlib.decompressobj().decompress(one.points, _CURVE_BYTES + 1)
+    except zlib.error as e:
         raise Corrupt(f"a curve of it is damaged: {e}") from e
-    ratios = [float("nan") if value == _NO_RATIO else value / _PER_RATIO for value in values[:DAY_POINTS]]
-    sizes = [float("nan") if value == _NO_SIZE else value * MIB for value in values[DAY_POINTS:]]
-    return min(one.last, newest), array("f", ratios), array("f", sizes)
+    if len(content) != _CURVE_BYTES or any(map(math.isinf, values := array("f", content))):
+        raise Corrupt("a curve of it is damaged")
+    return min(one.last, newest), values[:DAY_POINTS], values[DAY_POINTS:]

@@ -16,9 +16,9 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.names import GpuUuid
@@ -211,8 +211,8 @@ class SavedDay(Struct, frozen=True, kw_only=True):
 class Owner(Struct, frozen=True, kw_only=True):
     """The container of a curve. `gpus` are those of the last round."""
 
-    namespace: str
-    pod: str
+    namespace: Annotated[str, Meta(max_length=253)]
+    pod: Annotated[str, Meta(max_length=253)]
     gpus: tuple[GpuUuid, ...]
 
 

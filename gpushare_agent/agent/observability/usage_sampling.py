@@ -97,8 +97,12 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         """The last round, unless it is from before a pause. Reading it is also a request."""
         self._note_reader()
         # While rounds go on `_failed` withdraws an old one; in a pause nothing runs that could.
-        is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
-        return None if is_old else self._last
+        return None if self.is_idle and self._is_try_old else self._last
+
+    @property
+    def _is_try_old(self) -> bool:
+        """By its end: a reader gets the numbers of a slow round, or waits for another."""
+        return self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s
 
     def request_round(self) -> None:
         """A round begins within a period from now, also in a pause, which goes on after it."""
@@ -114,7 +118,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._note_reader()
         # By the last try, not the last success: while the driver is away each scrape would wait for a round that
         # fails.
-        if self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s:
+        if self._is_try_old:
             await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
 
     def subscribe(self, observer: Observer) -> None:

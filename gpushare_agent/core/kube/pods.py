@@ -261,9 +261,9 @@ def read_pod_json(raw: Raw | bytes, where: str = "pod") -> PodJson:
         raise Corrupt(f"{where} {_cut(f'{meta.namespace}/{meta.name}', 600)}: {e}") from e
 
 
-def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None, is_whole: bool = True) -> Pod:
-    """`resources` limits whose limits are read; None reads those of every extended resource. A pod that is not
-    `is_whole` lacks the environment and the mounts of its containers, which take half of the time.
+def parse_pod(pod: PodJson, resources: Collection[str], *, has_env_and_mounts: bool = True) -> Pod:
+    """Only the limits of these resources are read. Without `has_env_and_mounts` its containers lack both, which take half
+    of the time.
 
     Raises:
         Corrupt: name or UID is missing, or what the containers ask for is no number.
@@ -275,7 +275,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None, is_whol
     status = pod.status
     # Claims from a template have a name only once the controller has made them: the status tells.
     claims = _claims(pod.spec, status)
-    containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources, is_whole), status, claims))
+    containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources, has_env_and_mounts), status, claims))
     raw_annotations, statuses = meta.annotations, status.init_statuses + status.statuses
     is_mirror = MIRROR_ANNOTATION in raw_annotations
     running = [one for one in statuses if one.is_running and one.name]
@@ -310,18 +310,18 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None, is_whol
     )
 
 
-def pod_of_node(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
+def pod_of_node(raw: Raw, resources: Collection[str]) -> Pod:
     """The pod as the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
     read = read_pod_json(raw)
-    pod = parse_pod(read, resources=resources)
+    pod = parse_pod(read, resources)
     # The kubelet's records, and the runtime's, have the static pod's UID.
     uid = read.meta.annotations.get(MIRROR_ANNOTATION, "") if pod.is_static else ""
     return replace(pod, uid=PodUid(uid)) if _STATIC_UID.fullmatch(uid) else pod
 
 
-def static_pod(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
+def static_pod(raw: Raw, resources: Collection[str]) -> Pod:
     """A static pod from the kubelet's own list of pods. Raises Corrupt, also for a file that sets metadata.uid."""
-    pod = parse_pod(read_pod_json(raw), resources=resources)
+    pod = parse_pod(read_pod_json(raw), resources)
     if not _STATIC_UID.fullmatch(pod.uid):
         raise Corrupt(
             f"static pod {pod.namespace}/{pod.name}: its UID is not the kubelet's hash of its file; leave metadata.uid out"
@@ -330,13 +330,15 @@ def static_pod(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
     return replace(pod, is_static=True, resource_version="")
 
 
-def _containers(spec: PodSpec, what: str, resources: Collection[str] | None, is_whole: bool) -> Iterator[ContainerSpec]:
+def _containers(
+    spec: PodSpec, what: str, resources: Collection[str], has_env_and_mounts: bool
+) -> Iterator[ContainerSpec]:
     # The kubelet's order of admission: init containers and sidecars, then the main ones.
     for place, found in (("initContainers", spec.init_containers), ("containers", spec.containers)):
         for position, one in enumerate(found or ()):
             where = f"{what}, container {one.name}" if one.name else f"{what}, {place}[{position}]"
             limits = one.limits
-            asked = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
+            asked = sorted(name for name in limits if name in resources)
             requests = {name: whole_number(limits[name], f"{where}, limit {_cut(name, 300)}") for name in asked}
             # A container that asks for GPUs has to be found again by its name.
             if not one.name and requests:
@@ -350,10 +352,10 @@ def _containers(spec: PodSpec, what: str, resources: Collection[str] | None, is_
                     kind=ContainerKind.MAIN if place == "containers" else init,
                     position=position,
                     requests=requests,
-                    env=_literal_env(one) if is_whole else {},
+                    env=_literal_env(one) if has_env_and_mounts else {},
                     claims=tuple((claim.name, claim.request or "") for claim in claims),
                     # Only a container with a share has limits that a mount could lift.
-                    mounts=_limit_mounts(one) if requests and is_whole else (),
+                    mounts=_limit_mounts(one) if requests and has_env_and_mounts else (),
                 )
 
 
@@ -386,12 +388,6 @@ def _with_extended_claim(
     for container in containers:
         own = tuple(used.get(container.name, ()))
         yield replace(container, claims=container.claims + own) if own else container
-
-
-def _is_extended(name: str) -> bool:
-    """Qualified by a domain that is not Kubernetes' own: cpu, hugepages-2Mi and the like are not."""
-    # As Kubernetes decides what an extended resource is.
-    return "/" in name and "kubernetes.io/" not in name
 
 
 def _limit_mounts(container: ContainerJson) -> tuple[str, ...]:

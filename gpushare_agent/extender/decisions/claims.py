@@ -104,7 +104,7 @@ class Conversion(Struct, frozen=True, kw_only=True):
 def new_pod(read: PodJson, resources: Collection[str]) -> Pod:
     """Raises Corrupt."""
     # parse_pod needs what the API server sets only after admission; none of it is used here.
-    return parse_pod(replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x")), resources=resources)
+    return parse_pod(replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x")), resources)
 
 
 def resources_of(spec: PodSpec, container: ContainerSpec) -> tuple[str, ResourcesJson]:

@@ -125,8 +125,7 @@ def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> 
     # An init container that asks for more than all after it is found by the plan.
     lasting = [request for kind, request in requests if kind is not ContainerKind.INIT]
     cores = sum(request.cores for request in lasting)
-    # Whole GPUs have their memory whether or not they ask for it: their cores say enough.
-    blocks = sum(request.blocks for request in lasting if not request.whole_gpus)
+    blocks = sum(request.blocks for request in lasting)
     units = sum(request.units for request in lasting)
     left = [sum(gpu[n] for gpu in node.free) for n in range(3)]
     if cores <= left[0] and blocks <= left[1] and units <= left[2]:

@@ -184,9 +184,7 @@ def _exceeded(detail: str) -> Refused:
 
 
 def _number(count: int, parts: int) -> str:
-    """`3.75` for 375 parts of 100, `4` for 400."""
-    if parts == 1:
-        return str(count)
+    """`3.75` for 375 parts of 100, `4` for 400 and for 4 parts of 1."""
     text = f"{count // parts}.{count % parts:02}"
     return text.rstrip("0").rstrip(".")
 
