@@ -18,6 +18,8 @@ def main(module: str = "gpushare_agent.commands", function: str = "main") -> int
     from gpushare_agent.core.cli import interrupts
 
     interrupts.end_at_once()
+    if sys.argv[1:2] == ["run"] and module == "gpushare_agent.commands":
+        interrupts.hold_hangup()
     from importlib import import_module
 
     gc.disable()

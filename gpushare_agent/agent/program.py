@@ -80,6 +80,7 @@ class _Signals:
         loop = asyncio.get_running_loop()
         for number, end in ((signal.SIGTERM, _End.STOP), (signal.SIGINT, _End.STOP), (signal.SIGHUP, _End.RELOAD)):
             loop.add_signal_handler(number, self.received, end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # one that came since the process began comes now
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()

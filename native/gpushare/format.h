@@ -41,7 +41,8 @@ struct config_gpu {
 struct config {
     char magic[4];
     uint32_t layout, size, gpus;
-    uint8_t reserved[112];
+    char boot_id[36]; /* of the kernel, when the file was made: for the agent */
+    uint8_t reserved[76];
     char pod_uid[48];
     char container[64];
     uint16_t between_us[MOST_GPUS]; /* of each GPU, under its sequence: how long the companions compute between two turns */

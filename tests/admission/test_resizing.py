@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+from msgspec.structs import replace
+
+from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.model.allocations import ShareSize
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION
+from gpushare_agent.core.model.usage import ContainerUse, GpuSample, UsageRound
 from tests.fakes.resizing import ResizedNode
 from tests.support_core import allocation, container, ids, inventory, pod, used_cores
 from tests.support_steps import counted
@@ -44,3 +50,24 @@ async def test_shares_of_one_gpu_that_grow_in_one_round_get_what_is_left() -> No
     assert sizes.count(ShareSize(cores=11, memory=1)) == 5 and sizes.count(ShareSize(cores=1, memory=1)) == 45
     assert used_cores(world.cache) == dict.fromkeys((gpu.uuid for gpu in GPUS.gpus), 100)
     assert sum("keeps its share" in text for _, text in world.events) == 360
+
+
+async def test_only_what_was_sampled_later_shows_that_a_share_has_shrunk() -> None:
+    """Whatever the wall clock says: it was set back since the first sample, and before the second one."""
+    world = ResizedNode(GPUS)
+    world.isolation_of = lambda _: ISOLATIONS["gpushare"]  # type: ignore[method-assign]  # whose programs follow
+    owner = pod("p", container(cores=1, blocks=20), annotations={RESIZE_ANNOTATION: "main:memory=10"})
+    world.store.upsert(replace(owner, container_ids={"main": "ab" * 32}))
+    world.cache.put(given := allocation(owner, "main", ids(0, range(1)), ids(0, range(20))))
+    gpu, uses = given.gpus[0], ContainerUse(key=given.key, uuid=given.gpus[0], pids=(7,), memory_bytes=1)
+    for later_s, sampled_at, charged in ((-1.0, time.time() + 3600, 20), (60.0, 0.0, 10)):
+        world.resizing.usage_sampled(
+            UsageRound(
+                sampled_at=sampled_at,
+                sampled_boot_s=time.clock_gettime(time.CLOCK_BOOTTIME) + later_s,
+                gpus={gpu: GpuSample(uuid=gpu, processes=())},
+                containers={(given.key, gpu): uses},
+            )
+        )
+        await world.resizing.reconcile()
+        assert world.cache.resized[given.key].charged.memory == charged

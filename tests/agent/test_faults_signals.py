@@ -31,6 +31,28 @@ async def test_sigterm_ends_the_agent_well_and_removes_its_sockets() -> None:
         await node.wait_running("runs")
 
 
+HUNG_UP_EARLY = """
+import os, signal, sys
+
+class HangUp:
+    def find_spec(name, path, target=None):
+        if name == "gpushare_agent.agent.program":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+sys.meta_path.insert(0, HangUp)
+from gpushare_agent.__main__ import main
+sys.exit(main())
+"""
+
+
+async def test_a_sighup_while_the_agent_starts_reloads_it_and_does_not_end_it() -> None:
+    """From what writes the settings next to it; it comes while the agent's program is imported."""
+    async with open_test_node() as node, open_child(node, program=("-c", HUNG_UP_EARLY)) as child:
+        await poll_until(lambda: node.log_lines("restarting_with_new_settings"), "the reload")
+        await node.start_pods(pod("runs", container(cores=30, blocks=10)))
+        await _terminate(node, child)
+
+
 async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() -> None:
     """No server answers, and it still ends in time."""
     async with open_test_node() as node, open_child(node) as child:

@@ -380,6 +380,34 @@ async def test_output_that_several_tasks_cannot_write_is_no_bug(is_full: bool) -
     assert (code, err) == (1, expected)
 
 
+WITHOUT_THREADS = """
+import asyncio, sys, threading
+from gpushare_agent.core.cli.command_line import Command, CommandLine
+from gpushare_agent.core.model.errors import Unavailable
+
+async def run():
+    loop = asyncio.get_running_loop()
+    for size in (1 << 50, 0):  # no thread can have such a stack
+        threading.stack_size(size)
+        for look in (lambda: asyncio.to_thread(len, "abc"), lambda: loop.getaddrinfo("localhost", 6443)):
+            try:
+                print(len(str(await look())) > 0)
+            except Unavailable as error:
+                print(error)
+    return 0
+
+command = Command(name="c", summary="", description="", run=lambda call: run())
+sys.exit(CommandLine(program="p", purpose="", commands=[command], more="").main(["c"], {}))
+"""
+
+
+async def test_where_no_thread_can_be_started_a_call_is_unavailable_and_the_next_one_is_made() -> None:
+    """A node has its most processes: to look up the API server's name takes a thread."""
+    code, out, err = await output_of(sys.executable, "-c", WITHOUT_THREADS, env=clean_environment())
+    refused = "no thread could be started (can't start new thread)"
+    assert (code, out.decode().splitlines()) == (0, [refused, refused, "True", "True"]), err
+
+
 async def test_the_environment_of_the_process_is_read() -> None:
     """Variables reach the settings of the real program."""
     environ = clean_environment(GPUSHARE_WEB__PORT="81", GPUSHARE_SERVICE_HOST="10.0.0.1")

@@ -572,6 +572,26 @@ async def test_a_recorded_claim_has_the_numbers_that_its_gpu_has_now(tmp_path: P
         assert used_cores(driver.cache)[GpuUuid("GPU-0")] == 40
 
 
+async def test_after_a_boot_the_host_is_prepared_again_before_the_containers_start(driver: Driver) -> None:
+    """Files of the boot before would be read by its clock. The kubelet calls for containers that start; a call that is
+    repeated, and another start of the agent, find them running."""
+    [key] = [one.key for one in (await prepared(driver)).results]
+    for boot_id, prepares in (("the next boot", 1), ("the next boot", 0), ("another one", 1)):
+        driver.prepared_keys.clear()
+        await driver.restart()
+        driver.claims.boot_id = boot_id
+        assert driver.prepared_keys == []
+        driver.refusal = Refused(RefusalReason.NOT_READY, "the disk is full") if prepares else None
+        if prepares:
+            with pytest.raises(Unavailable, match="the disk is full"):
+                await driver.claims.prepare(ref_of())
+        driver.refusal = None
+        driver.prepared_keys.clear()
+        await prepared(driver), await prepared(driver)
+        assert driver.prepared_keys == [key] * prepares
+        assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
+
+
 async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> None:
     """Variables limit GPUs by their place among the container's."""
     driver = Driver(tmp_path, raw_claim(result("a", 0, memory="4Gi"), result("b", 1, memory="8Gi")))

@@ -74,7 +74,7 @@ def test_a_prepared_container_finds_its_limits_and_an_empty_region_that_any_user
         world.files.prepare(KEY)
     finally:
         os.umask(before)
-    assert world.config() == encode_config(UID, "cuda", [LIMITS])
+    assert world.config() == encode_config(UID, "cuda", [LIMITS], world.files.boot_id)
     modes = {path.name: path.stat().st_mode & 0o777 for path in world.path.iterdir()}
     assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
     assert not any(parent.stat().st_mode & stat.S_ISVTX for parent in world.usage().parents[:3])
@@ -134,7 +134,10 @@ def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(wor
     world.files.prepare(KEY)
     assert (launches(world.files), (world.path / CONFIG_NAME).stat().st_ino) == (7, first)
     assert struct.unpack_from("I", world.config(), 512 + 64) == (5000,)
-    os.utime(world.path / CONFIG_NAME, (1, 1))  # the node was restarted since
+    os.utime(world.path / CONFIG_NAME, (1, 1))  # the clock was set since
+    world.files.prepare(KEY)
+    assert launches(world.files) == 7
+    world.files.boot_id = "7e57ab1e-0000-4000-8000-000000000000"
     world.files.prepare(KEY)
     assert launches(world.files) == 0
     world.launch(7)

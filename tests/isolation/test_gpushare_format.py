@@ -37,7 +37,7 @@ def printed_offsets(directory: Path) -> dict[str, int]:
 def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     """Every offset that is written or read."""
     found = printed_offsets(tmp_path)
-    heads = {"layout": 4, "size": 8, "gpus": 12, "pod_uid": 128, "container": 176, "gpu": GPU}
+    heads = {"layout": 4, "size": 8, "gpus": 12, "boot_id": 16, "pod_uid": 128, "container": 176, "gpu": GPU}
     assert {name: found[f"config.{name}"] for name in heads} == heads
     limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
     assert limits == [offset for offset, _ in layout._LIMITS]

@@ -56,7 +56,8 @@ def usage(age_s: float = 0.0) -> UsageRound:
         ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1),
     ]
     return UsageRound(
-        sampled_at=time.time() - age_s,
+        sampled_at=0.0,  # of a clock that is set afterwards
+        sampled_boot_s=time.clock_gettime(time.CLOCK_BOOTTIME) - age_s,
         gpus={},
         containers={(one.key, one.uuid): one for one in uses},
         unattributed={UUID: (ProcessSample(pid=9),)},

@@ -117,6 +117,35 @@ class AtOnce:
         await send_answer(stream, await stream.recv_message())
 
 
+class Deaf(AtOnce):
+    """Its calls take no notice of their cancellation, as where a call that they make is cut off at the same time."""
+
+    def __init__(self) -> None:
+        self.happened = Recorder()
+
+    async def _echo(self, stream: Any) -> None:
+        self.happened.record("waiting")
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        try:
+            await send_answer(stream, b"")
+        finally:
+            self.happened.record("ended")
+
+
+async def test_a_call_that_is_cut_off_and_answers_all_the_same_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Each restart of the kubelet would be one in the log, with a traceback."""
+    deaf = Deaf()
+    async with serving(deaf) as path, raw_client(path) as client:
+        stream_id = client.begin(ECHO)
+        client.flush()
+        await deaf.happened.wait_for("waiting")
+        client.h2.reset_stream(stream_id)
+        client.flush()
+        await deaf.happened.wait_for("ended")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_an_answer_longer_than_a_frame_arrives_whole() -> None:
     """A frame has at most 16 KiB, so it is sent in parts; the connection goes on."""
     async with serving(AtOnce()) as path, Channel(path=str(path), codec=RawCodec()) as channel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ class Nodes:
         return undecoded({"status": {"nodeInfo": {"kubeletVersion": version}}})
 
 
-def facts(path: Path, asked: list[int] | None = None) -> KubeletFacts:
+def facts(path: Path, asked: list[int] | None = None, **clocks: Callable[[], float]) -> KubeletFacts:
     backoff = NotedBackoff(asked=[] if asked is None else asked)
-    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", backoff=backoff)
+    return KubeletFacts(node_name="n", kubelet_socket=path / "kubelet.sock", backoff=backoff, **clocks)
 
 
 @pytest.mark.parametrize("version", ["v1.30.0", "v1.36.2+k3s1", "v2.0.0", "odd", ""])
@@ -85,3 +86,21 @@ def test_the_kubelets_age_is_that_of_its_socket(tmp_path: Path) -> None:
     (tmp_path / "kubelet.sock").touch()
     age_s = found.age_s()
     assert age_s is not None and 0 <= age_s < 3600
+
+
+@pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_makes_the_kubelet_neither_younger_nor_older(tmp_path: Path, set_by_s: float) -> None:
+    """Nothing is released while it has just started: that must not take an hour, nor be over at once."""
+    (tmp_path / "kubelet.sock").touch()
+    made_at = (tmp_path / "kubelet.sock").stat().st_ctime
+    passed_s, offset_s = 0.0, 0.0
+    clocks = {"clock": lambda: passed_s, "wall_clock": lambda: made_at + passed_s + offset_s}
+    found, reloaded = facts(tmp_path, **clocks), facts(tmp_path, **clocks)
+    assert found.age_s() == pytest.approx(0.0, abs=1e-3)
+    passed_s, offset_s = 5.0, set_by_s
+    reloaded.take_over(found)
+    assert found.age_s() == reloaded.age_s() == pytest.approx(5.0, abs=1e-3)
+    late = facts(tmp_path, **clocks)  # a first look, after the clock was set
+    assert late.age_s() == pytest.approx(max(0.0, 5.0 + set_by_s), abs=1e-3)
+    passed_s = 12.0
+    assert late.age_s() == pytest.approx(7.0 + max(0.0, 5.0 + set_by_s), abs=1e-3)

@@ -10,7 +10,7 @@
 
 int main(void)
 {
-    CONFIG(layout), CONFIG(size), CONFIG(gpus), CONFIG(pod_uid), CONFIG(container), CONFIG(gpu);
+    CONFIG(layout), CONFIG(size), CONFIG(gpus), CONFIG(boot_id), CONFIG(pod_uid), CONFIG(container), CONFIG(gpu);
     CONFIG_GPU(sequence), CONFIG_GPU(flags), CONFIG_GPU(uuid), CONFIG_GPU(memory), CONFIG_GPU(cores), CONFIG_GPU(ceiling);
     CONFIG_GPU(observed_at), CONFIG_GPU(observed_bytes), CONFIG_GPU(busy_since), CONFIG_GPU(busy_until), CONFIG_GPU(busy_ns);
     CONFIG_GPU(others_ns), CONFIG_GPU(published_at), CONFIG_GPU(companions), CONFIG_GPU(full), CONFIG(between_us), CONFIG(context_kib);

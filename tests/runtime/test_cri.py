@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpushare_agent.core.wire.runtime import v1
 from tests.kit.support_grpc import served_at
 from tests.runtime.support_cri import open_runtime
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import output_of
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
 ID = "4b" * 32
@@ -315,3 +317,30 @@ async def test_calls_at_the_same_time_share_a_connection(short_dir: Path) -> Non
             calls = [tasks.create_task(client.running()) for _ in range(5)]
         assert [call.result() for call in calls] == [{}] * 5
     assert runtime.asked.count("Version") == 1
+
+
+WITHOUT_DESCRIPTORS = """
+import asyncio, os, resource, sys
+from pathlib import Path
+from gpushare_agent.agent.runtime.cri import RuntimeClient
+from gpushare_agent.core.model.errors import Unavailable
+
+async def main():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = RuntimeClient([Path(sys.argv[1])], timeout_s=5)
+    for soft in (len(os.listdir("/proc/self/fd")) - 1, limits[0]):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+        for call in (client.version, client.running, lambda: client.owner_of("4b" * 32)):
+            try:
+                await call()
+            except Unavailable as error:
+                print("cannot be loaded" in str(error))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_first_call_without_a_free_descriptor_is_unavailable_and_the_next_one_is_made(short_dir: Path) -> None:
+    """Its messages are imported then: after the start of an agent, at its first share."""
+    code, out, err = await output_of(sys.executable, "-c", WITHOUT_DESCRIPTORS, str(short_dir / "none"))
+    assert (code, out.decode().split()) == (0, ["True"] * 3 + ["False"] * 3), err

@@ -180,7 +180,7 @@ RESIZE_REFUSED = "ShareResizeRefused"
 
 
 class _Enforced(Struct, frozen=True, kw_only=True):
-    """What the isolation enforces in which container, and since when, in seconds since the epoch."""
+    """What the isolation enforces in which container, and since when, by CLOCK_BOOTTIME: the wall clock may be set."""
 
     target: ShareSize
     instance: str
@@ -429,7 +429,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 self._enforced.pop(key, None)
                 continue
             if not is_enforced:
-                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=time.time())
+                self._enforced[key] = _Enforced(target=share.target, instance=instance, since=_boot_s())
             # The await may have let an Allocate or a pod's end change it: then the next round decides.
             if self.node.cache.resized.get(key) is share:
                 is_less |= self._charge_less(share, isolation, instance)
@@ -452,13 +452,17 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             self.request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
         # An earlier sample says nothing: a process may have allocated up to the old limit since.
-        if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
+        if usage is None or known is None or usage.sampled_boot_s < known.since + SETTLED_S:
             return False
         gpu = usage.gpus.get(share.gpu)
         use = usage.containers.get((share.key, share.gpu))
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
         return use.memory_bytes <= (share.target.memory * self.node.names.unit_mib(share.kind)) << 20
+
+
+def _boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _grows(candidate: tuple[Allocation, DesiredSize]) -> tuple[bool, ContainerKey]:

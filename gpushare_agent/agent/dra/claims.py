@@ -2,10 +2,11 @@
 
 An error costs the pod 60 to 90 s, because the kubelet tries again only then: so the call waits for what will come soon,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
-repeated for it changes nothing. But after a boot, or when the driver was loaded again, the numbers of a recorded GPU may be
-another one's: specs are made again then, and a claim whose GPU is gone gets none. A claim of a place for a MIG instance gets
-another instance there. Ending works from the record alone: the claim may be gone from the API server. Each outcome is
-counted and recorded; the pod's Event is the kubelet's own.
+repeated for it changes nothing. But after a boot, or when the driver was loaded again, the numbers of a recorded GPU
+may be another one's: specs are made again then, and a claim whose GPU is gone gets none. A claim of a place for a MIG
+instance gets another instance there. After a boot the host is prepared again, by the call that the kubelet makes then.
+Ending works from the record alone: the claim may be gone from the API server. Each outcome is counted and recorded; the
+pod's Event is the kubelet's own.
 
 State owned: `_prepared` by UID and whether each has its spec, the last refusal of claims that the kubelet has not
 unprepared yet, and its part of the allocation cache.
@@ -40,6 +41,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances, not_yet
 from gpushare_agent.agent.node import Node
+from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -140,6 +142,7 @@ class Claims(Struct, kw_only=True, eq=False):
     prepare_wait_s: float = PREPARE_WAIT_S
     clock: Callable[[], float] = time.monotonic
     pods_timeout_s: float = 2.0
+    boot_id: str = field(default_factory=this_boot)
     _api: KubeApi | None = None
     _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
     _refusals: dict[str, Refused] = field(default_factory=dict)
@@ -256,7 +259,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
         """Writes what a prepared claim is now, under its lock. Raises Unavailable: a file cannot be written, or the host not
-        be prepared for another instance."""
+        be prepared for another instance or after a boot."""
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
             await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
@@ -264,7 +267,7 @@ class Claims(Struct, kw_only=True, eq=False):
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
             self._has_spec[uid] = False
             return
-        if made.places != claim.places:
+        if (made.places, made.boot_id) != (claim.places, claim.boot_id):
             # The host's files are made from the ledger. The record is last: cut off before, all is done again.
             self._charge(made)
             if (refused := await self._carry_out(made, lambda: self._charge(claim))) is not None:
@@ -273,7 +276,7 @@ class Claims(Struct, kw_only=True, eq=False):
             # Only what changed is recorded: the record may be a newer agent's, which has more in it.
             await self._save(made, self.files.write_spec if made is claim else self.files.save)
         self._prepared[uid], self._has_spec[uid] = made, True
-        if made is not claim:
+        if made.results != claim.results:
             why = "the driver numbers its GPUs otherwise now, or has made its instances again"
             log.warning("claim_made_again", claim=name, claim_uid=uid, why=why)
 
@@ -329,6 +332,9 @@ class Claims(Struct, kw_only=True, eq=False):
             return not_yet("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
             made = await self._made_again(known, ends_at - self.clock())
+            # Its containers are new, and what was made for those before the boot does not serve them.
+            if isinstance(made, PreparedClaim) and made.boot_id != self.boot_id:
+                made = replace(made, boot_id=self.boot_id)
             await self._enter(known, made)
             if made is known:  # its record too: the call before may have been cut off
                 await self._save(known, self.files.save)
@@ -472,6 +478,7 @@ class Claims(Struct, kw_only=True, eq=False):
                 return not_yet(f"isolation {isolation}: {why}")
         if why := shortage(made, self.node.cache.ledger(inventory), self.node.names):
             return not_yet(why)
+        made = replace(made, boot_id=self.boot_id)
         self._charge(made)
         return made
 

@@ -40,6 +40,7 @@ from gpushare_agent.core.kit.protobuf import (
     scan_single_pod,
     varint,
 )
+from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.core.kit.supervision import bounded, wait_for
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.device_ids import DeviceIds
@@ -71,25 +72,32 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     has_pod_resources: bool = True
     backoff: Backoff = Backoff(base_s=0.5, cap_s=5.0)
     """As that of the list of pods, without which no admission goes on either."""
+    wall_clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     version: str | None = None
     """As in the Node object, None while unknown."""
+    _socket: tuple[FileIdentity, float] | None = None
+    """As last seen, and when it was made, by the monotonic clock."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
     _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
     _unavailable_reason: str = "it has not been read yet"
 
     def take_over(self, previous: KubeletFacts) -> None:
         """What was read before a reload: admissions need not wait until it is read again."""
+        self._socket = previous._socket
         if previous.version is not None:
             self.version = previous.version
             self._is_known.set()
 
     def age_s(self) -> float | None:
         """Seconds since the kubelet created its socket, None where there is none."""
-        try:
-            # A file's times are of the wall clock, which may have been set back since: never negative.
-            return max(0.0, time.time() - self.kubelet_socket.stat().st_ctime)
-        except OSError:
+        identity = file_identity(self.kubelet_socket)
+        if identity is None:
             return None
+        if self._socket is None or self._socket[0] != identity:
+            # Once: a file's times are of the wall clock, which may be set, also back behind them.
+            self._socket = identity, self.clock() - max(0.0, self.wall_clock() - identity[2] / 1e9)
+        return self.clock() - self._socket[1]
 
     def kubelet_restarted(self) -> None:
         """It may have another version now: the Node is read again. The last version counts until then."""

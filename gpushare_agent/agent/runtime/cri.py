@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -71,6 +72,7 @@ class RuntimeClient:
 
     async def version(self) -> RuntimeVersion:
         """Raises Unavailable, Rejected (no CRI v1 there), Corrupt."""
+        _load_messages()
         from gpushare_agent.core.wire.runtime import v1
 
         endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
@@ -84,6 +86,7 @@ class RuntimeClient:
             Rejected: no CRI v1 there.
             Corrupt: the answer is no such message, too large, or names what cannot be an ID.
         """
+        _load_messages()
         from gpushare_agent.core.wire.runtime import v1
 
         state = v1.ContainerState.CONTAINER_RUNNING
@@ -102,6 +105,7 @@ class RuntimeClient:
 
     async def owner_of(self, container_id: str) -> ContainerKey:
         """The container of a pod that has this ID. Raises NotFound, and what `running` raises."""
+        _load_messages()
         from gpushare_agent.core.wire.runtime import v1
 
         request = v1.ContainerStatusRequest(container_id=container_id)
@@ -178,6 +182,14 @@ class RuntimeClient:
         if self._channel is channel:
             self._channel = None
         channel.close()
+
+
+def _load_messages() -> None:
+    """Imports them once. Raises Unavailable: their file cannot be opened now, as where the node has its most open files."""
+    try:
+        import_module("gpushare_agent.core.wire.runtime.v1")
+    except OSError as e:
+        raise Unavailable(f"the messages for the container runtime cannot be loaded: {e}; asked again later") from e
 
 
 def _renamed(error: RpcFailed, what: str) -> Exception:

@@ -5,6 +5,8 @@ joined when the loop closes. So each worker has a daemon thread of its own for o
 ended when there is none for `KEEP_S`: what is called each second does not start a thread each second. While a call is
 overdue, further ones are refused at once, so that neither threads nor waiting times pile up.
 
+For calls that do not hang, `asyncio.to_thread` and the loop's own look-ups of names, the loop gets a `ThreadPool`.
+
 State owned: the thread, and the call that is under way.
 """
 
@@ -15,15 +17,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from gpushare_agent.core.model.errors import Unavailable
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 KEEP_S = 6.5
 """Longer than the periods of the frequent callers: one to six seconds. To start a thread wakes the loop too."""
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """For `loop.set_default_executor`: where no thread can be started, as on a node that has its most processes, the caller
+    gets Unavailable and not a RuntimeError, which nobody expects of a request to a server."""
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(call, *args, **kwargs)
+        except RuntimeError as error:
+            raise Unavailable(f"no thread could be started ({error})") from error
 
 
 class DaemonThread:

@@ -422,8 +422,15 @@ def _guarded(path: str, method: IServerMethodFunc) -> IServerMethodFunc:
     async def call(stream: Stream[Any, Any]) -> None:
         try:
             await method(stream)
-        # A status is an answer already, and the others are the end of the connection: nobody is there to be answered.
-        except (GRPCError, StreamTerminatedError, ProtocolError, H2ProtocolError):
+        except GRPCError:  # an answer already
+            raise
+        # The end of the connection: nobody is there to be answered.
+        except (StreamTerminatedError, ProtocolError, H2ProtocolError):
+            # The call was cancelled, and a call of its own took that for itself: a kubelet that ends cuts off both at once.
+            # Else grpclib logs an error with a traceback.
+            wrapper = stream._stream.wrapper
+            if wrapper is not None and wrapper.cancelled:
+                raise asyncio.CancelledError from None
             raise
         except MalformedMessageError as e:
             raise GRPCError(Status.INVALID_ARGUMENT, str(e)) from e

@@ -115,13 +115,15 @@ class PreparedResult(DevicePart, frozen=True, kw_only=True):
 
 class PreparedClaim(Struct, frozen=True, kw_only=True):
     """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
-    first that it is reserved for, `users` are the UIDs of all that it was reserved for then."""
+    first that it is reserved for, `users` are the UIDs of all that it was reserved for then, `boot_id` is the boot in which
+    the host was prepared for it."""
 
     ref: ClaimRef
     shown_as: str
     pod: str
     results: tuple[PreparedResult, ...]
     users: tuple[PodUid, ...] = ()
+    boot_id: str = ""
 
     @property
     def places(self) -> dict[str, GpuUuid]:

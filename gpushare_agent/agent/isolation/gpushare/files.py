@@ -48,6 +48,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     GpuLimits,
     Observed,
     Slot,
+    boot_of,
     encode_config,
     encode_usage,
     gpu_uuids,
@@ -58,6 +59,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
+from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
@@ -91,6 +93,7 @@ class GpushareFiles:
         self._containers_text = str(containers)
         self._limits = limits
         self._is_claims = is_claims
+        self.boot_id = this_boot()
         self._writing = threading.Lock()
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self._usages: dict[ContainerKey, int] = {}
@@ -127,7 +130,9 @@ class GpushareFiles:
                     self.replaced.add(key)
                 self.unused.discard(key)
                 with made_directory(pod, key.container) as directory:
-                    replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, limits))
+                    replace_file(
+                        directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, limits, self.boot_id)
+                    )
                     with self._writing:
                         # The map is of the replaced file, which nobody reads any more.
                         self._mapped.pop(key, None)
@@ -154,10 +159,10 @@ class GpushareFiles:
         return limits
 
     def _is_from_before_boot(self, key: ContainerKey) -> bool:
-        """Times in the files are of the monotonic clock: after a reboot the library would wait for them to come."""
-        booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        """Times in the files are of the monotonic clock: after a reboot the library would wait for them to come. Not by the
+        file's own time: the clock may be set after the boot, while containers run with the file."""
         with self._opened(key) as file:
-            return os.fstat(file).st_mtime < booted_at
+            return boot_of(_read(file, CONFIG_BYTES)) != self.boot_id
 
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""

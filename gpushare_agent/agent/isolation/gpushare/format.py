@@ -25,7 +25,7 @@ MOST_GPUS, MOST_SLOTS = 16, 256
 CORES_OF_GPU = 10_000
 """Hundredths of a percent."""
 
-_HEAD = struct.Struct("@4s3I112x48s64s")
+_HEAD = struct.Struct("@4s3I36s76x48s64s")
 _USAGE_HEAD = struct.Struct("@4s3I")
 _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, UUID_BYTES = 8, 48
@@ -96,12 +96,13 @@ class Paid(Struct, frozen=True, kw_only=True):
     changed_at_ns: int = 0
 
 
-def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> bytes:
-    """A whole file, before anything was observed. Raises ValueError."""
+def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits], boot_id: str = "") -> bytes:
+    """A whole file, before anything was observed; of `boot_id` the library reads nothing. Raises ValueError."""
     if not is_pod_uid(pod_uid) or not is_container_name(container) or len(gpus) > MOST_GPUS:
         raise ValueError(f"{pod_uid[:64]!r}, {container[:64]!r}, {len(gpus)} GPUs: gpushare.config cannot hold that")
     content = bytearray(CONFIG_BYTES)
-    _HEAD.pack_into(content, 0, b"GPSH", LAYOUT, CONFIG_BYTES, len(gpus), pod_uid.encode(), container.encode())
+    names = (boot_id.encode(), pod_uid.encode(), container.encode())
+    _HEAD.pack_into(content, 0, b"GPSH", LAYOUT, CONFIG_BYTES, len(gpus), *names)
     for index, limits in enumerate(gpus):
         uuid = limits.uuid.encode()
         if len(uuid) >= UUID_BYTES:
@@ -117,6 +118,11 @@ def encode_usage() -> bytes:
     content = bytearray(USAGE_BYTES)
     _USAGE_HEAD.pack_into(content, 0, b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS)
     return bytes(content)
+
+
+def boot_of(config: bytes) -> str:
+    """The boot in which a whole file was made; empty where it does not say."""
+    return bytes(_HEAD.unpack_from(config)[4]).rstrip(b"\0").decode("ascii", "replace")
 
 
 def gpu_uuids(config: bytes | memoryview) -> list[str]:

@@ -237,8 +237,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             return
         uses = [replace(one, key=self.share_of(one.key)) for one in usage.containers.values()]
         self._owners = owners_of(uses, usage.unattributed)
-        age_ns = max(0, int((time.time() - usage.sampled_at) * 1e9))  # what was allocated since is not in it
-        at_ns = time.monotonic_ns() - age_ns
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - usage.sampled_boot_s  # what was allocated since is not in it
+        at_ns = time.monotonic_ns() - int(age_s * 1e9)
         for (key, uuid), size in memory_of(uses).items():
             if (one := self._containers.get(key)) is not None and uuid in one.gpus:
                 seen = one.seen.get(uuid, Observed())
