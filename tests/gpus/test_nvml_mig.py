@@ -234,7 +234,9 @@ async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library_directo
     """As before there were instances, and the reason names the setting."""
     inventory = await read_once(library_directory, A100 + ONE_G)
     assert labels(inventory) == {"GPU-aaaa": " Unhealthy", "GPU-bbbb": " Healthy"}
-    assert "nvidia.mig_strategy" in inventory["gpus"][0]["unhealthy_reason"]
+    divided = inventory["gpus"][0]
+    assert divided["unhealthy_reason"].startswith("MIG mode is enabled") and divided["memory_mib"] == 40536
+    assert "nvidia.mig_strategy" in divided["unhealthy_reason"]
 
 
 async def test_a_gpu_that_knows_no_mig(library_directory: Path) -> None:

@@ -127,13 +127,6 @@ async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says
     assert await driver.read() == before
 
 
-async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
-    """As NVML is after a driver crash."""
-    faults.write_text('{"all_lost": "driver unloaded"}')
-    with pytest.raises(Unavailable, match="driver unloaded"):
-        await simulated(faults=faults).read()
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -231,12 +224,12 @@ async def test_a_reset_gpu_is_lost_for_one_poll(faults: Path) -> None:
     assert polls[1] == before
 
 
-async def test_a_lost_driver_reports_no_events_and_no_usage(faults: Path) -> None:
-    """Each call gives the reason; what happened meanwhile is reported afterwards."""
+async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
+    """As NVML is after a driver crash: each call gives the reason; what happened meanwhile is reported afterwards."""
     driver = simulated(faults=faults)
     await driver.read()
     write(faults, xids=[XID_79], all_lost="driver unloaded")
-    for call in (driver.events, driver.sample):
+    for call in (driver.read, driver.events, driver.sample):
         with pytest.raises(Unavailable, match="driver unloaded"):
             await call()
     write(faults, xids=[XID_79])
