@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -48,24 +49,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+T = TypeVar("T")
+
+
+def _built(build: Callable[[Path], T], directory: Path) -> T:
     if reason := why_not():
         pytest.skip(reason)
     try:
-        return build_all(tmp_path_factory.mktemp("isolation"))
+        return build(directory)
     except CannotBuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return _built(build_all, tmp_path_factory.mktemp("isolation"))
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
-    if reason := why_not():
-        pytest.skip(reason)
-    try:
-        return build_libraries(tmp_path_factory.mktemp("libraries"))
-    except CannotBuildError as error:
-        pytest.skip(str(error))
+    return _built(build_libraries, tmp_path_factory.mktemp("libraries"))
 
 
 @pytest.fixture(scope="session")
