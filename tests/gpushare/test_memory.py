@@ -133,15 +133,20 @@ def test_a_pool_of_managed_memory_counts_wherever_it_begins(share: Container, pl
     assert ended.blocks() == [8, 8], ended.error
 
 
-def test_without_numa_mode_no_node_of_the_host_counts(machine_with: MachineWith) -> None:
-    share = machine_with(numa_node=0).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:vmm:{BLOCK_MIB}:20").blocks() == [OF_HOST]
-
-
-def test_a_pool_counts_where_the_driver_does_not_say_whose_memory_it_has(machine_with: MachineWith) -> None:
-    """As drivers before CUDA 13."""
-    share = machine_with(cuda_version=12080).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:pool:{BLOCK_MIB}:20").blocks() == [OF_GPU]
+@pytest.mark.parametrize(
+    ("driver", "kind", "blocks"),
+    [
+        pytest.param({"numa_node": 0}, "vmm", OF_HOST, id="no NUMA mode"),
+        pytest.param(
+            {"cuda_version": 12080}, "pool", OF_GPU, id="before CUDA 13: it does not say whose a pool's memory is"
+        ),
+    ],
+)
+def test_a_node_of_the_host_counts_where_it_may_be_the_gpus(
+    machine_with: MachineWith, driver: dict[str, int], kind: str, blocks: int
+) -> None:
+    share = machine_with(**driver).container(memory_mib=SHARE_MIB)
+    assert share.run(NODE_1, f"alloc:{kind}:{BLOCK_MIB}:20").blocks() == [blocks]
 
 
 def test_a_gpu_with_the_hosts_memory_has_its_share_shown_and_kept(machine_with: MachineWith) -> None:
