@@ -39,8 +39,6 @@ from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
 
-MIB = 1024 * 1024
-
 
 class HookedFiles(VDeviceFiles):
     """Calls `before_removal` or `before_binding` in the thread that is about to do that to a socket; `step_held` keeps the
@@ -101,11 +99,8 @@ class World:
         self.allocations: dict[ContainerKey, Allocation] = {share.key: share}
         self.known: dict[ContainerKey, str] | None = {KEY: ID}
         self.claims: dict[ContainerKey, dict[ContainerKey, str]] = {}
-        self.problems: list[str] = []
-        self.codes: list[str] = []
-        self.driver = "535.104.05"
-        self.is_synced = True
         self.module: KernelModule | None = None
+        self.is_synced = True
         self.cgroup_root, self.proc = directory / "cgroup", directory / "proc"
         me = self.proc / str(os.getpid())  # the test itself registers: it is the container's process
         me.mkdir(parents=True)
@@ -148,9 +143,6 @@ class World:
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         return next((key for key, known in (await self.running()).items() if known == container_id), None)
 
-    def vdevice_registered(self, code: str) -> None:
-        self.codes.append(code)
-
     def manager(self, intervals: Intervals | None = None, clock: Callable[[], float] | None = None) -> VirtualManager:
         self.processes = self._new_processes()
         return VirtualManager(
@@ -159,12 +151,12 @@ class World:
             pods=self,
             configs=VDeviceConfigs(
                 inventory=inventory,
-                driver_version=lambda: self.driver,
+                driver_version=lambda: "535.104.05",
                 names=NAMES,
-                on_problem=lambda _, text: self.problems.append(text),
+                on_problem=lambda *_: None,
             ),
             processes=self.processes,
-            registered=self.vdevice_registered,
+            registered=lambda _: None,
             clock=clock or (lambda: self.now),
             intervals=intervals,
         )
