@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from tests.native.build import CannotBuildError
 from tests.real_isolation.checks import CHECKS
-from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, build_libraries
+from tests.real_isolation.libraries import LIBRARIES, Libraries
 from tests.real_isolation.library_table import ROWS
 from tests.real_isolation.measure import MEASURED
 from tests.real_isolation.support_isolation import Built, IsolationNode, build_all, open_node, why_not
@@ -49,26 +48,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-T = TypeVar("T")
-
-
-def _built(build: Callable[[Path], T], directory: Path) -> T:
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     if reason := why_not():
         pytest.skip(reason)
     try:
-        return build(directory)
+        return build_all(tmp_path_factory.mktemp("isolation"))
     except CannotBuildError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return _built(build_all, tmp_path_factory.mktemp("isolation"))
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
-    return _built(build_libraries, tmp_path_factory.mktemp("libraries"))
+def libraries(built: Built) -> Libraries:
+    return Libraries(built)
 
 
 @pytest.fixture(scope="session")
