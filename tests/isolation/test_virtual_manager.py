@@ -16,6 +16,7 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
+from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
@@ -438,27 +439,25 @@ class Reported:
         return self.owners[container_id]
 
 
-class Store:
-    def __init__(self, *pods: Pod) -> None:
-        self._pods = pods
+@pytest.fixture
+def store() -> PodStore:
+    """With a pod whose status has the ID of its container."""
+    made = PodStore()
+    made.upsert(pod("share", uid=POD, container_ids={"cuda": ID}))
+    return made
 
-    def pods(self) -> tuple[Pod, ...]:
-        return self._pods
 
-
-async def test_the_runtime_is_believed_before_the_statuses() -> None:
+async def test_the_runtime_is_believed_before_the_statuses(store: PodStore) -> None:
     """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
-    runtime = Reported({OTHER_ID: KEY, ID: KEY})
-    found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    found = ContainerIds(Reported({OTHER_ID: KEY, ID: KEY}), store)
     assert await found.running() == {KEY: OTHER_ID}
     assert await found.owner_of(ID) == KEY
     assert await found.owner_of("00" * 32) is None
 
 
-async def test_without_a_runtime_the_pods_statuses_have_the_ids() -> None:
+async def test_without_a_runtime_the_pods_statuses_have_the_ids(store: PodStore) -> None:
     """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
-    away = Reported(error=Unavailable("no socket there"))
-    found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    found = ContainerIds(Reported(error=Unavailable("no socket there")), store)
     assert await found.running() == {KEY: ID}
     assert await found.owner_of(ID) == KEY
     with pytest.raises(Unavailable, match="not known yet"):
