@@ -17,7 +17,7 @@ import pytest
 
 from gpushare_agent.core.formats.mig_profiles import mig_profiles
 from gpushare_agent.core.model.mig import MigProfile
-from tests.gpus.support_mig import Hardware, profile_lines
+from tests.gpus.support_mig import Hardware, machine_of
 from tests.gpus.support_nvml import Probe, fake_library, running_probe
 from tests.gpus.test_nvml_mig import MINORS, PROFILES, labels
 
@@ -26,15 +26,6 @@ H100 = {one.name: one for one in mig_profiles(PRODUCT, MIB)}
 RIGHTS = "rights config monitor\n"
 CREATE_GI, CREATE_CI = "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"
 DESTROY_CI, DESTROY_GI = "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"
-
-
-def machine_of(*cards: tuple[str, int], named: bool = True) -> str:
-    """GPUs in MIG mode, GPU-0 and so on."""
-    lines = [f"count {len(cards)}\n"]
-    for index, (name, mib) in enumerate(cards):
-        lines += [f"GPU {index} GPU-{index} {index} 00000000:{index + 1:02X}:00.0 {mib} 1 {name}\n"]
-        lines += [profile_lines(index, name, mib, named=named)]
-    return "".join(lines)
 
 
 TWO = machine_of((PRODUCT, MIB), (PRODUCT, MIB))
