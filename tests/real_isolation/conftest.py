@@ -22,6 +22,11 @@ CELLS = pytest.StashKey[dict[tuple[str, str], str]]()
 """Of the table of libraries, by row and library."""
 
 
+def case(*values: object, name: str, is_smoke: bool) -> object:
+    """A parameter set of a cell."""
+    return pytest.param(*values, id=name, marks=[pytest.mark.isolation] + [pytest.mark.smoke] * is_smoke)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("isolation")
     group.addoption(
