@@ -6,9 +6,11 @@ import json
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind, HealthPolicy
 from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.names import GpuUuid
@@ -67,6 +69,12 @@ def unhealthy(found: GpuInventory, index: int, reason: str = "fell off the bus")
     gpus = list(found.gpus)
     gpus[index] = replace(gpus[index], health=Health.UNHEALTHY, unhealthy_reason=reason)
     return replace(found, gpus=tuple(gpus))
+
+
+def simulated(**settings: Any) -> SimulatedDriver:
+    """As SimulatedDriver takes them; by default two GPUs of 24 GiB."""
+    given = {"gpus": 2, "gpu_memory_mib": (24576,), "topology_text": None, "gpu_name": "", "seed": "n1"}
+    return SimulatedDriver(**given | settings)
 
 
 def write_rehearsal(path: Path, **faults: object) -> None:

@@ -26,6 +26,15 @@ def profile_lines(index: int, product: str, memory_mib: int, *, named: bool = Tr
     return "".join(lines)
 
 
+def machine_of(*cards: tuple[str, int], named: bool = True) -> str:
+    """GPUs in MIG mode, GPU-0 and so on."""
+    lines = [f"count {len(cards)}\n"]
+    for index, (name, mib) in enumerate(cards):
+        lines += [f"GPU {index} GPU-{index} {index} 00000000:{index + 1:02X}:00.0 {mib} 1 {name}\n"]
+        lines += [profile_lines(index, name, mib, named=named)]
+    return "".join(lines)
+
+
 class Hardware:
     """The instances that outlive processes, as nvidia-smi or a reboot changes them. See the head of native/fake_nvml.c."""
 

@@ -29,13 +29,9 @@ def reasons(state: GpuInventoryState) -> list[str]:
 def test_a_cordon_is_reported_once_and_lifted_once() -> None:
     """The same again changes nothing; another reason does."""
     state, reported = _state()
-    assert [state.cordon(SECOND, "fan"), state.cordon(SECOND, "fan"), state.cordon(SECOND, "smoke")] == [
-        True,
-        False,
-        True,
-    ]
+    assert [state.cordon(SECOND, reason) for reason in ("fan", "fan", "smoke")] == [True, False, True]
     assert reasons(state) == ["", "cordoned: smoke"] and state.cordoned == {SECOND: "smoke"}
-    assert [state.uncordon(SECOND), state.uncordon(SECOND), state.uncordon(FIRST)] == [True, False, False]
+    assert [state.uncordon(uuid) for uuid in (SECOND, SECOND, FIRST)] == [True, False, False]
     assert reasons(state) == ["", ""] and len(reported) == 3
 
 

@@ -24,7 +24,7 @@ async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_d
     assert [gpu["memory_mib"] for gpu in gpus] == [24576, 24576, 16384, 16384]
     assert gpus[2]["bus_id"] == "00000000:AF:00.0"
     assert {gpu["health"] for gpu in gpus} == {"Healthy"}
-    assert inventory["driver_version"] == "580.1.2"
+    assert (inventory["driver_version"], inventory["cuda_version"]) == ("580.1.2", "13.1")
 
 
 async def test_the_tree_follows_the_common_ancestors(library_directory: Path) -> None:
@@ -70,63 +70,47 @@ async def test_links_that_come_up_otherwise_change_the_topology(library_director
     assert (before["links"][0][1], after["links"][0][1]) == ("NVLINK1", "PIX")
 
 
-async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
-    """A number is the node; -1 and an absent file mean that the host reports none. They are read once."""
+async def test_numa_nodes_and_pcie_roots_come_from_the_kernel(library_directory: Path) -> None:
+    """The entry of a device is a link to its place below its root. A number is its NUMA node; -1 and an absent file mean
+    that the host reports none. They are read once."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:
-        for bus_id, text in (("0000:3b:00.0", "0\n"), ("0000:3c:00.0", "-1\n"), ("0000:af:00.0", "1\n")):
-            (probe.directory / "pci" / bus_id).mkdir(parents=True)
-            (probe.directory / "pci" / bus_id / "numa_node").write_text(text)
+        (probe.directory / "pci").mkdir()
+        for bus_id, place, node in (
+            ("0000:3b:00.0", "pci0000:3a/0000:3a:00.0/0000:3b:00.0", "0\n"),
+            ("0000:3c:00.0", "0000:3c:00.0", "-1\n"),
+            ("0000:af:00.0", "pci0000:ae/x", "1\n"),
+        ):
+            (target := probe.directory / "devices" / place).mkdir(parents=True)
+            (target / "numa_node").write_text(node)
+            (probe.directory / "pci" / bus_id).symlink_to(target)
         inventory = await probe.read()
         (probe.directory / "pci" / "0000:3b:00.0" / "numa_node").unlink()
         assert await probe.read() == inventory
-    assert [gpu["numa_node"] for gpu in inventory["gpus"]] == [0, None, 1, None]
+    found = [(gpu["numa_node"], gpu["pcie_root"]) for gpu in inventory["gpus"]]
+    assert found == [(0, "pci0000:3a"), (None, ""), (1, "pci0000:ae"), (None, "")]
 
 
-async def test_pcie_roots_come_from_the_kernel(library_directory: Path) -> None:
-    """The entry of a device is a link to its place below its root; the fake driver supports CUDA 13.1."""
-    async with running_probe(library_directory, TWO_PAIRS) as probe:
-        (probe.directory / "pci").mkdir()
-        for bus_id, place in (
-            ("0000:3b:00.0", "pci0000:3a/0000:3a:00.0/0000:3b:00.0"),
-            ("0000:af:00.0", "pci0000:ae/x"),
-        ):
-            (target := probe.directory / "devices" / place).mkdir(parents=True)
-            (probe.directory / "pci" / bus_id).symlink_to(target)
-        inventory = await probe.read()
-    assert [gpu["pcie_root"] for gpu in inventory["gpus"]] == ["pci0000:3a", "", "pci0000:ae", ""]
-    assert inventory["cuda_version"] == "13.1"
-
-
-async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -> None:
-    """A GPU lost between two polls stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
-    before, after, back = await reads(library_directory, TWO_PAIRS, TWO_PAIRS + "error 1 15\n", TWO_PAIRS)
-    assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Healthy", "Healthy"]
-    assert after["gpus"][1]["unhealthy_reason"] == "NVML: GPU is lost"
-    assert after["gpus"][1]["minor"] == 0
-    assert after["tree"] == before["tree"]
+async def test_lost_gpus_leave_the_others_working(library_directory: Path) -> None:
+    """GPUs lost between two polls stay in the list, Unhealthy with NVML's reason, their places in the tree unchanged; also
+    one of which there is not even a handle."""
+    lost = TWO_PAIRS + "error 1 15\nhandle_error 2 15\n"
+    before, after, back = await reads(library_directory, TWO_PAIRS, lost, TWO_PAIRS)
+    reasons = ["", "NVML: GPU is lost", "NVML: GPU is lost", ""]
+    assert [gpu["unhealthy_reason"] for gpu in after["gpus"]] == reasons
+    assert [gpu["health"] for gpu in after["gpus"]] == ["Healthy", "Unhealthy", "Unhealthy", "Healthy"]
+    assert (after["gpus"][1]["minor"], after["tree"], after["unreadable"]) == (0, before["tree"], [])
     assert back == before
 
 
-async def test_a_gpu_lost_from_the_start_is_unhealthy_under_its_uuid(library_directory: Path) -> None:
-    """With a UUID but nothing else it is listed with unknown minor and no memory."""
-    inventory = await read_once(library_directory, TWO_PAIRS + "error 1 15\n")
-    lost = inventory["gpus"][1]
-    assert (lost["uuid"], lost["health"], lost["minor"], lost["memory_mib"]) == ("GPU-bbbb", "Unhealthy", -1, 0)
-
-
-async def test_a_gpu_without_a_name_is_reported_as_unreadable(library_directory: Path) -> None:
-    """No handle and never seen: only its index and the reason are known, and the others keep their indexes."""
-    inventory = await read_once(library_directory, TWO_PAIRS + "handle_error 1 15\n")
+async def test_gpus_lost_from_the_start_are_known_by_what_they_answer(library_directory: Path) -> None:
+    """With a UUID but nothing else one is listed, with unknown minor and no memory. Of one without a handle only its index
+    and the reason are known, and the others keep their indexes."""
+    inventory = await read_once(library_directory, TWO_PAIRS + "handle_error 1 15\nerror 2 15\n")
     assert inventory["unreadable"] == [[1, "NVML: GPU is lost"]]
     assert [gpu["index"] for gpu in inventory["gpus"]] == [0, 2, 3]
+    lost = inventory["gpus"][1]
+    assert (lost["uuid"], lost["health"], lost["minor"], lost["memory_mib"]) == ("GPU-cccc", "Unhealthy", -1, 0)
     assert inventory["links"][0][1] == "SYS"
-
-
-async def test_a_gpu_whose_handle_fails_later_is_still_known(library_directory: Path) -> None:
-    """Its UUID is remembered from the earlier poll, so it is Unhealthy and not unreadable."""
-    _, inventory = await reads(library_directory, TWO_PAIRS, TWO_PAIRS + "handle_error 2 15\n")
-    assert inventory["unreadable"] == []
-    assert inventory["gpus"][2]["unhealthy_reason"] == "NVML: GPU is lost"
 
 
 async def test_gpus_keep_their_index_when_the_driver_numbers_them_anew(library_directory: Path) -> None:
@@ -201,16 +185,6 @@ async def test_an_absent_library_is_unavailable_with_a_checklist() -> None:
     assert "NVML Shared Library Not Found" in answer["unavailable"]
     for hint in ("nvidia-smi", "libnvidia-ml.so.1", "/dev/nvidiactl", "runtime class", "nodeSelector", "taint"):
         assert hint in answer["unavailable"]
-
-
-async def test_a_gpu_in_mig_mode_is_unhealthy_and_says_why(library_directory: Path) -> None:
-    """A GPU divided by MIG is listed but never given; the reason reports what to do."""
-    script = TWO_PAIRS.replace("24576 0 Tesla", "24576 1 Tesla", 1)
-    inventory = await read_once(library_directory, script)
-    assert inventory["gpus"][0]["health"] == "Unhealthy"
-    assert inventory["gpus"][0]["unhealthy_reason"].startswith("MIG mode is enabled")
-    assert inventory["gpus"][0]["memory_mib"] == 24576
-    assert inventory["gpus"][1]["health"] == "Healthy"
 
 
 async def test_a_hung_driver_costs_one_thread_and_is_unavailable(library_directory: Path) -> None:

@@ -261,13 +261,6 @@ async def test_a_gpu_that_is_lost_or_has_no_list_is_left_out(library_directory: 
         assert not (await probe.busy("GPU-aaaa"))["GPU-aaaa"]["is_continued"]
 
 
-async def test_no_permission_is_no_error(library_directory: Path) -> None:
-    denied = "call_error nvmlDeviceGetProcessUtilization 0 4\n"
-    async with running_probe(library_directory, ONE_GPU + BUSY + denied) as probe:
-        read = (await probe.busy("GPU-aaaa"))["GPU-aaaa"]
-    assert read["busy_until_ns"] == 0 and [one["pid"] for one in read["processes"]] == [100, 200]
-
-
 def test_instances_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """On demand a node has another one every minute."""
 

@@ -17,7 +17,7 @@ import pytest
 
 from gpushare_agent.core.formats.mig_profiles import mig_profiles
 from gpushare_agent.core.model.mig import MigProfile
-from tests.gpus.support_mig import Hardware, profile_lines
+from tests.gpus.support_mig import Hardware, machine_of
 from tests.gpus.support_nvml import Probe, fake_library, running_probe
 from tests.gpus.test_nvml_mig import MINORS, PROFILES, labels
 
@@ -26,15 +26,6 @@ H100 = {one.name: one for one in mig_profiles(PRODUCT, MIB)}
 RIGHTS = "rights config monitor\n"
 CREATE_GI, CREATE_CI = "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"
 DESTROY_CI, DESTROY_GI = "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"
-
-
-def machine_of(*cards: tuple[str, int], named: bool = True) -> str:
-    """GPUs in MIG mode, GPU-0 and so on."""
-    lines = [f"count {len(cards)}\n"]
-    for index, (name, mib) in enumerate(cards):
-        lines += [f"GPU {index} GPU-{index} {index} 00000000:{index + 1:02X}:00.0 {mib} 1 {name}\n"]
-        lines += [profile_lines(index, name, mib, named=named)]
-    return "".join(lines)
 
 
 TWO = machine_of((PRODUCT, MIB), (PRODUCT, MIB))
@@ -68,55 +59,18 @@ async def layout_of(probe: Probe, gpu: int = 0) -> Any:
     return layout
 
 
-def overlaps(one: MigProfile, start: int, other: MigProfile, other_start: int) -> bool:
-    return start < other_start + other.size and other_start < start + one.size
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["named", "computed"])
 @pytest.mark.parametrize("name", PROFILES)
-async def test_each_product_has_its_profiles(library_directory: Path, machine: Path, name: str, named: bool) -> None:
-    """With the places and counts of the driver's IDs; the driver's names are those that are computed without them."""
+async def test_each_product_has_its_profiles(library_directory: Path, machine: Path, name: str) -> None:
+    """With the places and counts of the driver's IDs, and the names that are computed where the driver has none."""
     mib, _, slices = PROFILES[name]
     wanted = {one.id: msgspec.to_builtins(one) for one in mig_profiles(name, mib)}
-    async with running(library_directory, machine_of((name, mib), named=named) + RIGHTS, machine) as probe:
+    async with running(library_directory, machine_of((name, mib), named=False) + RIGHTS, machine) as probe:
         inventory = await probe.read()
     assert inventory["gpus"] == [] and inventory["divided"] == ["GPU-0"]
     [layout] = inventory["layouts"]
     assert {one["id"]: {**one, "starts": tuple(one["starts"])} for one in layout["profiles"]} == wanted
     assert (layout["instances"], layout["problem"]) == ([], "")
     assert layout["slices"] == (12 if "RTX" in name else slices)
-
-
-@pytest.mark.parametrize(
-    "name", ["NVIDIA A30", "NVIDIA A100-SXM4-40GB", "NVIDIA RTX PRO 6000 Blackwell Server Edition"]
-)
-async def test_each_place_refuses_what_overlaps_it(library_directory: Path, machine: Path, name: str) -> None:
-    """Every pair of places: the second is refused where they share a slice, a count or an engine, and made where not."""
-    mib = PROFILES.get(name, (97887,))[0]
-    profiles = mig_profiles(name, mib)
-    places = [(one, start) for one in profiles for start in one.starts]
-    most = max(profiles, key=lambda one: one.size).attributes
-    async with running(library_directory, machine_of((name, mib)) + RIGHTS, machine) as probe:
-        for one, start in places:
-            made = await create(probe, one, start)
-            assert (made["profile"], made["start"], made["size"]) == (one.id, start, one.size)
-            for other, other_start in places:
-                a, b = one.attributes, other.attributes
-                engines = ("decoders", "encoders", "jpeg_engines", "ofa_engines")
-                is_free = (
-                    not overlaps(one, start, other, other_start)
-                    and (one.id != other.id or one.most > 1)
-                    and all(getattr(a, kind) + getattr(b, kind) <= getattr(most, kind) for kind in engines)
-                )
-                second = await create(probe, other, other_start)
-                # The same place again is the same instance.
-                if (one, start) == (other, other_start):
-                    assert second == made
-                else:
-                    assert ("conflict" in second) != is_free, (one.name, start, other.name, other_start, second)
-                    assert not is_free or await destroy(probe, second) is None
-            assert await destroy(probe, made) is None
-    assert Hardware(machine).instances == []
 
 
 async def test_an_instance_is_made_listed_used_again_and_removed(library_directory: Path, machine: Path) -> None:
@@ -309,22 +263,24 @@ async def test_a_driver_without_the_newer_calls(machine: Path) -> None:
     assert {one["name"] for one in inventory["layouts"][0]["profiles"]} == set(H100)
 
 
-@pytest.mark.parametrize("name", ["MIG 1g.99gb", "1g.99gb"])
-async def test_the_drivers_name_counts(library_directory: Path, machine: Path, name: str) -> None:
-    """In the layout and of the instance."""
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("MIG 1g.99gb", "1g.99gb"),
+        ("1g.99gb", "1g.99gb"),
+        *((name, "1g.10gb") for name in ("1g.10gb/../x", "MIG 1g.10gb", "\udcf8", "MIG 1g.10gb+" + "m" * 60, "-")),
+    ],
+)
+async def test_the_drivers_name_counts_where_it_is_one(
+    library_directory: Path, machine: Path, name: str, profile: str
+) -> None:
+    """In the layout and of the instance. It becomes a part of resource names: what can be none is computed."""
     script = TWO.replace("MIG 1g.10gb\n", f"{name}\n")
     async with running(library_directory, script + RIGHTS, machine) as probe:
         made = await create(probe, H100["1g.10gb"], 6)
         inventory = await probe.read()
-    assert labels(inventory) == {made["compute"][0]["uuid"]: "1g.99gb Healthy"}
-    assert {one["name"] for one in inventory["layouts"][0]["profiles"]} == {*H100} - {"1g.10gb"} | {"1g.99gb"}
-
-
-@pytest.mark.parametrize("name", ["1g.10gb/../x", "MIG 1g.10gb", "\udcf8", "MIG 1g.10gb+" + "m" * 60, "-"])
-async def test_a_name_that_is_none_is_computed(library_directory: Path, machine: Path, name: str) -> None:
-    """It becomes a part of resource names."""
-    async with running(library_directory, TWO.replace("MIG 1g.10gb\n", f"{name}\n") + RIGHTS, machine) as probe:
-        assert {one["name"] for one in (await layout_of(probe))["profiles"]} == set(H100)
+    assert labels(inventory) == {made["compute"][0]["uuid"]: f"{profile} Healthy"}
+    assert {one["name"] for one in inventory["layouts"][0]["profiles"]} == {*H100} - {"1g.10gb"} | {profile}
 
 
 async def test_a_slow_gpu_delays_no_other(library_directory: Path, machine: Path) -> None:

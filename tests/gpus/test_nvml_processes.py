@@ -54,14 +54,6 @@ async def test_memory_that_the_driver_does_not_report_is_none(library_directory:
     assert listed(sample["gpus"][0]) == [(100, "compute", None), (200, "compute", 70), (300, "compute", None)]
 
 
-async def test_a_list_that_grows_while_it_is_read_is_read_again(library_directory: Path) -> None:
-    """The list was longer than its buffer twice: the third reading has it all and nothing is counted."""
-    script = ONE_GPU + TRAINING + "grows compute 0 2\n"
-    [sample] = await samples(library_directory, script)
-    assert [process["pid"] for process in sample["gpus"][0]["processes"]] == [100]
-    assert sample["errors"] == {}
-
-
 async def test_a_list_that_never_stops_growing_is_given_up(library_directory: Path) -> None:
     """After three readings the processes of this round are unknown, counted once; the GPU's values are there."""
     script = ONE_GPU + TRAINING + "value power 0 90000\ngrows compute 0 1000\n"
@@ -165,20 +157,21 @@ async def test_samples_are_seen_after_the_clock_was_set_back(library_directory: 
 
 
 async def test_samples_that_cannot_be_read_leave_the_processes_listed(library_directory: Path, now_us: int) -> None:
-    """Their use is unknown then, whether the GPU does not support it (no error) or fails."""
+    """Their use is unknown then, whether the GPU does not support it, there is no permission (no errors), or it fails."""
     function = "nvmlDeviceGetProcessUtilization"
     taken = ONE_GPU + TRAINING + f"sample 0 100 {now_us} 50 5 0 0\n"
-    failing = [taken + f"call_error {function} 0 {code}\n" for code in (3, 10)]
+    failing = [taken + f"call_error {function} 0 {code}\n" for code in (3, 4, 10)]
     _, *answers = await samples(library_directory, ONE_GPU + TRAINING, *failing)
     for answer in answers:
         assert use(answer["gpus"][0], 100) == UNKNOWN
-    assert [answer["errors"] for answer in answers] == [{}, {"timeout": 1}]
+    assert [answer["errors"] for answer in answers] == [{}, {}, {"timeout": 1}]
 
 
-async def test_growing_samples_are_read_again(library_directory: Path, now_us: int) -> None:
-    """The samples came between the question for their number and that for them: they are asked for again."""
-    grows = f"sample 0 100 {now_us} 50 5 0 0\ngrows samples 0 1\n"
+async def test_lists_that_grow_while_they_are_read_are_read_again(library_directory: Path, now_us: int) -> None:
+    """The list of processes was longer than its buffer twice, that of samples longer than was said: nothing is counted."""
+    grows = f"sample 0 100 {now_us} 50 5 0 0\ngrows compute 0 2\ngrows samples 0 1\n"
     _, sample = await samples(library_directory, ONE_GPU + TRAINING, ONE_GPU + TRAINING + grows)
+    assert [process["pid"] for process in sample["gpus"][0]["processes"]] == [100]
     assert use(sample["gpus"][0], 100) == (0.5, 0.05, 0.0, 0.0)
     assert sample["errors"] == {}
 

@@ -114,25 +114,16 @@ async def test_what_a_gpu_does_not_support_is_called_once(library_directory: Pat
     ]
 
 
-async def test_a_reopened_nvml_is_read_completely_again(library_directory: Path) -> None:
-    """After a close, what was not supported before may be now."""
+@pytest.mark.parametrize("again", ["close", "sample_600"])
+async def test_what_a_gpu_does_not_support_is_called_again(library_directory: Path, again: str) -> None:
+    """In another opening, and after 600 rounds: MIG mode and permissions change while NVML stays open."""
     async with running_probe(library_directory, ONE_GPU) as probe:
         before = await probe.sample_gpu()
         probe.becomes(ONE_GPU + BUSY)
         still = await probe.sample_gpu()
-        await probe.ask("close")
+        await probe.ask(again)
         after = await probe.sample_gpu()
-    assert before["sm_ratio"] is None and still["sm_ratio"] is None
-    assert after["sm_ratio"] == 0.87
-
-
-async def test_what_a_gpu_does_not_support_is_called_again_after_600_rounds(library_directory: Path) -> None:
-    """MIG mode and permissions change while NVML stays open."""
-    async with running_probe(library_directory, ONE_GPU) as probe:
-        await probe.sample()
-        probe.becomes(ONE_GPU + BUSY)
-        answer = await probe.ask("sample_600")
-    assert answer["gpus"][0]["sm_ratio"] == 0.87
+    assert [one["sm_ratio"] for one in (before, still, after)] == [None, None, 0.87]
 
 
 async def test_pcie_is_measured_on_one_gpu_a_round_and_kept(library_directory: Path) -> None:

@@ -27,6 +27,11 @@ class Reported:
         self.notes: list[tuple[str, str, str]] = []
         self.changes: list[tuple[str, bool]] = []
 
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """Reason and GPU of each."""
+        return [(reason, uuid) for reason, uuid, _ in self.notes]
+
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
         self.notes.append((reason.value, uuid, message))
 
@@ -57,16 +62,11 @@ def test_a_failure_and_a_recovery_are_reported_once_each_with_the_gpu_and_the_re
     with capture_logs() as logs:
         for found in (unhealthy(inventory(), 1), unhealthy(inventory(), 1, "still away"), inventory()):
             state.read(found)
-    assert [(reason, uuid) for reason, uuid, _ in reported.notes] == [
-        ("GPUUnhealthy", "GPU-1"),
-        ("GPURecovered", "GPU-1"),
-    ]
+    assert reported.events == [("GPUUnhealthy", "GPU-1"), ("GPURecovered", "GPU-1")]
     assert reported.notes[0][2].startswith("GPU 1 (GPU-1): fell off the bus; ")
     assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
-    assert [(line["event"], line["log_level"]) for line in logs] == [
-        ("gpu_unhealthy", "error"),
-        ("gpu_recovered", "info"),
-    ]
+    said = [(line["event"], line["log_level"]) for line in logs]
+    assert said == [("gpu_unhealthy", "error"), ("gpu_recovered", "info")]
 
 
 def test_a_gpu_of_instances_on_demand_is_reported_before_it_has_any() -> None:
@@ -82,10 +82,7 @@ def test_a_gpu_of_instances_on_demand_is_reported_before_it_has_any() -> None:
     assert not reported.notes
     state.read(found(unhealthy(inventory(), 1).gpus[1]))
     state.cordon(SECOND, "fan")
-    assert [(reason, uuid) for reason, uuid, _ in reported.notes] == [
-        ("GPUUnhealthy", "GPU-1"),
-        ("GPUCordoned", "GPU-1"),
-    ]
+    assert reported.events == [("GPUUnhealthy", "GPU-1"), ("GPUCordoned", "GPU-1")]
 
 
 def test_an_event_of_an_instance_has_its_profile() -> None:
@@ -145,7 +142,7 @@ def test_a_divided_gpu_is_reported_while_it_has_no_instances() -> None:
     for shown in (found, unhealthy(found, 1), found):
         state.read(replace(shown, gpus=shown.gpus[:1], mig_partitioned=shown.gpus[1:]))
     assert reported.changes == [("GPU-1", False), ("GPU-1", True)]
-    assert [note[0] for note in reported.notes] == ["GPUUnhealthy", "GPURecovered"]
+    assert reported.events == [("GPUUnhealthy", "GPU-1"), ("GPURecovered", "GPU-1")]
 
 
 def test_what_happens_to_a_gpu_is_recorded_cause_first() -> None:

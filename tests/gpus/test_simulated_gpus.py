@@ -18,27 +18,7 @@ from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
 from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.usage import ProcessKind
 from tests.gpus.support_gpus import shape, topology_text
-
-
-def simulated(
-    *,
-    gpus: int = 2,
-    memory: tuple[int, ...] = (24576,),
-    topology: str | None = None,
-    seed: str = "n1",
-    faults: Path | None = None,
-    usage: Path | None = None,
-    name: str = "",
-) -> SimulatedDriver:
-    return SimulatedDriver(
-        gpus=gpus,
-        gpu_memory_mib=memory,
-        topology_text=topology,
-        gpu_name=name,
-        seed=seed,
-        faults_file=faults,
-        usage_file=usage,
-    )
+from tests.gpus.support_health import simulated
 
 
 async def inventory_of(driver: SimulatedDriver) -> GpuInventory:
@@ -70,31 +50,31 @@ async def test_the_default_machine_has_pairs_and_numa_nodes_of_four() -> None:
 
 async def test_a_topology_text_decides_the_number_of_gpus_and_their_numa_nodes() -> None:
     """The --gpus setting is not asked then."""
-    inventory = await inventory_of(simulated(gpus=2, topology=topology_text("t4-x4-two-sockets")))
+    inventory = await inventory_of(simulated(gpus=2, topology_text=topology_text("t4-x4-two-sockets")))
     assert [gpu.numa_node for gpu in inventory.gpus] == [0, 0, 1, 1]
 
 
 async def test_a_short_memory_list_repeats_its_last_value() -> None:
     """GPUs may differ."""
-    inventory = await inventory_of(simulated(gpus=4, memory=(81920, 24576)))
+    inventory = await inventory_of(simulated(gpus=4, gpu_memory_mib=(81920, 24576)))
     assert [gpu.memory_mib for gpu in inventory.gpus] == [81920, 24576, 24576, 24576]
 
 
 async def test_gpus_are_named_by_their_memory_unless_a_name_is_given() -> None:
     """As products are: a GPU of 80 GiB is not called like one of 24."""
     sizes = (81920, 24576, 11264, 512)
-    names = [gpu.name for gpu in (await inventory_of(simulated(gpus=4, memory=sizes))).gpus]
+    names = [gpu.name for gpu in (await inventory_of(simulated(gpus=4, gpu_memory_mib=sizes))).gpus]
     assert names == [f"NVIDIA Simulated {size}" for size in ("80GB", "24GB", "11GB", "512MB")]
-    named = await inventory_of(simulated(memory=(81920,), name="NVIDIA H100"))
+    named = await inventory_of(simulated(gpu_memory_mib=(81920,), gpu_name="NVIDIA H100"))
     assert {gpu.name for gpu in named.gpus} == {"NVIDIA H100"}
 
 
 async def test_nvlinks_are_those_of_the_matrix() -> None:
     """A V100 of the cube mesh has six links; eight links of an NVSwitch machine end at the switch."""
-    mesh = await inventory_of(simulated(topology=topology_text("v100-x8-cube-mesh")))
+    mesh = await inventory_of(simulated(topology_text=topology_text("v100-x8-cube-mesh")))
     assert {len(gpu.nvlinks) for gpu in mesh.gpus} == {6}
     assert [link.remote_bus_id for link in mesh.gpus[0].nvlinks].count(mesh.gpus[3].bus_id) == 2
-    switched = await inventory_of(simulated(topology=topology_text("h100-x8-nvswitch")))
+    switched = await inventory_of(simulated(topology_text=topology_text("h100-x8-nvswitch")))
     assert {len(gpu.nvlinks) for gpu in switched.gpus} == {18}
     assert len({link.remote_bus_id for gpu in switched.gpus for link in gpu.nvlinks}) == 1
 
@@ -102,10 +82,10 @@ async def test_nvlinks_are_those_of_the_matrix() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"gpus": 2, "memory": (1, 2, 3)}, StartupError, "3 GPU memory sizes were given for 2 GPUs"),
+        ({"gpus": 2, "gpu_memory_mib": (1, 2, 3)}, StartupError, "3 GPU memory sizes were given for 2 GPUs"),
         *(({"gpus": number}, StartupError, "choose 1 to 64") for number in (0, -1, 65)),
-        *(({"memory": sizes}, StartupError, "sizes above 0 MiB") for sizes in ((), (0,), (24576, -1))),
-        ({"topology": "nonsense"}, Corrupt, "no line names a GPU"),
+        *(({"gpu_memory_mib": sizes}, StartupError, "sizes above 0 MiB") for sizes in ((), (0,), (24576, -1))),
+        ({"topology_text": "nonsense"}, Corrupt, "no line names a GPU"),
     ],
 )
 def test_gpus_that_cannot_be_simulated_are_refused(options: Any, error: type[Exception], text: str) -> None:
@@ -116,7 +96,7 @@ def test_gpus_that_cannot_be_simulated_are_refused(options: Any, error: type[Exc
 
 async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says_otherwise(faults: Path) -> None:
     """Faults come and go while the agent runs."""
-    driver = simulated(gpus=3, faults=faults)
+    driver = simulated(gpus=3, faults_file=faults)
     before = await driver.read()
     faults.write_text(json.dumps({"lost": {"1": "fell off the bus", "9": "no such GPU"}}))
     lost = await driver.read()
@@ -125,13 +105,6 @@ async def test_lost_gpus_are_unhealthy_with_the_given_reason_until_the_file_says
     assert lost.gpus[1].unhealthy_reason == "fell off the bus"
     assert lost.topology == before.topology
     assert await driver.read() == before
-
-
-async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
-    """As NVML is after a driver crash."""
-    faults.write_text('{"all_lost": "driver unloaded"}')
-    with pytest.raises(Unavailable, match="driver unloaded"):
-        await simulated(faults=faults).read()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +132,7 @@ async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
 async def test_a_malformed_faults_file_is_ignored_with_one_warning(faults: Path, text: str | bytes) -> None:
     """However often it is read: a warning each poll would bury the log."""
     faults.write_bytes(text if isinstance(text, bytes) else text.encode())
-    driver = simulated(faults=faults)
+    driver = simulated(faults_file=faults)
     with capture_logs() as logs:
         inventories = [await driver.read(), await driver.read()]
     assert all(gpu.is_healthy for inventory in inventories for gpu in inventory.gpus)
@@ -170,7 +143,7 @@ async def test_a_faults_file_that_is_no_file_is_ignored(faults: Path) -> None:
     """A pipe would block its reader for ever."""
     os.mkfifo(faults)
     with capture_logs() as logs:
-        inventory = await simulated(faults=faults).read()
+        inventory = await simulated(faults_file=faults).read()
     assert all(gpu.health is Health.HEALTHY for gpu in inventory.gpus)
     assert ["no regular file" in entry["reason"] for entry in logs] == [True]
 
@@ -186,7 +159,7 @@ def write(path: Path, **content: Any) -> None:
 
 async def test_an_event_is_reported_once(faults: Path) -> None:
     """The file keeps it; the driver reports it at the next call only."""
-    driver = simulated(faults=faults)
+    driver = simulated(faults_file=faults)
     uuids = [gpu.uuid for gpu in (await driver.read()).gpus]
     write(faults, xids=[XID_79])
     assert await driver.events() == [GpuEvent(kind=GpuEventKind.XID, uuid=uuids[1], xid=79)]
@@ -202,7 +175,7 @@ async def test_an_event_is_reported_once(faults: Path) -> None:
 async def test_what_was_in_the_file_at_the_first_poll_is_history(faults: Path, first_look: str) -> None:
     """An agent that starts again does not report the faults of yesterday; a driver that never polled has not started."""
     write(faults, xids=[XID_79], resets=[{"id": 2, "gpu": 0}])
-    driver = simulated(faults=faults)
+    driver = simulated(faults_file=faults)
     await getattr(driver, first_look)()
     assert await driver.events() == []
     assert all(gpu.is_healthy for gpu in (await driver.read()).gpus)
@@ -212,7 +185,7 @@ async def test_what_was_in_the_file_at_the_first_poll_is_history(faults: Path, f
 
 async def test_a_storm_comes_in_calls_of_1024_oldest_first(faults: Path) -> None:
     """However they lie in the file, and those of GPUs that are not there left out."""
-    driver = simulated(faults=faults)
+    driver = simulated(faults_file=faults)
     await driver.read()
     storm = [{"id": number, "gpu": 9 if number == 7 else 0, "xid": number} for number in range(1500, 0, -1)]
     write(faults, xids=storm)
@@ -223,7 +196,7 @@ async def test_a_storm_comes_in_calls_of_1024_oldest_first(faults: Path) -> None
 
 async def test_a_reset_gpu_is_lost_for_one_poll(faults: Path) -> None:
     """Between two polls a reset would go unseen; so the next poll sees it, and the one after it sees the GPU back."""
-    driver = simulated(faults=faults)
+    driver = simulated(faults_file=faults)
     before = await driver.read()
     write(faults, resets=[{"id": 1, "gpu": 1}])
     polls = [await driver.read() for _ in range(2)]
@@ -231,12 +204,12 @@ async def test_a_reset_gpu_is_lost_for_one_poll(faults: Path) -> None:
     assert polls[1] == before
 
 
-async def test_a_lost_driver_reports_no_events_and_no_usage(faults: Path) -> None:
-    """Each call gives the reason; what happened meanwhile is reported afterwards."""
-    driver = simulated(faults=faults)
+async def test_a_lost_driver_is_unavailable(faults: Path) -> None:
+    """As NVML is after a driver crash: each call gives the reason; what happened meanwhile is reported afterwards."""
+    driver = simulated(faults_file=faults)
     await driver.read()
     write(faults, xids=[XID_79], all_lost="driver unloaded")
-    for call in (driver.events, driver.sample):
+    for call in (driver.read, driver.events, driver.sample):
         with pytest.raises(Unavailable, match="driver unloaded"):
             await call()
     write(faults, xids=[XID_79])
@@ -267,7 +240,7 @@ async def test_a_gpus_use_is_the_sum_of_its_processes(tmp_path: Path) -> None:
         {"pid": 10, "gpu": 1, "sm": 1, "memory_bytes": 2**20},
         {"pid": 30, "gpu": 7, "sm": 1},
     ])  # fmt: skip
-    first, second = (await simulated(usage=usage).sample()).gpus
+    first, second = (await simulated(usage_file=usage).sample()).gpus
     assert (first.sm_ratio, first.memory_used_bytes, first.encoder_ratio) == (0.75, 2**30 + 2**20, 0.5)
     assert first.memory_ratio == pytest.approx(0.1 + 0.5 * 0.6)
     assert first.processes is not None and second.processes is not None
@@ -282,14 +255,14 @@ async def test_no_gpu_shows_more_than_all_of_itself(tmp_path: Path) -> None:
     """Whatever its processes are said to use together."""
     usage = tmp_path / "usage.json"
     write(usage, processes=[{"pid": pid, "gpu": 0, "sm": 0.9, "memory_bytes": 2**40} for pid in (1, 2)])
-    gpu = (await simulated(usage=usage).sample()).gpus[0]
+    gpu = (await simulated(usage_file=usage).sample()).gpus[0]
     assert (gpu.sm_ratio, gpu.memory_used_bytes) == (1.0, gpu.memory_total_bytes)
 
 
 async def test_a_lost_gpu_is_not_sampled_but_counted(faults: Path) -> None:
     """As NVML's error name."""
     write(faults, lost={"0": "gone"})
-    driver = simulated(gpus=3, faults=faults)
+    driver = simulated(gpus=3, faults_file=faults)
     sample = await driver.sample()
     assert [gpu.uuid for gpu in sample.gpus] == [gpu.uuid for gpu in (await driver.read()).gpus[1:]]
     assert sample.errors == {"gpu_is_lost": 1}
@@ -311,7 +284,7 @@ async def test_a_malformed_usage_file_is_ignored_with_one_warning(tmp_path: Path
     """The GPUs idle then, all of them: half a file would be believed."""
     usage = tmp_path / "usage.json"
     write(usage, processes=processes)
-    driver = simulated(usage=usage)
+    driver = simulated(usage_file=usage)
     with capture_logs() as logs:
         samples = [await driver.sample() for _ in range(2)]
     assert {gpu.processes for sample in samples for gpu in sample.gpus} == {()}
@@ -330,10 +303,7 @@ def test_use_is_written_as_it_is_read() -> None:
 async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     """As on real GPUs: their parent is not offered, one that a container has stays, and its index is not given again."""
     faults = tmp_path / "faults"
-    driver = SimulatedDriver(
-        gpus=2, gpu_memory_mib=(81920,), topology_text=None, gpu_name="GPU", seed="n1", faults_file=faults,
-        with_instances=True,
-    )  # fmt: skip
+    driver = simulated(gpu_memory_mib=(81920,), faults_file=faults, with_instances=True)
 
     async def after(**mig: list[str]) -> dict[str, tuple[int, bool]]:
         faults.write_text(json.dumps({"mig": {index[1:]: profiles for index, profiles in mig.items()}}))

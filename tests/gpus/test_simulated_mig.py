@@ -18,8 +18,9 @@ from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound, Rej
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.mig import MigGpuInstance, MigLayout, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
+from tests.gpus.support_health import simulated
 
-ONE, ONE_ME, DOUBLE, TWO, THREE, FOUR, SEVEN = 19, 20, 15, 14, 9, 5, 0
+ONE, ONE_ME, TWO, THREE, FOUR, SEVEN = 19, 20, 14, 9, 5, 0
 """The driver's IDs of the profiles with seven slices."""
 
 
@@ -35,9 +36,9 @@ class Machine:
         self.faults.write_text(json.dumps({"mig": mig, **faults}))
 
     def new_agent(self, *, on_demand: Sequence[str] = ("all",), with_instances: bool = True) -> SimulatedDriver:
-        self.agent = SimulatedDriver(
-            gpus=2, gpu_memory_mib=(self.memory,), topology_text=None, gpu_name=self.name, seed="n1",
-            faults_file=self.faults, on_demand=on_demand, with_instances=with_instances,
+        self.agent = simulated(
+            gpu_memory_mib=(self.memory,), gpu_name=self.name, faults_file=self.faults, on_demand=on_demand,
+            with_instances=with_instances,
         )  # fmt: skip
         return self.agent
 

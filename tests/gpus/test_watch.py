@@ -41,16 +41,14 @@ def health(state: GpuInventoryState) -> list[str]:
 def _watch(
     driver: ShownDriver,
     state: GpuInventoryState,
-    *,
-    period_s: float,
-    event_period_s: float = 0.5,
     metrics: Counted | None = None,
+    *,
+    period_s: float = 1,
+    **given: float,
 ) -> GpuWatch:
-    health = SimpleNamespace(check_period_s=period_s)
-    settings = SimpleNamespace(health=health)
-    return GpuWatch(
-        node_of(inventory=state, metrics=metrics or Counted(), settings=settings), driver, event_period_s=event_period_s
-    )
+    settings = SimpleNamespace(health=SimpleNamespace(check_period_s=period_s))
+    node = node_of(inventory=state, metrics=metrics or Counted(), settings=settings)
+    return GpuWatch(node, driver, **given)
 
 
 async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exception) -> None:
@@ -62,7 +60,7 @@ async def _poll(watch: GpuWatch, driver: ShownDriver, *shown: GpuInventory | Exc
 async def test_a_driver_that_cannot_be_read_makes_every_gpu_unhealthy() -> None:
     """With the reason, until it can be read again."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = _watch(driver, state, period_s=1, metrics=counted)
+    watch = _watch(driver, state, counted)
     await _poll(watch, driver, inventory(), Unavailable("NVML is gone"))
     assert health(state) == ["Unhealthy", "Unhealthy"]
     assert state.current.gpus[0].unhealthy_reason.startswith("NVML is gone")
@@ -75,7 +73,7 @@ async def test_a_gpu_that_is_not_shown_any_more_stays_unhealthy_in_its_place() -
     """Containers may hold its IDs; the topology keeps its rows."""
     state, driver, three = GpuInventoryState(IMMEDIATE), ShownDriver(), inventory(3)
     two = replace(three, gpus=(three.gpus[0], replace(three.gpus[2], index=1)), topology=inventory(2).topology)
-    watch = _watch(driver, state, period_s=1)
+    watch = _watch(driver, state)
     await _poll(watch, driver, three, two)
     assert [(c.index, c.uuid, c.is_healthy) for c in state.current.gpus] == [
         (0, "GPU-0", True),
@@ -113,7 +111,7 @@ async def test_an_event_that_counts_is_followed_by_a_poll_at_once() -> None:
 async def test_a_thousand_events_are_one_change() -> None:
     """Of two GPUs together; the counter counts each."""
     state, driver, counted, reported = GpuInventoryState(IMMEDIATE), ShownDriver(inventory(3)), Counted(), []
-    watch = _watch(driver, state, period_s=1, metrics=counted)
+    watch = _watch(driver, state, counted)
     await watch.poll()
     state.subscribe(lambda found: reported.append([c.is_healthy for c in found.gpus]))
     driver.pending.extend([[xid(79, n % 2) for n in range(1000)], [xid(79, 0)] * 1000])
@@ -132,7 +130,7 @@ async def test_a_thousand_events_are_one_change() -> None:
 async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
     """A program can cause it: its lines are among those of tenants, which have a limit."""
     driver = ShownDriver()
-    watch = _watch(driver, GpuInventoryState(IMMEDIATE), period_s=1)
+    watch = _watch(driver, GpuInventoryState(IMMEDIATE))
     await watch.poll()
     driver.pending.extend([xid(79)] for _ in range(101))
     limit = TenantLines(lambda: 0.0)
@@ -160,7 +158,7 @@ async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll
 async def test_a_driver_whose_events_fail_is_called_ever_later_and_reported_once() -> None:
     """It never spins; polls go on, and the first success is reported, too."""
     state, driver, counted = GpuInventoryState(IMMEDIATE), ShownDriver(), Counted()
-    watch = _watch(driver, state, period_s=1, event_period_s=0.5, metrics=counted)
+    watch = _watch(driver, state, counted, event_period_s=0.5)
     driver.events_fail = Unavailable("the wait for events failed")
     with capture_logs() as logs:
         delays = [await watch.fetch_events() for _ in range(8)]
@@ -195,7 +193,7 @@ async def test_polls_never_overlap() -> None:
             order.append("end")
             return inventory()
 
-    watch = _watch(Slow(), state, period_s=1)
+    watch = _watch(Slow(), state)
     async with asyncio.TaskGroup() as group:
         group.create_task(watch.poll())
         group.create_task(watch.poll())
@@ -205,7 +203,7 @@ async def test_polls_never_overlap() -> None:
 async def test_a_node_whose_gpus_are_all_divided_is_polled_as_any() -> None:
     """With no instance it offers nothing, and has GPUs all the same: a lost driver is reported once."""
     state, driver = GpuInventoryState(IMMEDIATE), ShownDriver()
-    watch, found = _watch(driver, state, period_s=1), inventory()
+    watch, found = _watch(driver, state), inventory()
     await _poll(watch, driver, replace(found, gpus=(), mig_partitioned=found.gpus))
     assert watch._pause_s() == 1
     with capture_logs() as logs:

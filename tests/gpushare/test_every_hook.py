@@ -47,19 +47,19 @@ def test_each_hook_has_its_effect(machine_with: MachineWith, name: str) -> None:
     assert has_effect(container(machine_with(**settings_for(name))), "does", name)
 
 
-def test_a_capture_is_not_spoilt_by_what_the_library_asks_the_driver(machine_with: MachineWith) -> None:
-    """In another stream, where the program launches and allocates; in the mode that forbids most, which stays as it was."""
-    assert has_effect(container(machine_with()), "captures")
-
-
-@pytest.mark.parametrize("action", ["ends", "forks"])
-def test_events_of_what_has_ended_are_not_asked_for(machine_with: MachineWith, action: str) -> None:
-    """A context has ended, or the process is another one: the driver may do anything then; the fake one ends the program."""
+@pytest.mark.parametrize(
+    "action",
+    [
+        # In another stream, where the program launches and allocates; in the mode that forbids most, which stays as it was.
+        pytest.param("captures", id="a capture is not spoilt by what the library asks the driver"),
+        # The driver may do anything then; the fake one ends the program.
+        pytest.param("ends", id="events of a context that has ended are not asked for"),
+        pytest.param("forks", id="nor are a parent's in its child"),
+        pytest.param("formats", id="an array takes what its format says"),
+    ],
+)
+def test_hooks_together_have_their_effect(machine_with: MachineWith, action: str) -> None:
     assert has_effect(container(machine_with()), action)
-
-
-def test_an_array_takes_what_its_format_says(machine_with: MachineWith) -> None:
-    assert has_effect(container(machine_with()), "formats")
 
 
 def test_a_program_comes_by_each_hook(machine_with: MachineWith) -> None:

@@ -94,8 +94,22 @@ def test_a_program_that_closes_every_file_keeps_its_slot_and_its_files(share: Co
         assert end(process) == (4, 0, "")
 
 
-def test_calls_before_cuinit_fail_and_spoil_nothing(share: Container) -> None:
-    assert run(share, "early") == (8, 4, "")
+needs_root = pytest.mark.skipif(not is_root, reason="needs root for other users and roots")
+
+
+@pytest.mark.parametrize(
+    ("case", "blocks", "result"),
+    [
+        pytest.param("early", 8, 4, id="calls before cuInit"),
+        pytest.param("fork-frees", 100, 0, id="a child, while a thread holds a lock over an empty table"),
+        pytest.param("end", 0, 0, id="calls from atexit, destructors of a thread and of a library"),
+        pytest.param("namespace", 8, 0, id="dlmopen, which preloads nothing: the agent alone sees what is done there"),
+        pytest.param("user", 8, 0, id="another user than at the beginning", marks=needs_root),
+        pytest.param("root", 8, 0, id="another root than at the beginning", marks=needs_root),
+    ],
+)
+def test_an_odd_program_is_limited_and_ends_well(share: Container, case: str, blocks: int, result: int) -> None:
+    assert run(share, case) == (blocks, result, "")
 
 
 @pytest.mark.parametrize(("case", "taken"), [("threads", 8), ("threads-of-child", 4)])
@@ -110,19 +124,10 @@ def test_children_of_a_program_with_busy_threads_begin_anew(share: Container) ->
     assert blocks(share) == 8
 
 
-def test_a_lock_that_a_thread_held_over_an_empty_table_is_free_in_a_child(share: Container) -> None:
-    assert run(share, "fork-frees") == (100, 0, "")
-
-
 def test_a_child_of_a_fork_within_a_call_begins_anew(share: Container) -> None:
     """At each of the driver's reallocations: two for 65 allocations, one for each mapping."""
     assert run(share, "fork-within") == (4, 0, "")
     assert blocks(share) == 8
-
-
-def test_a_program_may_call_the_driver_at_its_very_end(share: Container) -> None:
-    """From atexit, a thread's destructor, a library's destructor."""
-    assert run(share, "end") == (0, 0, "")
 
 
 @pytest.mark.parametrize("case", ["signals", "jump", "cancel"])
@@ -148,17 +153,6 @@ def test_a_cancelled_thread_leaves_no_lock(share: Container, call: str) -> None:
         (share.directory / "later").rename(usage)
         taken, result, error = end(process)
     assert (taken, result, error.count("\n")) == (7, 0, 1)
-
-
-def test_another_namespace_of_the_loader_is_not_counted_and_ends_nothing(share: Container) -> None:
-    """dlmopen preloads nothing: what a program does there is seen by the agent alone."""
-    assert run(share, "namespace") == (8, 0, "")
-
-
-@pytest.mark.skipif(not is_root, reason="needs root for other users and roots")
-@pytest.mark.parametrize("case", ["user", "root"])
-def test_another_user_or_root_than_at_the_beginning_keeps_the_limit(share: Container, case: str) -> None:
-    assert run(share, case) == (8, 0, "")
 
 
 def test_where_the_kernel_has_no_such_locks_memory_is_refused_with_the_reason(share: Container) -> None:

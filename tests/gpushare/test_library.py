@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,14 @@ def test_each_function_s_versions_are_the_headers(include: Path) -> None:
     assert set(known) == set(kinds)
 
 
+def run_preloaded(directory: Path, preload: Sequence[Path], *command: str) -> str:
+    """The output of a program that has nothing to do with CUDA; it writes no error."""
+    env = {"LD_PRELOAD": ":".join(map(str, preload)), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
 @pytest.mark.smoke
 @needs_own_programs
 @pytest.mark.parametrize("is_first", [False, True])
@@ -181,14 +190,7 @@ def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_pat
     flags = ["-shared", "-fPIC", "-fno-builtin", "-ldl"]
     next_library = build_program(tmp_path / "libnext.so", NATIVE / "next_malloc.c", flags)
     both = [gpushare.library, next_library] if is_first else [next_library, gpushare.library]
-    done = subprocess.run(
-        ["/bin/sh", "-c", "ls / | wc -l"],
-        env={"LD_PRELOAD": ":".join(map(str, both)), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) > 3 and done.stderr == ""
+    assert int(run_preloaded(tmp_path, both, "/bin/sh", "-c", "ls / | wc -l")) > 3
 
 
 @pytest.mark.smoke
@@ -199,24 +201,14 @@ def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path:
         "import ctypes, os; ctypes.CDLL(None).strlen; "
         "print(len(os.listdir('/proc/self/task')), open('/proc/self/maps').read().count('gpushare.config'))"
     )
-    done = subprocess.run(
-        ["python3", "-c", script],
-        env={"LD_PRELOAD": str(gpushare.library), "PATH": os.environ["PATH"]},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("1 0\n", "")
+    assert run_preloaded(tmp_path, [gpushare.library], "python3", "-c", script) == "1 0\n"
 
 
 @needs_own_programs
 def test_a_program_without_a_driver_gets_none(gpushare: GpushareBuilt, tmp_path: Path) -> None:
     """dlsym finds no function that is not there, though the library has a hook for it."""
     script = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cuMemAlloc_v2'), hasattr(ctypes.CDLL(None), 'dlsym'))"
-    env = {"LD_PRELOAD": str(gpushare.library), "PATH": os.environ["PATH"]}
-    done = subprocess.run(["python3", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("False True\n", "")
+    assert run_preloaded(tmp_path, [gpushare.library], "python3", "-c", script) == "False True\n"
 
 
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}

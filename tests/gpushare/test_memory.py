@@ -133,28 +133,31 @@ def test_a_pool_of_managed_memory_counts_wherever_it_begins(share: Container, pl
     assert ended.blocks() == [8, 8], ended.error
 
 
-def test_without_numa_mode_no_node_of_the_host_counts(machine_with: MachineWith) -> None:
-    share = machine_with(numa_node=0).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:vmm:{BLOCK_MIB}:20").blocks() == [OF_HOST]
+@pytest.mark.parametrize(
+    ("driver", "kind", "blocks"),
+    [
+        pytest.param({"numa_node": 0}, "vmm", OF_HOST, id="no NUMA mode"),
+        pytest.param(
+            {"cuda_version": 12080}, "pool", OF_GPU, id="before CUDA 13: it does not say whose a pool's memory is"
+        ),
+    ],
+)
+def test_a_node_of_the_host_counts_where_it_may_be_the_gpus(
+    machine_with: MachineWith, driver: dict[str, int], kind: str, blocks: int
+) -> None:
+    share = machine_with(**driver).container(memory_mib=SHARE_MIB)
+    assert share.run(NODE_1, f"alloc:{kind}:{BLOCK_MIB}:20").blocks() == [blocks]
 
 
-def test_a_pool_counts_where_the_driver_does_not_say_whose_memory_it_has(machine_with: MachineWith) -> None:
-    """As drivers before CUDA 13."""
-    share = machine_with(cuda_version=12080).container(memory_mib=SHARE_MIB)
-    assert share.run(NODE_1, f"alloc:pool:{BLOCK_MIB}:20").blocks() == [OF_GPU]
-
-
-def test_a_gpu_with_the_hosts_memory_has_its_share_shown_and_kept(machine_with: MachineWith) -> None:
-    """As GB10, of whose memory NVML says nothing: a program is shown its share by CUDA and by NVML."""
-    share = machine_with(unified=1).container(memory_mib=SHARE_MIB)
+@pytest.mark.parametrize("unified", [0, 1])
+def test_a_program_is_shown_its_share_by_cuda_and_by_nvml(machine_with: MachineWith, unified: int) -> None:
+    """Also where the GPU has the host's memory, as GB10, of which NVML says nothing."""
+    share = machine_with(unified=unified).container(memory_mib=SHARE_MIB)
     ended = share.run("alloc:alloc:256:4", "info", "nvml", TAKE)
     info, nvml = ended.step("info"), ended.step("nvml")
     used_mib = CONTEXT_MIB + 4 * BLOCK_MIB
-    assert (info["total_mib"], info["device_total_mib"], info["free_mib"]) == (
-        SHARE_MIB,
-        SHARE_MIB,
-        SHARE_MIB - used_mib,
-    )
+    shown = info["total_mib"], info["device_total_mib"], info["free_mib"]
+    assert shown == (SHARE_MIB, SHARE_MIB, SHARE_MIB - used_mib)
     assert (nvml["result"], nvml["total_mib"], nvml["newer_total_mib"]) == (0, SHARE_MIB, SHARE_MIB)
     assert (nvml["used_mib"], nvml["newer_used_mib"], nvml["processes"]) == (used_mib, used_mib, 1)
     assert ended.step("alloc")["blocks"] == 4
@@ -238,13 +241,6 @@ def test_the_driver_s_places_for_answers_may_be_missing(share: Container) -> Non
     step = share.run("infonull").step("infonull")
     assert step["results"] == [0, 0, 0]
     assert (step["free_mib"], step["total_mib"]) == (SHARE_MIB - CONTEXT_MIB, SHARE_MIB)
-
-
-def test_nvml_shows_the_share(share: Container) -> None:
-    step = share.run(TAKE, "nvml").step("nvml")
-    used = CONTEXT_MIB + 8 * BLOCK_MIB
-    assert (step["total_mib"], step["newer_total_mib"]) == (SHARE_MIB, SHARE_MIB)
-    assert (step["used_mib"], step["newer_used_mib"], step["processes"]) == (used, used, 1)
 
 
 @pytest.mark.smoke

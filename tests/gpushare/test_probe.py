@@ -111,85 +111,64 @@ def build_broken(path: Path, does: str = "") -> Path:
     return build_program(path, NATIVE / "broken_library.c", flags)
 
 
-@pytest.mark.smoke
-async def test_a_library_that_does_not_limit_fails(machine_with: MachineWith, tmp_path: Path) -> None:
-    library = build_broken(tmp_path / "passes.so")
-    machine = machine_with()
-    state, text = await probe_of(machine, library).prove(GPU)
-    assert (state, text) == (ProbeState.FAILED, "a program got 16384 MiB in a share of 2048 MiB")
-    assert is_clean(machine)
-
-
-async def test_compute_that_is_not_held_fails(machine_with: MachineWith, library: Path) -> None:
-    """A driver whose events say a hundredth of the time that a kernel took."""
-    state, text = await probe_of(machine_with(event_percent=1), library).prove(GPU)
-    assert state is ProbeState.FAILED and "with 30 cores computed" in text
-
-
 @pytest.mark.parametrize(
-    ("does", "said"), [("abort()", "it ended with signal 6"), ("pause()", "it did not end in time")]
+    ("does", "said"),
+    [
+        pytest.param("", "a program got 16384 MiB in a share of 2048 MiB", marks=pytest.mark.smoke),
+        ("abort()", "it ended with signal 6"),
+        ("pause()", "it did not end in time"),
+        ("no library", "it was not loaded: "),
+    ],
 )
-async def test_a_library_under_which_no_program_starts_fails(
+async def test_a_library_that_does_not_limit_or_lets_no_program_start_fails(
     machine_with: MachineWith, tmp_path: Path, does: str, said: str
 ) -> None:
     """Without it the program starts: so it is the library's fault. What hangs is killed at the time limit."""
-    library = build_broken(tmp_path / "ends.so", does)
+    if does == "no library":
+        library = tmp_path / "broken.so"
+        library.write_bytes(b"\x7fELF" + MARK)
+    else:
+        library = build_broken(tmp_path / "broken.so", does)
     machine = machine_with()
     state, text = await probe_of(machine, library, timeout_s=5.0).prove(GPU)
     assert state is ProbeState.FAILED and said in text
     assert is_clean(machine)
 
 
-async def test_a_library_that_does_not_load_fails(machine_with: MachineWith, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"\x7fELF" + MARK)
-    state, text = await probe_of(machine_with(), broken).prove(GPU)
-    assert state is ProbeState.FAILED and "it was not loaded: " in text and "cannot be preloaded" in text
+FAILED, SKIPPED = ProbeState.FAILED, ProbeState.SKIPPED
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "variables", "state", "said"),
     [
-        ({"dies_in": "cuDevicePrimaryCtxRetain"}, "without the library either: it ended with signal 9"),
-        ({"memory_mib": 64}, "without the library either: cuDevicePrimaryCtxRetain fails with CUDA error 2"),
+        pytest.param(
+            *({"event_percent": 1}, {}, FAILED, "with 30 cores computed"), id="events of a hundredth of the time"
+        ),
+        # It starts without the library, which is then not proven: shares are refused.
+        *[({"lacks": "cuMemAlloc"}, {}, FAILED, "cuGetProcAddress finds no cuMemAlloc of CUDA 12000")],
+        ({"dies_in": "cuDevicePrimaryCtxRetain"}, {}, SKIPPED, "either: it ended with signal 9"),
+        ({"memory_mib": 64}, {}, SKIPPED, "either: cuDevicePrimaryCtxRetain fails with CUDA error 2"),
+        # A stopped process, which answers no request to end.
+        ({"stops_in": "cuDevicePrimaryCtxRetain"}, {}, SKIPPED, "either: it did not end in time"),
+        # As the agent's own container, where NVIDIA's runtime gives it no compute, or no device nodes.
+        ({}, {"LD_LIBRARY_PATH": ""}, SKIPPED, "the driver's library for programs is not here: libcuda.so.1"),
+        ({}, {"FAKE_GPU_DEVICES": "7"}, SKIPPED, "either: cuInit fails with CUDA error 100"),
     ],
 )
-async def test_a_driver_that_fails_by_itself_is_no_failure_of_the_library(
-    machine_with: MachineWith, library: Path, settings: dict[str, object], said: str
+async def test_what_a_driver_does_without_the_library_too_is_no_failure_of_it(
+    machine_with: MachineWith,
+    library: Path,
+    settings: dict[str, object],
+    variables: dict[str, str],
+    state: ProbeState,
+    said: str,
 ) -> None:
-    state, text = await probe_of(machine_with(**settings), library).prove(GPU)
-    assert state is ProbeState.SKIPPED and said in text
-
-
-async def test_a_driver_without_a_function_is_named(machine_with: MachineWith, library: Path) -> None:
-    """It starts without the library, which is then not proven: shares are refused."""
-    state, text = await probe_of(machine_with(lacks="cuMemAlloc"), library).prove(GPU)
-    assert state is ProbeState.FAILED and "cuGetProcAddress finds no cuMemAlloc of CUDA 12000" in text
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"LD_LIBRARY_PATH": ""}, "the driver's library for programs is not here: libcuda.so.1"),
-        ({"FAKE_GPU_DEVICES": "7"}, "without the library either: cuInit fails with CUDA error 100"),
-    ],
-)
-async def test_a_container_that_has_not_all_of_the_driver_is_no_failure_either(
-    machine_with: MachineWith, library: Path, environment: dict[str, str], said: str
-) -> None:
-    """As the agent's own, where NVIDIA's runtime gives it no compute, or no device nodes."""
-    machine = machine_with()
-    probe = probe_of(machine, library)
-    probe.environment = machine.env() | environment
-    state, text = await probe.prove(GPU)
-    assert state is ProbeState.SKIPPED and said in text
-
-
-async def test_a_program_that_hangs_is_ended_at_the_limit(machine_with: MachineWith, library: Path) -> None:
-    """A stopped process, which answers no request to end. It does so without the library too."""
-    machine = machine_with(stops_in="cuDevicePrimaryCtxRetain")
-    state, text = await probe_of(machine, library, timeout_s=0.5).prove(GPU)
-    assert state is ProbeState.SKIPPED and "without the library either: it did not end in time" in text
+    machine = machine_with(**settings)
+    probe = probe_of(machine, library, **({"timeout_s": 0.5} if "stops_in" in settings else {}))
+    probe.environment = machine.env() | variables
+    found, text = await probe.prove(GPU)
+    assert found is state and said in text
+    assert ("without the library " in text) is ("either" in said)
     assert is_clean(machine)
 
 

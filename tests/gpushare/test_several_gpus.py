@@ -15,6 +15,7 @@ from gpushare_agent.core.model.names import DeviceId, GpuUuid, unit_id
 from gpushare_agent.core.model.resources import ResourceKind
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import BLOCK_MIB, CONTEXT_MIB, KEY, Container, Machine, prepared
+from tests.native.gpu_program import Ended
 from tests.support_core import NAMES, allocation, container, inventory, pod
 
 pytestmark = pytest.mark.isolation
@@ -82,6 +83,11 @@ def test_nvml_shows_a_share_of_its_own_gpu_alone(machine_with: MachineWith) -> N
     assert share.run("nvml", env={"FAKE_GPU_GPUS": "2"}).step("nvml")["total_mib"] == GPU_MIB
 
 
+def told(ended: Ended) -> list[tuple[str, int, int, list[int]]]:
+    """What was done, with how many blocks and which result, and what the driver has on each GPU then."""
+    return [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
+
+
 SHARES_MIB = (1024, 2560, None)
 """Of three GPUs; the third has no limit, and of the fourth the agent knows nothing."""
 OTHER_GPU_MIB, OTHER_BLOCK_MIB = 5120, 128
@@ -119,8 +125,7 @@ def test_memory_counts_on_its_own_gpu_whichever_is_current(
         idle = [CONTEXT_MIB] * 4
         full = [mib + blocks * block * (gpu == target) for gpu, mib in enumerate(idle)]
         free = ((SHARES_MIB[target] if target < 2 else None) or OTHER_GPU_MIB) - CONTEXT_MIB
-        steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
-        assert steps == 2 * [("take", blocks, 2, full), ("give", free, 0, idle)], (target, current, ended.error)
+        assert told(ended) == 2 * [("take", blocks, 2, full), ("give", free, 0, idle)], (target, current, ended.error)
 
 
 @pytest.mark.parametrize("way", ["destroy", "detach", "attached", "reset", "release", "green", "parts"])
@@ -128,17 +133,15 @@ def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith
     """Its memory, itself, and what its limits reserved: a heap of a block."""
     share = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB, gpus=2))
     ended = share.run(way, "0", "0", way="other_gpu")
-    steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
     blocks = (SHARES_MIB[0] - CONTEXT_MIB) // OTHER_BLOCK_MIB
     full, taken = [CONTEXT_MIB + blocks * OTHER_BLOCK_MIB, 0], blocks - (way != "parts")
-    assert steps == 3 * [("take", taken, 2, full), ("give", taken, 0, [0, 0])], (ended.code, ended.error)
+    assert told(ended) == 3 * [("take", taken, 2, full), ("give", taken, 0, [0, 0])], (ended.code, ended.error)
 
 
 def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWith) -> None:
     share = machine_with(memory_mib=OTHER_GPU_MIB, context_mib=8).container(memory_mib=1024)
     ended = share.run("contexts", "0", "0", way="other_gpu")
-    steps = [(step["action"], step["blocks"], step["result"], step["mib"]) for step in ended.steps]
-    assert steps == 2 * [("take", 128, 2, [1024]), ("give", 128, 0, [0])], ended.error
+    assert told(ended) == 2 * [("take", 128, 2, [1024]), ("give", 128, 0, [0])], ended.error
 
 
 @pytest.mark.parametrize(("kind", "blocks", "mib"), [("ordered", 6, 6 * OTHER_BLOCK_MIB), ("ended", 22, 22 * 32)])
@@ -148,8 +151,7 @@ def test_a_pool_that_has_more_than_is_in_use_ends_at_the_share(
     """Chunks of pools that are no more; and freed memory that the driver may not give again yet, for which it takes more
     than anybody could count before, once."""
     ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run(kind, "0", "0", way="other_gpu")
-    [step] = ended.steps
-    assert (step["blocks"], step["result"], step["mib"]) == (blocks, 2, [CONTEXT_MIB + mib]), ended.error
+    assert [step[1:] for step in told(ended)] == [(blocks, 2, [CONTEXT_MIB + mib])], ended.error
 
 
 @pytest.mark.parametrize("current", ["0", "-1"])

@@ -13,7 +13,6 @@ import yaml
 from msgspec.structs import replace
 
 from gpushare_agent.agent.delivery.own_spec import (
-    SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,
     encode_spec,
@@ -153,31 +152,17 @@ def test_what_is_a_kind_and_a_device_name() -> None:
         assert not DEVICE_NAME.fullmatch(bad), bad
 
 
-def test_the_control_nodes_hold_those_of_the_other_strategies() -> None:
-    """A container gets no less by CDI than by device nodes."""
-    assert set(SPEC_CONTROL_NODES) >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
-
-
-def test_the_nodes_of_an_instance_need_not_be_on_the_host() -> None:
-    """Those of a new one are not before somebody makes them: the spec says what they are where it is known."""
+def test_a_mig_instance_has_nvidias_two_names() -> None:
+    """UUID and `0:1`, with the GPU's node and both capability nodes; the second not where another spec has it. Nodes of a
+    new instance are not on the host before somebody makes them: the spec says what they are where it is known."""
     gpu = mig_instance(2, 0, 1)
     assert gpu.mig is not None
     for major, numbers in ((511, [{"type": "c", "major": 511, "minor": cap} for cap in (21, 22)]), (0, [{}, {}])):
         spec = build_spec([replace(gpu, mig=replace(gpu.mig, caps_major=major))], KIND, SpecNodes(control=()))
+        caps = [{"path": f"/dev/nvidia-caps/nvidia-cap{21 + n}"} | one for n, one in enumerate(numbers)]
+        edits = {"deviceNodes": [{"path": "/dev/nvidia0"}, *caps]}
+        assert spec["devices"] == [{"name": name, "containerEdits": edits} for name in ("MIG-2", "0:1")]
+        assert spec["cdiVersion"] == "0.5.0"
         schema().validate(json.loads(encode_spec(spec)))
-        own, *caps = spec["devices"][0]["containerEdits"]["deviceNodes"]
-        assert own == {"path": "/dev/nvidia0"}
-        assert caps == [
-            {"path": f"/dev/nvidia-caps/nvidia-cap{cap}"} | one for cap, one in zip((21, 22), numbers, strict=True)
-        ]
-
-
-def test_a_mig_instance_has_nvidias_two_names() -> None:
-    """UUID and `0:1`, with the GPU's node and both capability nodes; the second not where another spec has it."""
-    spec = build_spec([mig_instance(2, 0, 1)], KIND, SpecNodes(control=()))
-    paths = ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]
-    edits = {"deviceNodes": [{"path": path} for path in paths]}
-    assert spec["devices"] == [{"name": name, "containerEdits": edits} for name in ("MIG-2", "0:1")]
-    assert spec["cdiVersion"] == "0.5.0"
     alone = build_spec([mig_instance(2, 0, 1)], KIND, SpecNodes(), names_of_others={"0:1"})
     assert [device["name"] for device in alone["devices"]] == ["MIG-2"]

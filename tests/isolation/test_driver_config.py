@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from msgspec import ValidationError
 
 from gpushare_agent.agent.delivery import volume_config
-from gpushare_agent.agent.delivery.volume_config import configured_volumes, parse_volumes, read_volume_config
+from gpushare_agent.agent.delivery.volume_config import configured_volumes, read_volume_config
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.settings.settings import load_settings
@@ -137,29 +133,3 @@ def test_a_file_that_cannot_be_read_is_reported(short_dir: Path) -> None:
     for name in ("missing", ".", "bytes"):
         with pytest.raises(StartupError, match="volume config"):
             read_volume_config(short_dir / name)
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["nvidia", "ro", "/a", "libcuda.so"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["volume", "name", "base", "mode", "components", "binaries", "libraries", "x"]),
-            inner,
-            max_size=5,
-        )
-    ),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=200)
-@given(JSON)
-def test_any_json_is_volumes_or_a_reported_mistake(document: object) -> None:
-    """No other error is raised."""
-    with suppress(ValidationError, ValueError):
-        parse_volumes(document)

@@ -151,29 +151,24 @@ def test_a_program_must_be_an_executable_file(host: FakeHost) -> None:
     assert list(DriverLibraries(host.root).find(volume).programs) == ["nvidia-smi"]
 
 
-def test_the_control_library_is_read_and_its_absence_names_the_path(host: FakeHost) -> None:
-    """A missing file, a directory or a text is a StartupError with the place and the setting."""
-    assert read_control(host.control, host.client).library.elf_class == 64
-    text = host.root.parent / "text.so"
-    text.write_text("no library")
-    for path in (host.root / "missing.so", host.root, text):
-        with pytest.raises(StartupError, match=r"driver_volume\.control_library") as caught:
-            read_control(path, host.client)
-        assert str(path) in str(caught.value)
-
-
-def test_gpu_client_is_read_and_its_absence_names_the_path_and_the_cure(host: FakeHost) -> None:
-    """A missing file, a directory, a script, or one without the right to be executed. A dynamic program shows its loader."""
-    found = read_control(host.control, host.client).client
-    assert (found.path, found.interpreter) == (host.client, "")
+def test_the_control_library_and_gpu_client_are_read(host: FakeHost) -> None:
+    """A dynamic program shows its loader."""
+    found = read_control(host.control, host.client)
+    assert (found.library.elf_class, found.client.path, found.client.interpreter) == (64, host.client, "")
     dynamic = compile_program(host.root.parent / "dynamic", "-nostartfiles", "-Wl,-e,which_library")
     assert read_control(host.control, dynamic).client.interpreter.startswith("/lib")
-    script = host.add_program("gpu-client")
+
+
+@pytest.mark.parametrize("setting", ["control_library", "gpu_client"])
+def test_what_is_neither_names_the_path_and_the_setting(host: FakeHost, setting: str) -> None:
+    """A missing file, a directory, a text; a program without the right to be executed."""
     locked = compile_program(host.root.parent / "locked")
     locked.chmod(0o644)
-    for path in (host.root / "missing", host.root, script, locked):
-        with pytest.raises(StartupError, match=r"driver_volume\.gpu_client") as caught:
-            read_control(host.control, path)
+    wrong = [host.root / "missing", host.root, host.add_program("gpu-client")]
+    for path in [*wrong, locked] if setting == "gpu_client" else wrong:
+        both = (path, host.client) if setting == "control_library" else (host.control, path)
+        with pytest.raises(StartupError, match=rf"driver_volume\.{setting}") as caught:
+            read_control(*both)
         assert str(path) in str(caught.value)
 
 

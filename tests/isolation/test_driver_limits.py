@@ -130,10 +130,14 @@ async def test_a_claim_is_without_its_limit_where_one_of_its_containers_is(world
     assert world.missing == [(MAIN, "no right")]
 
 
-async def test_a_pod_without_a_cgroup_of_its_own_starts_all_the_same(world: World) -> None:
-    """A kubelet without cgroups per QoS makes none; the container's is limited when it is there."""
+async def test_a_pod_without_a_cgroup_or_an_agent_without_the_right_starts_all_the_same(world: World) -> None:
+    """A kubelet without cgroups per QoS makes none; the container's is limited when it is there. Who may not set limits
+    prepares nothing."""
     assert await world.limiter().prepare([MAIN]) is None
     assert world.limits == {}
+    world.pod.mkdir(parents=True)
+    world.error = Unavailable("is not asked")
+    assert await world.limiter(may_set=False).prepare([MAIN]) is None
 
 
 async def test_a_limit_that_cannot_be_set_keeps_the_container_from_starting(world: World) -> None:
@@ -147,12 +151,6 @@ async def test_a_limit_that_cannot_be_set_keeps_the_container_from_starting(worl
     world.error = Unavailable("hangs")
     refused = await world.limiter().prepare([MAIN])
     assert isinstance(refused, Refused) and "hangs" in refused.detail
-
-
-async def test_who_may_not_set_limits_prepares_nothing(world: World) -> None:
-    world.pod.mkdir(parents=True)
-    world.error = Unavailable("is not asked")
-    assert await world.limiter(may_set=False).prepare([MAIN]) is None
 
 
 async def test_a_container_that_runs_gets_its_limit_and_its_pod_too(world: World) -> None:

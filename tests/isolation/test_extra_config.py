@@ -45,14 +45,9 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
         read_extra_devices(path)
 
 
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    """Reading it would block the agent's start for ever."""
+@pytest.mark.parametrize(("name", "says"), [("pipe", "no regular file"), ("none", "none")])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+    """It was asked for; reading a pipe would block the agent's start for ever."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StartupError, match="no regular file"):
-        read_extra_devices(tmp_path / "pipe")
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    """It was asked for."""
-    with pytest.raises(StartupError, match="none"):
-        read_extra_devices(tmp_path / "none")
+    with pytest.raises(StartupError, match=says):
+        read_extra_devices(tmp_path / name)

@@ -98,21 +98,6 @@ def test_a_resize_counts_at_once() -> None:
     assert found.ratio == 0.1
 
 
-@given(st.lists(st.tuples(ANY, ANY, ANY), min_size=1, max_size=60), st.sampled_from([0.0001, 0.3, 1.0]))
-def test_whatever_the_counters_say_no_more_than_the_share_is_believed(
-    readings: list[tuple[int, int, int]], most: float
-) -> None:
-    """Jumps, wraps, steps back; and two seconds after the last of it nothing is left."""
-    found, at_ns = claim(
-        (Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns) for ns, launches, long_ns in readings), most
-    )
-    assert 0 <= found.use(1).long <= found.use(1).paid == found.ratio <= most
-    for _ in range(50):
-        at_ns += 100 * MS
-        found.note(at_ns, most, Paid(paid_ns=readings[-1][0], launches=readings[-1][1], paid_long_ns=readings[-1][2]))
-    assert not found.is_active(at_ns) and found.ratio < 0.1 * most
-
-
 # ---- what others are told ----
 
 
@@ -190,18 +175,26 @@ def test_a_hundred_shares_of_a_gpu_are_each_told_of_the_others() -> None:
     assert {one.companions for one in seen.values()} == {99} and len({one.between_us for one in seen.values()}) == 1
 
 
-@given(st.lists(st.tuples(ANY, ANY, ANY, ANY, ANY), min_size=1, max_size=30), st.sampled_from([None, 0.0, 0.5, 1.0]))
-def test_whatever_the_counters_say_what_is_told_fits_its_fields(
-    readings: list[tuple[int, int, int, int, int]], busy: float | None
+@given(
+    st.lists(st.tuples(ANY, ANY, ANY, ANY, ANY), min_size=1, max_size=60),
+    st.sampled_from([1, 3000, 10_000]),
+    st.sampled_from([None, 0.0, 0.5, 1.0]),
+)
+def test_whatever_the_counters_say_no_more_than_the_share_is_believed_and_told(
+    readings: list[tuple[int, int, int, int, int]], cores: int, busy: float | None
 ) -> None:
-    found = Claims()
-    for n, (ns, launches, long_ns, turns, present_ns) in enumerate(readings):
+    """Jumps, wraps, steps back; and two seconds after the last of it nothing is left."""
+    found, most, at_ns = Claims(), cores / 10_000, BEGAN
+    for n, (ns, launches, long_ns, turns, present_ns) in enumerate(readings + readings[-1:] * 50):
         at_ns = BEGAN + n * 100 * MS
         said = Paid(paid_ns=ns, launches=launches, paid_long_ns=long_ns, turns=turns, present_long_ns=present_ns)
-        found.note(A, limits(3000), at_ns, said)
+        found.note(A, limits(cores), at_ns, said)
         found.note(B, limits(3000), at_ns, paid(20 * n, n, 20 * n))
+        use = found.of[A].use(1)
+        assert 0 <= use.long <= use.paid == found.of[A].ratio <= most
         for one in found.publish({A: Observed(), B: Observed()}, at_ns, busy).values():
             assert 0 <= one.companions <= 1 and 0 <= one.full <= 10_000 and 0 <= one.between_us <= 8000
+    assert not found.of[A].is_active(at_ns) and found.of[A].ratio < 0.1 * most
 
 
 def told_of_others(others_ms: Iterable[int], busy: float, own: float = 0.3, other: float | None = None) -> Observed:

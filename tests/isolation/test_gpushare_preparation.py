@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,8 +16,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent.isolation.gpushare import files as files_module
 from gpushare_agent.agent.isolation.gpushare.files import GpushareFiles
-from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, GpuLimits, read_paid
-from gpushare_agent.agent.isolation.gpushare.library import Library
+from gpushare_agent.agent.isolation.gpushare.format import USAGE_BYTES, USAGE_NAME, read_paid
 from gpushare_agent.agent.isolation.gpushare.preparation import Preparation
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -25,6 +25,7 @@ from gpushare_agent.core.model.names import PodUid
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
 from tests.isolation.support_gpushare import KEY, OTHER, UID
+from tests.isolation.support_gpushare import World as FilesWorld
 from tests.isolation.support_library import fake_library
 from tests.isolation.support_tenant import SlowFiles
 from tests.support_core import allocation, container, ids, pod
@@ -35,14 +36,14 @@ WHOLE = PodUid("44444444-2222-3333-4444-555555555555")
 class Files(GpushareFiles):
     """Real files that count how often they were prepared; `prepare` and `cut` wait until `go_on` is set."""
 
-    def __init__(self, directory: Path) -> None:
-        library = Library(fake_library(directory / "libgpushare.so"), directory / "own")
-        super().__init__(library, directory / "vm", lambda _: [GpuLimits(uuid="GPU-0", memory_bytes=1 << 30)])
-        self.prepared = 0
+    prepared = 0
+    cut_error: Unavailable | None = None
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.begun: set[str] = set()
         self.go_on = threading.Event()
         self.go_on.set()
-        self.cut_error: Unavailable | None = None
 
     def prepare(self, key: ContainerKey) -> None:
         self.begun.add("prepare")
@@ -57,26 +58,25 @@ class Files(GpushareFiles):
             raise self.cut_error
         super().cut(key)
 
-    def usage(self, key: ContainerKey = KEY) -> Path:
-        return self.container_directory(key) / USAGE_NAME
 
-    def grow(self, key: ContainerKey = KEY) -> None:
-        """As the tenant does."""
-        with self.usage(key).open("ab") as file:
-            file.write(bytes(1 << 20))
-
-
-class World:
+class World(FilesWorld):
     """A share, and a whole GPU."""
 
+    files: Files
+
     def __init__(self, directory: Path) -> None:
-        self.files = Files(directory)
+        super().__init__(directory, Files)
         share = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
         whole = pod("whole", container(name="cuda", cores=100), uid=WHOLE)
         own = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
         all_of_it = allocation(whole, "cuda", ids(1, range(100)), [])
         self.allocations: dict[ContainerKey, Allocation] = {own.key: own, all_of_it.key: all_of_it}
         self.preparation = Preparation(self.files, lambda: self.allocations, cut_period_s=0.005)
+
+    def grow(self, key: ContainerKey = KEY) -> None:
+        """As the tenant does."""
+        with self.usage(key).open("ab") as file:
+            file.write(bytes(1 << 20))
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """The service runs in the block."""
@@ -95,7 +95,7 @@ async def test_a_share_that_is_about_to_start_finds_its_files(world: World) -> N
     await world.preparation.check()
     unknown = ContainerKey(PodUid("33333333-2222-3333-4444-555555555555"), "cuda")
     assert await world.preparation.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
-    assert world.files.usage().is_file()
+    assert world.usage().is_file()
     assert world.files.list_pods() == (UID,)
 
 
@@ -143,7 +143,7 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(world: World, monkeypatch:
 async def test_no_start_waits_for_a_file_that_is_shortened(world: World) -> None:
     world.allocations[OTHER] = replace(world.allocations[KEY], key=OTHER)
     assert await world.preparation.prepare([OTHER]) is None
-    world.files.grow(OTHER)
+    world.grow(OTHER)
     world.files.go_on.clear()
     async with world.running():
         await poll_until(lambda: "cut" in world.files.begun, "a cut under way")
@@ -166,8 +166,8 @@ async def test_nothing_that_others_wait_for_waits_for_a_file_that_is_shortened(
         world.allocations[key] = replace(world.allocations[KEY], key=key)
     vdevice = VDeviceFiles(world.files.containers)
     assert await world.preparation.prepare([OTHER]) is None
-    world.files.grow(OTHER)
-    usage = world.files.usage(OTHER)
+    world.grow(OTHER)
+    usage = world.usage(OTHER)
     former = usage.stat().st_ino
     with SlowFiles(monkeypatch) as slow:
         async with world.running():
@@ -193,10 +193,10 @@ async def test_a_file_that_takes_long_to_shorten_delays_no_other(world: World, m
         assert await world.preparation.prepare([key]) is None
     with SlowFiles(monkeypatch, most=1) as slow:
         async with world.running():
-            os.truncate(world.files.usage(OTHER), USAGE_BYTES + 2)
+            os.truncate(world.usage(OTHER), USAGE_BYTES + 2)
             await poll_until(lambda: bool(slow.slow), "a file being shortened")
             for more in (1 << 20, 1 << 21):
-                os.truncate(world.files.usage(), USAGE_BYTES + more)
+                os.truncate(world.usage(), USAGE_BYTES + more)
                 await poll_until(lambda: not world.files.oversized([KEY]), "the other is short")
             assert world.files.oversized([OTHER])
             slow.release()
@@ -222,10 +222,10 @@ async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
     with monkeypatch.context() as later:
         later.setattr(files_module, "SEEN_FOR_S", 0.0)
         assert world.files.unseen([KEY]) == [KEY]  # the reading of one may hang since
-    os.truncate(world.files.usage(), USAGE_BYTES + 1)
+    os.truncate(world.usage(), USAGE_BYTES + 1)
     assert world.files.changed_heads(before).keys() == {KEY}
     await world.preparation.cut_oversized()
-    assert world.files.usage().stat().st_size == USAGE_BYTES and world.files.changed_heads(before) == {}
+    assert world.usage().stat().st_size == USAGE_BYTES and world.files.changed_heads(before) == {}
 
 
 async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) -> None:
@@ -233,16 +233,16 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(world: World) ->
     assert await world.preparation.prepare([KEY]) is None
     with capture_logs() as lines:
         for _ in range(3):
-            world.files.grow()
+            world.grow()
             await world.preparation.cut_oversized()
-            assert world.files.usage().stat().st_size == USAGE_BYTES
+            assert world.usage().stat().st_size == USAGE_BYTES
     assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
 
 
 async def test_a_file_that_cannot_be_shortened_is_warned_of_once(world: World) -> None:
     """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
     assert await world.preparation.prepare([KEY]) is None
-    world.files.grow()
+    world.grow()
     world.files.cut_error = Unavailable("usage cannot be used: Text file busy")
     with capture_logs() as lines:
         for _ in range(3):
@@ -258,8 +258,8 @@ async def test_files_made_ahead_serve_one_start(world: World) -> None:
         ahead.add(ContainerKey(WHOLE, "cuda"))
         ahead.add(KEY)
         await poll_until(lambda: ahead.prepared == {KEY}, "the share's files made ahead")
-        first = world.files.usage().stat().st_ino
+        first = world.usage().stat().st_ino
         assert await world.preparation.prepare([KEY]) is None
-        assert (world.files.prepared, world.files.usage().stat().st_ino) == (1, first)
+        assert (world.files.prepared, world.usage().stat().st_ino) == (1, first)
         assert await world.preparation.prepare([KEY]) is None
-        assert world.files.prepared == 2 and world.files.usage().stat().st_ino != first
+        assert world.files.prepared == 2 and world.usage().stat().st_ino != first

@@ -30,7 +30,6 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     Slot,
     encode_usage,
 )
-from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.isolation.gpushare.unlimited import (
     ABOVE,
     CODE_BYTES,
@@ -55,15 +54,15 @@ from gpushare_agent.core.model.usage import ContainerUse, GpuSample, ProcessKind
 from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
+from tests.isolation.support_gpushare import LIMITS, World
 from tests.isolation.support_host import add_share, host_of
-from tests.isolation.support_library import fake_library
 from tests.isolation.support_requests import UID
 from tests.support_node import node_of
 
 KEY = ContainerKey(UID, "main")
 GPU = GpuUuid("GPU-0")
-LIMIT = 2048 * MIB
-SHARES = {KEY: (GpuLimits(uuid=GPU, memory_bytes=LIMIT, cores=3000),)}
+LIMIT = LIMITS.memory_bytes or 0
+SHARES = {KEY: (LIMITS,)}
 NEEDS_HOST = pytest.mark.skipif(
     Path("/proc/self/ns/pid").stat().st_ino != 0xEFFFFFFC, reason="processes are ended from the host's PID namespace"
 )
@@ -162,8 +161,7 @@ def test_nobody_claims_to_limit_such_a_container(isolation: str, memory_by: str,
 
 @pytest.fixture
 def files(short_dir: Path) -> GpushareFiles:
-    library = Library(fake_library(short_dir / "libgpushare.so"), short_dir / "own")
-    made = GpushareFiles(library, short_dir / "vm", SHARES.get)
+    made = World(short_dir).files
     made.prepare(KEY)
     return made
 

@@ -384,16 +384,8 @@ def test_a_directory_that_became_a_link_after_preparing_is_not_written_through(
 @pytest.mark.parametrize(
     "key",
     [
-        ContainerKey(PodUid(".."), "cuda"),
-        ContainerKey(PodUid("../.."), "cuda"),
-        ContainerKey(PodUid(""), "cuda"),
-        ContainerKey(PodUid("a/b"), "cuda"),
-        ContainerKey(PodUid("a" * 48), "cuda"),
-        ContainerKey(POD, ".."),
-        ContainerKey(POD, ""),
-        ContainerKey(POD, "a\0b"),
-        ContainerKey(POD, "vcuda.sock"),
-        ContainerKey(POD, "x" * 2**20),
+        *(ContainerKey(PodUid(uid), "cuda") for uid in ("..", "../..", "", "a/b", "a" * 48)),
+        *(ContainerKey(POD, name) for name in ("..", "", "a\0b", "vcuda.sock", "x" * 2**20)),
     ],
 )
 def test_names_that_are_no_names_never_reach_the_file_system(files: VDeviceFiles, key: ContainerKey) -> None:

@@ -16,6 +16,7 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
+from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.isolation.ahead import NOT_STARTED_FOR_S
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
@@ -38,8 +39,6 @@ from tests.cluster.support_kube import running
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
-
-MIB = 1024 * 1024
 
 
 class HookedFiles(VDeviceFiles):
@@ -101,11 +100,8 @@ class World:
         self.allocations: dict[ContainerKey, Allocation] = {share.key: share}
         self.known: dict[ContainerKey, str] | None = {KEY: ID}
         self.claims: dict[ContainerKey, dict[ContainerKey, str]] = {}
-        self.problems: list[str] = []
-        self.codes: list[str] = []
-        self.driver = "535.104.05"
-        self.is_synced = True
         self.module: KernelModule | None = None
+        self.is_synced = True
         self.cgroup_root, self.proc = directory / "cgroup", directory / "proc"
         me = self.proc / str(os.getpid())  # the test itself registers: it is the container's process
         me.mkdir(parents=True)
@@ -148,9 +144,6 @@ class World:
     async def owner_of(self, container_id: str) -> ContainerKey | None:
         return next((key for key, known in (await self.running()).items() if known == container_id), None)
 
-    def vdevice_registered(self, code: str) -> None:
-        self.codes.append(code)
-
     def manager(self, intervals: Intervals | None = None, clock: Callable[[], float] | None = None) -> VirtualManager:
         self.processes = self._new_processes()
         return VirtualManager(
@@ -159,12 +152,12 @@ class World:
             pods=self,
             configs=VDeviceConfigs(
                 inventory=inventory,
-                driver_version=lambda: self.driver,
+                driver_version=lambda: "535.104.05",
                 names=NAMES,
-                on_problem=lambda _, text: self.problems.append(text),
+                on_problem=lambda *_: None,
             ),
             processes=self.processes,
-            registered=self.vdevice_registered,
+            registered=lambda _: None,
             clock=clock or (lambda: self.now),
             intervals=intervals,
         )
@@ -446,27 +439,25 @@ class Reported:
         return self.owners[container_id]
 
 
-class Store:
-    def __init__(self, *pods: Pod) -> None:
-        self._pods = pods
+@pytest.fixture
+def store() -> PodStore:
+    """With a pod whose status has the ID of its container."""
+    made = PodStore()
+    made.upsert(pod("share", uid=POD, container_ids={"cuda": ID}))
+    return made
 
-    def pods(self) -> tuple[Pod, ...]:
-        return self._pods
 
-
-async def test_the_runtime_is_believed_before_the_statuses() -> None:
+async def test_the_runtime_is_believed_before_the_statuses(store: PodStore) -> None:
     """A restarted container's new ID is there before the kubelet has written it; ended ones do not count."""
-    runtime = Reported({OTHER_ID: KEY, ID: KEY})
-    found = ContainerIds(runtime, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    found = ContainerIds(Reported({OTHER_ID: KEY, ID: KEY}), store)
     assert await found.running() == {KEY: OTHER_ID}
     assert await found.owner_of(ID) == KEY
     assert await found.owner_of("00" * 32) is None
 
 
-async def test_without_a_runtime_the_pods_statuses_have_the_ids() -> None:
+async def test_without_a_runtime_the_pods_statuses_have_the_ids(store: PodStore) -> None:
     """An ID in no status is not refused for ever but asked for again: the kubelet writes it soon."""
-    away = Reported(error=Unavailable("no socket there"))
-    found = ContainerIds(away, Store(pod("share", uid=POD, container_ids={"cuda": ID})))
+    found = ContainerIds(Reported(error=Unavailable("no socket there")), store)
     assert await found.running() == {KEY: ID}
     assert await found.owner_of(ID) == KEY
     with pytest.raises(Unavailable, match="not known yet"):

@@ -10,23 +10,23 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
+from gpushare_agent.agent.gpus.simulated.instances import SimulatedInstances, layout_of
 from gpushare_agent.agent.mig.decisions.plan import MadeInstance
 from gpushare_agent.agent.mig.instances import MigInstances
 from gpushare_agent.core.claims.devices import placement_device_name
 from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
+from gpushare_agent.core.formats.simulated_gpus import SimulatedInstance
 from gpushare_agent.core.model.errors import Conflict, NotFound, Rejected, Unavailable
-from gpushare_agent.core.model.gpus import Gpu, GpuInventory
-from gpushare_agent.core.model.mig import MigComputeInstance, MigGpuInstance, MigLayout, MigPlace, MigPlacement
+from gpushare_agent.core.model.gpus import GpuInventory
+from gpushare_agent.core.model.mig import MigGpuInstance, MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
-from gpushare_agent.core.placement.topology import build_topology
 from gpushare_agent.core.settings.settings import Settings
+from tests.support_core import inventory
 from tests.support_node import node_of
 
 T = TypeVar("T")
-
-SLICES = 8
-
 
 PRODUCT, MIB = "NVIDIA A100-SXM4-40GB", 40960
 PROFILES = mig_profiles(PRODUCT, MIB)
@@ -64,54 +64,35 @@ class Real(Struct):
     uuid: str = ""
     users: set[str] = field(default_factory=set)
 
+    @property
+    def simulated(self) -> SimulatedInstance:
+        profile, start = self.place.profile, self.place.start
+        return SimulatedInstance(gi=self.gi, name=BY_ID[profile].name, profile=profile, start=start, uuid=self.uuid)
+
 
 class Hardware:
     """`wrong` is what must never be: an instance of another's or one in use that was destroyed."""
 
     def __init__(self, gpus: int = 1) -> None:
-        self.gpus: dict[GpuUuid, list[Real]] = {gpu_uuid(index): [] for index in range(gpus)}
+        found = inventory(gpus, memory_mib=MIB)
+        parents = tuple(replace(gpu, uuid=gpu_uuid(gpu.index), name=PRODUCT) for gpu in found.gpus)
+        self._whole = replace(found, gpus=parents)
+        self.gpus: dict[GpuUuid, list[Real]] = {gpu.uuid: [] for gpu in parents}
         self.without_mig: set[GpuUuid] = set()
         self.lives = 0
-        self.created = 0
-        self.destroyed = 0
         self.wrong: list[str] = []
         self.problem = ""
 
-    def layout(self, parent: GpuUuid) -> MigLayout:
-        instances = tuple(
-            MigGpuInstance(
-                gi=one.gi,
-                profile=one.place.profile,
-                start=one.place.start,
-                size=BY_ID[one.place.profile].size,
-                compute=(MigComputeInstance(ci=0, uuid=one.uuid, slices=1),) if one.uuid else (),
-            )
-            for one in self.gpus[parent]
-        )
-        return MigLayout(parent=parent, slices=SLICES, profiles=PROFILES, instances=instances, problem=self.problem)
-
     def inventory(self) -> GpuInventory:
-        parents = [_gpu(index, uuid, mig_mode=uuid not in self.without_mig) for index, uuid in enumerate(self.gpus)]
-        divided = [one for one in parents if one.mig_mode]
-        instances = [
-            _gpu(
-                len(parents) + number,
-                GpuUuid(one.uuid),
-                mig=MigPlace(
-                    profile=BY_ID[one.place.profile].name, number=number, parent=parent.uuid, parent_index=parent.index,
-                    gi=one.gi, ci=0, profile_id=one.place.profile, start=one.place.start,
-                ),
-            )
-            for parent in divided
-            for number, one in enumerate(self.gpus[parent.uuid])
-            if one.uuid
-        ]  # fmt: skip
-        return GpuInventory(
-            gpus=(*(one for one in parents if not one.mig_mode), *instances),
-            topology=build_topology((), ()),
-            mig_partitioned=tuple(divided),
-            mig_layouts=tuple(self.layout(one.uuid) for one in divided),
-        )
+        """As the simulated driver shows such GPUs."""
+        own = {
+            gpu.index: [one.simulated for one in self.gpus[gpu.uuid]]
+            for gpu in self._whole.gpus
+            if gpu.uuid not in self.without_mig
+        }
+        found = SimulatedInstances().partition(self._whole, own, own, ())
+        layouts = tuple(layout_of(gpu, own[gpu.index], self.problem) for gpu in found.mig_partitioned)
+        return replace(found, mig_layouts=layouts)
 
     def all(self) -> Iterator[Real]:
         for instances in self.gpus.values():
@@ -132,7 +113,6 @@ class Hardware:
                 raise Conflict("INSUFFICIENT_RESOURCES")
             gi = next(number for number in range(1, 99) if all(number != each.gi for each in instances))
             instances.append(one := Real(gi=gi, place=where, maker=maker))
-            self.created += 1
             yield "a GPU instance is there"
         self.lives += 1
         one.uuid = f"MIG-{self.lives:04}"
@@ -152,7 +132,6 @@ class Hardware:
         if one.users:
             raise Conflict("IN_USE")
         self.gpus[where].remove(one)
-        self.destroyed += 1
         yield "the instance is gone"
 
     def by_hand(self, where: MigPlacement) -> bool:
@@ -171,13 +150,6 @@ class Hardware:
     def reboot(self) -> None:
         for instances in self.gpus.values():
             instances.clear()
-
-
-def _gpu(index: int, uuid: GpuUuid, *, mig_mode: bool = False, mig: MigPlace | None = None) -> Gpu:
-    return Gpu(
-        index=index, minor=index, uuid=uuid, bus_id=f"00000000:{index:02X}:00.0", name=PRODUCT, memory_mib=MIB,
-        mig_mode=mig_mode, mig=mig,
-    )  # fmt: skip
 
 
 class Killed(Exception):  # noqa: N818

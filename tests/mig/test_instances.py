@@ -39,11 +39,6 @@ async def test_a_claim_gets_an_instance_and_the_next_one_uses_it_again(owner: Ow
     assert owner.driver.calls == [("create", SMALL)]
 
 
-async def test_to_hold_again_changes_nothing(owner: Owner) -> None:
-    assert await owner.hold("a", SMALL) == await owner.hold("a", SMALL) == ""
-    assert owner.driver.calls == [("create", SMALL)]
-
-
 async def test_what_is_idle_goes_when_its_slices_are_wanted(owner: Owner) -> None:
     await owner.hold("a", SMALL)
     await owner.hold("b", place("1g.5gb", 0))

@@ -21,7 +21,7 @@ from gpushare_agent.core.formats.mig_profiles import has_room, mig_profiles
 from gpushare_agent.core.kit.directories import NEW_PREFIX
 from gpushare_agent.core.model.mig import MigPlacement, MigProfile
 from gpushare_agent.core.model.names import GpuUuid
-from tests.gpus.support_mig import Hardware, profile_lines
+from tests.gpus.support_mig import Hardware, machine_of
 from tests.gpus.support_nvml import ROOT, becomes, fake_library
 from tests.gpus.test_nvml_mig import MINORS
 from tests.support_deadline import DEADLINE_S
@@ -30,11 +30,7 @@ from tests.support_process import running_process
 BLOCK_MIB = 256
 PRODUCT, MIB, GPUS = "NVIDIA H100 80GB HBM3", 81559, 2
 PROFILES = mig_profiles(PRODUCT, MIB)
-MACHINE = f"count {GPUS}\nrights config monitor\n" + "".join(
-    f"GPU {index} GPU-{index} {index} 00000000:{index + 1:02X}:00.0 {MIB} 1 {PRODUCT}\n"
-    + profile_lines(index, PRODUCT, MIB)
-    for index in range(GPUS)
-)
+MACHINE = machine_of(*[(PRODUCT, MIB)] * GPUS) + "rights config monitor\n"
 CREATES = ("nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance")
 DESTROYS = ("nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy")
 POINTS = [*product(("before", "after"), (*CREATES, *DESTROYS))]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.native.build import CannotBuildError
 from tests.real_isolation.checks import CHECKS
-from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, build_libraries
+from tests.real_isolation.libraries import LIBRARIES, Libraries
 from tests.real_isolation.library_table import ROWS
 from tests.real_isolation.measure import MEASURED
 from tests.real_isolation.support_isolation import Built, IsolationNode, build_all, open_node, why_not
@@ -20,6 +20,11 @@ BUDGET = pytest.StashKey[dict[tuple[str, str], str]]()
 """Of the error budget, by kernel with library and by number of multiprocessors."""
 CELLS = pytest.StashKey[dict[tuple[str, str], str]]()
 """Of the table of libraries, by row and library."""
+
+
+def case(*values: object, name: str, is_smoke: bool) -> object:
+    """A parameter set of a cell."""
+    return pytest.param(*values, id=name, marks=[pytest.mark.isolation] + [pytest.mark.smoke] * is_smoke)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,13 +64,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
-    if reason := why_not():
-        pytest.skip(reason)
-    try:
-        return build_libraries(tmp_path_factory.mktemp("libraries"))
-    except CannotBuildError as error:
-        pytest.skip(str(error))
+def libraries(built: Built) -> Libraries:
+    return Libraries(built)
 
 
 @pytest.fixture(scope="session")

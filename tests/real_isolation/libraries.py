@@ -11,28 +11,18 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from gpushare_agent.agent.isolation.gpushare.format import GpuLimits, encode_usage
 from gpushare_agent.agent.isolation.gpushare.format import encode_config as encode_gpushare_config
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, encode_config
-from native.build_gpushare import build_gpushare
-from tests.native.build import (
-    NATIVE,
-    CannotBuildError,
-    build_fake_driver,
-    build_vcuda,
-    build_vgpu,
-    build_vgpu_manager,
-    cuda_include,
-    install_driver,
-    proc_version,
-)
-from tests.native.gpu_program import DEADLINE_S, Ended, build_gpu_program, end_of
+from tests.native.build import NATIVE, install_driver, proc_version
+from tests.native.gpu_program import DEADLINE_S, Ended, end_of
+from tests.real_isolation.support_isolation import Built
 
 VERSION = "580.95.05"
 UUIDS = [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(2)]
@@ -112,97 +102,61 @@ class Library:
 
     name: str
     is_preloaded: bool = True
-    build: Callable[[Path], object]
     fill: Callable[[Path, Limits], dict[str, str]]
 
 
 LIBRARIES = (
-    Library(name="hami-core", build=build_vgpu, fill=_fill_hami_core),
-    Library(name="vcuda", is_preloaded=False, build=build_vcuda, fill=_fill_vcuda),
-    Library(name="vgpu-manager", build=build_vgpu_manager, fill=_fill_vgpu_manager),
-    Library(name="gpushare", build=lambda output: build_gpushare(cuda_include(), output), fill=_fill_gpushare),
+    Library(name="hami-core", fill=_fill_hami_core),
+    Library(name="vcuda", is_preloaded=False, fill=_fill_vcuda),
+    Library(name="vgpu-manager", fill=_fill_vgpu_manager),
+    Library(name="gpushare", fill=_fill_gpushare),
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class BuiltLibraries:
-    """In one directory: driver, programs, and each library that could be built, else the reason."""
+class Libraries:
+    """Containers with one of the libraries each. All that they see lies below the directory of what was built."""
 
-    directory: Path
-    why_not: dict[str, str] = field(default_factory=dict)
-    containers: int = 0
+    def __init__(self, built: Built) -> None:
+        self.built, self.directory = built, built.directory
+        self._made = 0
+        self.driver = install_driver(built.driver, self.directory / f"driver-{VERSION}", VERSION)
+        self.in_its_place = install_driver(built.driver, self.directory / "in-its-place", VERSION)
+        if isinstance(control := built.libraries["vcuda"], Path):
+            for link in (self.in_its_place / "libcuda.so.1", self.in_its_place / "libnvidia-ml.so.1"):
+                link.unlink()
+                link.symlink_to(control)
+        (self.directory / "proc/nvidia").mkdir(parents=True)
+        (self.directory / "proc/nvidia/version").write_text(proc_version("proprietary", VERSION))
 
-    def machine(self, **settings: object) -> Machine:
-        """With a state of its own, below the directory that containers see."""
-        self.containers += 1
-        state = self.directory / f"machine-{self.containers}"
-        state.mkdir()
-        return Machine(state=state, settings=settings)
+    def _directory(self) -> Path:
+        self._made += 1
+        made = self.directory / f"made-{self._made}"
+        made.mkdir()
+        return made
 
-    def container(self, library: Library, machine: Machine, limits: Limits) -> LibraryContainer:
-        self.containers += 1
-        own = self.directory / f"container-{self.containers}"
-        for name in ("root", "etc", "tmp"):
-            (own / name).mkdir(parents=True)
-        for name in ("passwd", "group"):
-            shutil.copy(f"/etc/{name}", own / "etc")
-        env = library.fill(own / "etc", limits)
-        return LibraryContainer(built=self, machine=machine, library=library, own=own, env=env)
-
-
-def build_libraries(directory: Path) -> BuiltLibraries:
-    """Raises CannotBuildError where there is no driver or no program: then nothing can be run."""
-    built = BuiltLibraries(directory=directory)
-    driver = build_fake_driver(directory / "built")
-    install_driver(driver, directory / "driver", VERSION)
-    (directory / "proc/nvidia").mkdir(parents=True)
-    (directory / "proc/nvidia/version").write_text(proc_version("proprietary", VERSION))
-    (directory / "libraries").mkdir()
-    build_gpu_program(directory, driver)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each build is a compiler's process
-        for library, reason in zip(LIBRARIES, threads.map(partial(_build, directory), LIBRARIES), strict=True):
-            if reason:
-                built.why_not[library.name] = reason
-            elif not library.is_preloaded:
-                _put_in_driver_s_place(library, install_driver(driver, directory / library.name, VERSION))
-    return built
-
-
-def _build(directory: Path, library: Library) -> str:
-    """Why it could not be built; empty where it could."""
-    try:
-        library.build(directory / "libraries" / f"{library.name}.so")
-    except CannotBuildError as error:
-        return str(error)
-    return ""
-
-
-def _put_in_driver_s_place(library: Library, directory: Path) -> None:
-    for stem in ("libcuda", "libnvidia-ml"):
-        link = directory / f"{stem}.so.1"
-        link.unlink()
-        link.symlink_to(directory.parent / "libraries" / f"{library.name}.so")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """A GPU, by the fake driver's settings (fake_driver/machine.h); its state is a file of its own."""
-
-    state: Path
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-    def env(self) -> dict[str, str]:
-        own = {"GPUS": 1, "DEVICES": "all", "DRIVER_VERSION": VERSION, "STATE": self.state / "state"}
-        own |= {name.upper(): value for name, value in self.settings.items()}
+    def machine(self, **settings: object) -> dict[str, str]:
+        """A GPU with a state of its own, as the variables of the fake driver's settings (fake_driver/machine.h)."""
+        own = {"GPUS": 1, "DEVICES": "all", "DRIVER_VERSION": VERSION, "STATE": self._directory() / "state"}
+        own |= {name.upper(): value for name, value in settings.items()}
         return {f"FAKE_GPU_{name}": str(value) for name, value in own.items()}
 
+    def container(self, library: Library, machine: Mapping[str, str], limits: Limits) -> LibraryContainer:
+        """Skips the test where the library could not be built."""
+        if isinstance(reason := self.built.libraries[library.name], str):
+            pytest.skip(reason)
+        own = self._directory()
+        for name in ("root", "etc", "tmp"):
+            (own / name).mkdir()
+        for name in ("passwd", "group"):
+            shutil.copy(f"/etc/{name}", own / "etc")
+        return LibraryContainer(self, library, own, {**machine, **library.fill(own / "etc", limits)})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class LibraryContainer:
     """`is_bare`: without the library."""
 
-    built: BuiltLibraries
-    machine: Machine
+    libraries: Libraries
     library: Library
     own: Path
     env: Mapping[str, str]
@@ -210,28 +164,19 @@ class LibraryContainer:
 
     def start(self, *actions: str, way: str = "dlsym", version: int = 12080) -> subprocess.Popen[str]:
         name = "gpu_program_linked" if way == "link" else "gpu_program"
-        return self.start_command([str(self.built.directory / name), way, str(version), *actions])
+        return self.start_command([str(self.libraries.built.programs / name), way, str(version), *actions])
 
     def start_command(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        base = self.built.directory
-        variables = self.machine.env() | dict(self.env)
-        variables |= {"LD_LIBRARY_PATH": str(base / "driver"), "PATH": "/usr/bin"}
-        if self.is_bare:
-            pass
-        elif self.library.is_preloaded:
-            variables["LD_PRELOAD"] = str(base / "libraries" / f"{self.library.name}.so")
-        else:
-            variables["LD_LIBRARY_PATH"] = str(base / self.library.name)
+        base, driver, preload = self.libraries.directory, self.libraries.driver, {}
+        if self.library.is_preloaded and not self.is_bare:
+            preload = {"LD_PRELOAD": self.libraries.built.libraries[self.library.name]}
+        elif not self.is_bare:
+            driver = self.libraries.in_its_place
+        variables = {**self.env, "LD_LIBRARY_PATH": driver, "PATH": "/usr/bin", **preload}
         words = ["unshare", "--mount", "sh", str(NATIVE / "enter_library_container.sh"), str(self.own), str(base)]
         words += [*(f"{name}={value}" for name, value in variables.items()), *command]
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"PATH": os.environ["PATH"] + ":/usr/sbin"},
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(words, **pipes, text=True, env={"PATH": os.environ["PATH"] + ":/usr/sbin"})
 
     def run(self, *actions: str, deadline_s: float = DEADLINE_S, **how: Any) -> Ended:
         return end_of(self.start(*actions, **how), deadline_s)

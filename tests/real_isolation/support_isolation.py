@@ -35,6 +35,8 @@ from tests.native.build import (
     build_fake_driver,
     build_gpu_client,
     build_vcuda,
+    build_vgpu,
+    build_vgpu_manager,
     cuda_include,
     install_driver,
     proc_version,
@@ -74,50 +76,51 @@ def why_not() -> str:
     return "" if done.returncode == 0 else f"no mount and PID namespaces: {done.stderr.strip()}"
 
 
+_LIBRARIES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "gpushare": ("libgpushare.so", lambda output: build_gpushare(cuda_include(), output)),
+    "vcuda": ("libcuda-control.so", build_vcuda),
+    "gpu-client": ("gpu-client", build_gpu_client),
+    "hami-core": ("libvgpu.so", build_vgpu),
+    "vgpu-manager": ("libvgpu-control.so", build_vgpu_manager),
+}
+_NEEDED = {"gpushare": ("gpushare",), "vcuda": ("vcuda", "gpu-client")}
+"""By each part of an isolation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What is run. A library that could not be built is the reason instead."""
+    """What is run, all below one directory. In the place of a library that could not be built is the reason."""
 
+    directory: Path
     driver: Path
     programs: Path
-    gpushare: Path | str
-    vcuda: Path | str
-    gpu_client: Path | str
+    libraries: Mapping[str, Path | str]
 
     def why_not(self, isolation: str) -> str:
         """Why this isolation cannot be had, empty where it can."""
-        parts = {"gpushare": [self.gpushare], "vcuda": [self.vcuda, self.gpu_client]}
-        needed = [library for part in isolation.split("+") for library in parts.get(part, [])]
+        needed = [self.libraries[name] for part in isolation.split("+") for name in _NEEDED.get(part, ())]
         return "; ".join(reason for reason in needed if isinstance(reason, str))
 
 
 def build_all(directory: Path) -> Built:
     """Raises CannotBuildError where there is no driver or no program: then nothing can be run."""
+    places = {name: directory / "libraries" / file for name, (file, _) in _LIBRARIES.items()}
+    (directory / "libraries").mkdir()
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:  # each build is a compiler's process
-        libraries = {
-            name: threads.submit(_or_reason, build, directory / file)
-            for name, build, file in (
-                ("gpushare", _build_gpushare, "libgpushare.so"),
-                ("vcuda", build_vcuda, "libcuda-control.so"),
-                ("gpu_client", build_gpu_client, "gpu-client"),
-            )
-        }
+        libraries = {name: threads.submit(_or_reason, _LIBRARIES[name][1], place) for name, place in places.items()}
         driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
         programs.mkdir()
         build_gpu_program(programs, driver)
-        return Built(driver=driver, programs=programs, **{name: built.result() for name, built in libraries.items()})
+        found = {name: built.result() for name, built in libraries.items()}
+    return Built(directory=directory, driver=driver, programs=programs, libraries=found)
 
 
-def _build_gpushare(output: Path) -> Path:
-    build_gpushare(cuda_include(), output)
-    return output
-
-
-def _or_reason(build: Callable[[Path], Path], output: Path) -> Path | str:
+def _or_reason(build: Callable[[Path], object], output: Path) -> Path | str:
     try:
-        return build(output)
+        build(output)
     except CannotBuildError as error:
         return str(error)
+    return output
 
 
 class Program:
@@ -439,10 +442,13 @@ def _sandbox(node: IsolationNode, isolation: str, flags: Sequence[str]) -> Itera
 
 def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
     """Where the isolation finds its library. AssertionError where there is none."""
-    directory, parts = node.directory, isolation.split("+")
+    directory, libraries, parts = node.directory, node.built.libraries, isolation.split("+")
     settings = ["--driver-limits.set-by-agent=true"] if "driver" in parts else []
     if "gpushare" in parts:
-        own = [f"--libgpushare.library={node.built.gpushare}", f"--libgpushare.directory={directory / 'gpushare'}"]
+        own = [
+            f"--libgpushare.library={libraries['gpushare']}",
+            f"--libgpushare.directory={directory / 'gpushare'}",
+        ]
         return [*settings, *own, f"--virtual-manager-path={directory / 'vm'}"]
     if isolation == "vcuda":
         config = directory / "volume.conf"
@@ -466,7 +472,7 @@ def _fill_driver_volume(node: IsolationNode, config: Path) -> None:
     ]
     config.write_text(json.dumps({"volume": volumes}))
     words = [sys.executable, "-P", "-m", "gpushare_agent", "driver-volume", f"--volume-config={config}"]
-    words += [f"--driver-volume.root={host}", f"--driver-volume.control-library={node.built.vcuda}"]
-    words += [f"--driver-volume.gpu-client={node.built.gpu_client}"]
+    words += [f"--driver-volume.root={host}", f"--driver-volume.control-library={node.built.libraries['vcuda']}"]
+    words += [f"--driver-volume.gpu-client={node.built.libraries['gpu-client']}"]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=_environment())
     assert done.returncode == 0, f"driver-volume: {done.stdout}{done.stderr}"

@@ -5,25 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.real_isolation.checks import CHECKS, Check
-from tests.real_isolation.conftest import NodeOf
+from tests.real_isolation.conftest import NodeOf, case
 from tests.real_isolation.measure import MEASURED, measure
 
-
-def _cases() -> list[object]:
-    """Of one isolation and one PID behaviour together: they share a node."""
-    cases = [(isolation, check) for check in CHECKS for isolation in check.expected]
-    return [
-        pytest.param(
-            isolation,
-            check,
-            id=f"{isolation}: {check.name}",
-            marks=[pytest.mark.isolation, *([pytest.mark.smoke] if isolation in check.smoke else [])],
-        )
-        for isolation, check in sorted(cases, key=lambda case: (case[0], case[1].pids))
-    ]
+CASES = [
+    case(isolation, check, name=f"{isolation}: {check.name}", is_smoke=isolation in check.smoke)
+    for isolation, pids in sorted({(isolation, check.pids) for check in CHECKS for isolation in check.expected})
+    for check in CHECKS
+    if isolation in check.expected and check.pids == pids
+]
+"""Of one isolation and one PID behaviour together: they share a node."""
 
 
-@pytest.mark.parametrize(("isolation", "check"), _cases())
+@pytest.mark.parametrize(("isolation", "check"), CASES)
 def test_an_isolation_keeps_what_is_said(
     isolation: str, check: Check, node_of: NodeOf, request: pytest.FixtureRequest
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.gpushare.test_compute import CAPS, MOST_MEAN_ERROR, POINTS, SM_COUNTS, Kernel
 from tests.native.gpu_program import finish
 from tests.real_isolation.conftest import BUDGET
-from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, Library, Limits
+from tests.real_isolation.libraries import LIBRARIES, Libraries, Library, Limits
 from tests.real_isolation.library_table import OURS
 
 PUBLISHED = {
@@ -35,13 +35,11 @@ WARM_UP_S, MEASURED_S = 4, 10
 @pytest.mark.parametrize("kind", ["short", "wave"])
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_the_error_of_a_library(
-    library: Library, kind: str, sm_count: int, libraries: BuiltLibraries, request: pytest.FixtureRequest
+    library: Library, kind: str, sm_count: int, libraries: Libraries, request: pytest.FixtureRequest
 ) -> None:
     """The programs of all caps run at once, each on a GPU of its own."""
     if not request.config.getoption("--error-budget"):
         pytest.skip("takes minutes: by hand, with --error-budget")
-    if library.name in libraries.why_not:
-        pytest.skip(libraries.why_not[library.name])
     kernel = Kernel(kind, sm_count)
     programs = [
         libraries.container(library, libraries.machine(**kernel.settings), Limits(memory_mib=2560, cores=cap)).start(

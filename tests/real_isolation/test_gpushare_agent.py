@@ -54,7 +54,7 @@ def is_share(rate: float) -> bool:
 def test_programs_go_on_within_their_limits_while_the_agent_is_killed_and_upgraded(node: IsolationNode) -> None:
     """The next agent comes with another library: running containers keep theirs, a new program in them has the same limits,
     and a container that starts later has the new one."""
-    library = node.built.gpushare
+    library = node.built.libraries["gpushare"]
     assert not isinstance(library, str)
     before = library.read_bytes()
     node.apply("web", cores=30, blocks=10)

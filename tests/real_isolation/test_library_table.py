@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.real_isolation.conftest import CELLS
-from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, Library, LibraryContainer, Limits
+from tests.real_isolation.conftest import CELLS, case
+from tests.real_isolation.libraries import LIBRARIES, Libraries, Library, LibraryContainer, Limits
 from tests.real_isolation.library_table import BLOCK_MIB, CORES, OURS, ROWS, SHARE_BLOCKS, Row
 
 SMOKE = ("linked", "cuMemAllocManaged", "a child of one with 3 blocks", "kernels a second")
 
 
-def _cases() -> list[object]:
-    return [
-        pytest.param(
-            library,
-            row,
-            id=f"{library.name}: {row.name}",
-            marks=[pytest.mark.isolation, *([pytest.mark.smoke] if library.name == OURS and row.name in SMOKE else [])],
-        )
-        for library in LIBRARIES
-        for row in ROWS
-    ]
+CASES = [
+    case(one, row, name=f"{one.name}: {row.name}", is_smoke=one.name == OURS and row.name in SMOKE)
+    for one in LIBRARIES
+    for row in ROWS
+]
 
 
-@pytest.mark.parametrize(("library", "row"), _cases())
+@pytest.mark.parametrize(("library", "row"), CASES)
 def test_a_library_keeps_what_the_table_says(
-    library: Library, row: Row, libraries: BuiltLibraries, request: pytest.FixtureRequest
+    library: Library, row: Row, libraries: Libraries, request: pytest.FixtureRequest
 ) -> None:
     """A change in either direction fails."""
-    if library.name in libraries.why_not:
-        pytest.skip(libraries.why_not[library.name])
 
     def measured() -> str:
         machine = libraries.machine(gpus=row.gpus, **row.driver)
