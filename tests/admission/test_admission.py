@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,9 @@ class Scripted:
         if self.checkpoint is None:
             raise Unavailable("no checkpoint")
         return self.checkpoint
+
+    def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+        return list(entries)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         self.prepared.extend(keys)

@@ -378,10 +378,10 @@ class Admission(Struct, kw_only=True, eq=False):
 
     async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
         try:
-            entries = await self.records.read()
+            entries = self.records.ours(await self.records.read())
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
-            entries = ()
+            entries = []
         adopted = adopt(
             entries, kind, requested, self.node.cache.view(), self.node.names, self.node.plugins_gpus(), self.clock()
         )
