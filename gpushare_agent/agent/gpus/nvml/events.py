@@ -146,8 +146,9 @@ class NvmlEvents:
             must_end = taken or self._session.must_close or self._session.answering != polled
             wait_ms = min(max(0 if must_end else int((until - started_at) * 1000), _NO_WAIT_MS), _SLICE_MS)
             data = pynvml.c_nvmlEventData_t()
-            # Not by pynvml, which raises: without an event two calls a second end so.
-            code = pynvml.nvmlLib.nvmlEventSetWait_v2(self._set, ctypes.byref(data), ctypes.c_uint(wait_ms))
+            # Not by pynvml, which raises: without an event two calls a second end so. Drivers before 450 lack it.
+            wait = getattr(pynvml.nvmlLib, "nvmlEventSetWait_v2", lambda *_: pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            code = wait(self._set, ctypes.byref(data), ctypes.c_uint(wait_ms))
             if code == pynvml.NVML_ERROR_TIMEOUT:
                 # None came in this slice; else none is left.
                 if wait_ms <= _NO_WAIT_MS:
