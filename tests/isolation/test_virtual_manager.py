@@ -22,7 +22,7 @@ from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
 from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
+from gpushare_agent.agent.isolation.vdevice.reconcile import DesiredDirectory, Directories, VDeviceConfigs
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
@@ -35,7 +35,7 @@ from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
-from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
+from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register, share_config
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
 
@@ -380,7 +380,7 @@ async def test_many_containers_are_written_in_parts(world: World, monkeypatch: p
 
         monkeypatch.setattr(manager, "in_thread", noted)
         await world.poll(manager)
-        assert written == [0, 2, 4], "the sockets of a part follow its files"
+        assert written == [2, 4, 5], "the sockets of a part are bound with its files"
         assert sorted(bound) == sorted(keys)
 
 
@@ -765,6 +765,18 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
         binding.go.set()
         await polling
         await poll_until(lambda: not is_served(world.directory / "vcuda.sock"), "the end of its server")
+
+
+@pytest.mark.parametrize("is_bound_first", [True, False])
+def test_sockets_that_are_bound_for_nobody_are_closed(world: World, is_bound_first: bool) -> None:
+    """The binding runs in a thread and may end before or after the one who waits has gone."""
+    wanted = DesiredDirectory(
+        key=KEY, config=decode_config(share_config()), is_config_known=True, pids=(), before=None, socket=None
+    )
+    directories = Directories(world.files, [wanted])
+    steps = (directories.write, directories.close)
+    outcome = next(filter(None, [step() for step in (steps if is_bound_first else steps[::-1])]))
+    assert outcome[KEY].bound is not None and outcome[KEY].bound[0].fileno() == -1
 
 
 async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(world: World) -> None:

@@ -30,12 +30,12 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Instance, Processes
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import (
     DesiredDirectory,
+    Directories,
     VDeviceConfigs,
     Written,
-    write_directories,
 )
 from gpushare_agent.agent.isolation.vdevice.server import VDeviceServer
 from gpushare_agent.agent.node import Node
@@ -332,8 +332,8 @@ class VirtualManager:
         | 2 | any other, also what others have changed | directory, PIDs and config are written where they differ |
         | 3 | writing failed | a server that runs stays |
         | 4 | written, and its server's socket is in place | none |
-        | 5 | written, and its server's socket is missing or replaced | the server stops, then as 6 |
-        | 6 | written, without a server | a new server starts |
+        | 5 | written, and its server's socket is missing or replaced | a new one is bound, the server stops, then as 6 |
+        | 6 | written, without a server | a new server starts on the new socket |
 
         Raises:
             Unavailable: the disk does not answer, or the agent is shutting down.
@@ -346,21 +346,31 @@ class VirtualManager:
             ]
             if not desired:
                 return {}
-            write = partial(write_directories, self.files, desired)
-            outcomes = await self.in_thread(write, f"writing {self.files.root}")
-            # What is on the disk where it failed is not known: the next poll compares all of it.
-            self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
-            errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
-            for key in errors:
-                self._written.pop(key, None)
-            # Of those that failed the server stays: its socket may still be the one that the container has.
-            lacking = [key for key, one in outcomes.items() if one.error is None and not one.has_socket]
-            await self._stop([key for key in lacking if key in self._servers])
-            errors |= {key: error for key in lacking if (error := await self._start_server(key)) is not None}
-            for key in outcomes.keys() - errors.keys():
-                if self._failures.is_over(_subject(key)):
-                    log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
-            return errors
+            directories = Directories(self.files, desired)
+            try:
+                return await self._written_and_served(directories)
+            # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+            except BaseException:
+                directories.close()
+                raise
+
+    async def _written_and_served(self, directories: Directories) -> dict[ContainerKey, AgentError]:
+        outcomes = await self.in_thread(directories.write, f"writing {self.files.root}")
+        # What is on the disk where it failed is not known: the next poll compares all of it.
+        self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
+        errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
+        for key in errors:
+            self._written.pop(key, None)
+        # Of those that failed the server stays: its socket may still be the one that the container has.
+        lacking = [key for key, one in outcomes.items() if one.bound is not None]
+        await self._stop([key for key in lacking if key in self._servers])
+        for key in lacking:
+            if (error := await self._start_server(key, directories.take(key))) is not None:
+                errors[key] = error
+        for key in outcomes.keys() - errors.keys():
+            if self._failures.is_over(_subject(key)):
+                log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
+        return errors
 
     def _is_written(self, allocation: Allocation, pids: tuple[int, ...] | None) -> bool:
         """The container's directory is as it is to be, by what was last written; without processes as at its start."""
@@ -416,11 +426,11 @@ class VirtualManager:
         found = processes.get(key)
         return found.pids if found is not None and self._processes.is_current(key, found) else None
 
-    async def _start_server(self, key: ContainerKey) -> AgentError | None:
+    async def _start_server(self, key: ContainerKey, bound: BoundSocket) -> AgentError | None:
         server = VDeviceServer(key, self, is_claims=self._pods.sharers(key) is not None, shared=self._shared)
         self._servers[key] = server  # before it starts: `close` stops what is in here
         try:
-            await server.start()
+            await server.start(bound)
         except AgentError as e:
             return e
         if self._is_closed:  # while it started; `close` may not have waited
