@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -79,9 +79,14 @@ class HookedFiles(VDeviceFiles):
 
 
 class HookedProcesses(ContainerProcesses):
-    """Awaits `after_read` before a list that was read is returned."""
+    """Awaits `after_read` before a list that was read is returned; `on_read_ids` is called when IDs are asked for."""
 
     after_read: Callable[[], Awaitable[None]] | None = None
+    on_read_ids: Callable[[], None] = lambda: None
+
+    async def read_ids(self, keys: Iterable[ContainerKey] = ()) -> None:
+        self.on_read_ids()
+        await super().read_ids(keys)
 
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         found = await super().read(wanted)
@@ -301,6 +306,36 @@ async def test_a_container_just_prepared_is_polled_more_often(world: World) -> N
         assert await manager.prepare([KEY]) is None
         world.set_pids(ID, 77)
         await poll_until(lambda: world.pids == (77,), "the new process in the list")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "took_s", "pause_s"), [(0.0, 0.0, 0.2), (0.8, 0.0, 0.4), (4.0, 0.0, 0.5), (4.0, 0.3, 1.2)]
+)
+def test_polls_of_recent_containers_become_rarer_and_have_a_fifth_of_the_time(
+    age_s: float, took_s: float, pause_s: float
+) -> None:
+    assert Intervals().recent_pause_s(age_s, took_s) == pytest.approx(pause_s)
+
+
+async def test_a_container_that_ended_soon_is_not_polled_as_a_recent_one(world: World) -> None:
+    intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_poll_max_s=0.001, recent_for_s=3600.0)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    async with running(manager.run):
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: world.pids == (7, 11), "a poll of it")
+        world.allocations.clear()
+        await poll_until(lambda: not manager._prepared_at, "the end of its polls")
+
+
+async def test_the_id_of_a_container_is_not_asked_for_before_it_can_have_started(world: World) -> None:
+    intervals = Intervals(recent_poll_s=0.001, recent_poll_max_s=0.001, ids_s=3600.0)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    asked = list[object]()
+    world.processes.on_read_ids = lambda: asked.append(None)
+    async with running(manager.run):
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: world.pids == (7, 11), "a poll of the container")
+    assert not asked
 
 
 async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(world: World) -> None:
@@ -595,7 +630,7 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
 
 
 async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world: World) -> None:
-    """The others are compared in the poll of all, as is what nobody told of."""
+    """The others are compared in the poll of all, as is what nobody told of, and files that another program changed."""
     (other,) = more_containers(world, 1)
     async with serving(world) as manager:
         await manager.poll()
@@ -603,10 +638,13 @@ async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world
         for key in (KEY, other):
             (world.files.path(key) / "vcuda.config").unlink()
         manager.changed(PodUid("ffffffff" + POD[8:]))
-        await manager._poll_changed(is_of_all=False)
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)
-        assert (world.directory / "vcuda.config").exists() and not (world.files.path(other) / "vcuda.config").exists()
+        assert not (world.directory / "vcuda.config").exists()
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert world.limit == 60 and not (world.files.path(other) / "vcuda.config").exists()
         share = world.allocations.pop(KEY)
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)

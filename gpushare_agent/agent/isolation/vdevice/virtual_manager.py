@@ -81,6 +81,7 @@ class Intervals(Struct, frozen=True, kw_only=True):
     """A program is listed when it registers, as each does at its start: these are for what does not."""
     polls_of_all: int = 5
     recent_poll_s: float = 0.2
+    recent_poll_max_s: float = 0.5
     recent_for_s: float = 5.0
     refresh_s: float = 0.1
     ids_s: float = 1.0
@@ -88,6 +89,12 @@ class Intervals(Struct, frozen=True, kw_only=True):
     cleanup_s: float = 5.0
     settled_cleanup_s: float = 60.0
     """Between two looks for what was put aside, while this agent has put nothing aside: another may have left it."""
+
+    def recent_pause_s(self, age_s: float, took_s: float) -> float:
+        """Between two polls of those prepared recently, the last of them `age_s` ago; the one before took `took_s`."""
+        # PreStartContainer waits for a poll under way: of 100 starts at once it took 80 to 128 ms before polls had a fifth
+        # of the time, 25 to 46 ms with it.
+        return max(self.recent_poll_s, min(age_s / 2, self.recent_poll_max_s), (POLLED_SHARE - 1) * took_s)
 
 
 class VirtualManager:
@@ -231,7 +238,7 @@ class VirtualManager:
             # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
             await self._forget(gone)
             desired = self._desired(keys)  # an allocation may have come while servers stopped
-        await self._poll_containers(desired)
+        await self._poll_containers(desired, is_of_all=keys is None)
 
     async def remove_stale(self) -> None:
         """Removes the directories of pods that neither the pod store nor an allocation names any more.
@@ -473,12 +480,11 @@ class VirtualManager:
         polled_at, took_s = self._clock(), 0.0
         while (left_s := polled_at + self._period_s() - self._clock()) > 0:
             now, recent_for_s = self._clock(), self._intervals.recent_for_s
-            recent = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
-            if recent:
-                # PreStartContainer waits for a poll under way: of 100 starts at once it took 80 to 128 ms before polls had a
-                # fifth of the time, 25 to 46 ms with it.
-                pause_s = max(self._intervals.recent_poll_s, (POLLED_SHARE - 1) * took_s)
-                await asyncio.sleep(min(left_s, pause_s))
+            young = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
+            # Without those that have ended, which the next poll forgets.
+            if recent := self._desired(young):
+                age_s = now - max(self._prepared_at[key] for key in recent)
+                await asyncio.sleep(min(left_s, self._intervals.recent_pause_s(age_s, took_s)))
                 begun_at = self._clock()
                 await self._try(partial(self._poll_prepared, recent))
                 took_s = self._clock() - begun_at
@@ -505,15 +511,20 @@ class VirtualManager:
         """Those of which the processes are others, or not known."""
         if found := await self._processes.changed(keys):
             processes = await self._processes.read(found)
-            # A moment ago the files were as they had to be: only what they have to hold is compared.
-            desired = self._desired(found).items()
-            new = {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
-            await self._write(new, processes)
+            await self._write(self._unlike_written(found, processes), processes)
 
-    async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
+    def _unlike_written(
+        self, keys: Collection[ContainerKey], processes: Mapping[ContainerKey, Processes]
+    ) -> dict[ContainerKey, Allocation]:
+        """Those whose files have to hold something else than what was written last. Whether another program has changed the
+        files themselves is compared by the polls of all."""
+        desired = self._desired(keys).items()
+        return {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
+
+    async def _poll_containers(self, keys: Collection[ContainerKey], *, is_of_all: bool) -> None:
         # Those that have not started have no processes; their pod's sandbox is none of theirs.
         processes = await self._processes.read(set(keys) - self.ahead.prepared)
-        await self._write(self._desired(keys), processes)
+        await self._write(self._desired(keys) if is_of_all else self._unlike_written(keys, processes), processes)
 
     async def _write(
         self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes]
@@ -533,21 +544,22 @@ class VirtualManager:
     async def _run_ids(self) -> NoReturn:
         """Reads container IDs while one is unknown; one that stays unknown (of an ended init container, say) ever less
         often."""
-        requested: frozenset[Instance] = frozenset()
+        unknown: frozenset[Instance] = frozenset()
         periods, periods_left = 1, 0
         while True:
-            unknown = self._processes.unknown()
+            if not unknown:
+                await self._may_lack_ids.wait()
+                self._may_lack_ids.clear()
+            # Also before the first question for a container: when it was prepared it has still to start.
+            await asyncio.sleep(self._intervals.ids_s)
+            requested, unknown = unknown, self._processes.unknown()
             # A container that is new, or started again, is asked for at once; the others keep their longer periods.
             if unknown - requested:
                 periods, periods_left = 1, 0
             if unknown and periods_left <= 0:
                 await self._processes.read_ids()
                 periods_left, periods = periods, min(2 * periods, self._intervals.ids_max_periods)
-            requested, periods_left = unknown, periods_left - 1
-            await asyncio.sleep(self._intervals.ids_s)
-            if not unknown:
-                await self._may_lack_ids.wait()
-                self._may_lack_ids.clear()
+            periods_left -= 1
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
         try:
