@@ -436,6 +436,23 @@ async def test_a_share_that_is_released_is_no_longer_served(world: World) -> Non
         assert not world.directory.parent.exists() and foreign.exists()
 
 
+async def test_the_socket_of_a_pod_that_is_gone_goes_with_its_directory(world: World) -> None:
+    """It is served no more at once; no thread is asked to remove what is removed as a whole soon."""
+    removed = list[ContainerKey]()
+    world.files.before_removal = removed.append
+    async with serving(world) as manager:
+        await manager.poll()
+        world.allocations.clear()
+        world.pods.clear()
+        world.is_synced = False  # so far it may be a pod that is still to be listed
+        assert not manager._is_stale(POD)
+        world.is_synced = True
+        await manager.poll()
+        assert not is_served(world.directory / "vcuda.sock") and not removed
+        await manager.remove_stale()
+        assert not world.directory.parent.exists()
+
+
 async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(world: World) -> None:
     """What lies in its place is deeper than the agent ever builds and stays; its start is refused with the reason."""
     other = pod("other", container(name="cuda", cores=30, blocks=8), uid="0" * 32)

@@ -441,14 +441,21 @@ class VirtualManager:
         except AgentError as e:
             return e
         if self._is_closed:  # while it started; `close` may not have waited
-            await _stop_one(server)
+            await self._stop_one(server)
         return None
 
     async def _stop(self, keys: Iterable[ContainerKey]) -> None:
         """All at once: with peers that do not read each may take half a second."""
         async with asyncio.TaskGroup() as group:
             for key in keys:
-                group.create_task(_stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+                group.create_task(self._stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+
+    async def _stop_one(self, server: VDeviceServer) -> None:
+        try:
+            # The directory of a pod that is gone is removed as a whole.
+            await (server.close() if self._is_stale(server.key.pod_uid) else server.stop())
+        except AgentError as e:
+            log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
 
     async def _run_polls(self) -> NoReturn:
         cleaned_at, compared_at, comparisons = float("-inf"), float("-inf"), 0
@@ -462,7 +469,6 @@ class VirtualManager:
                 await self._try(partial(self._poll_changed, is_of_all=is_due))
             if is_due or not comparisons:
                 compared_at, comparisons = self._clock(), comparisons + 1
-            # Before the first list of pods every directory would look stale.
             if self._pods.is_synced and self._clock() - cleaned_at >= self._intervals.cleanup_s:
                 cleaned_at = self._clock()
                 await self._try(self.remove_stale)
@@ -570,7 +576,8 @@ class VirtualManager:
 
     def _is_stale(self, uid: PodUid) -> bool:
         # Both: the pod store may be late for a pod that was allocated a moment ago, and claims are in no pod store.
-        return self._pods.get(uid) is None and not self._pods.shares_of(uid)
+        # Before the first list of pods every one would look stale.
+        return self._pods.is_synced and self._pods.get(uid) is None and not self._pods.shares_of(uid)
 
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
         """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
@@ -590,13 +597,6 @@ class VirtualManager:
     async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
         """What may block, bounded; `what` names it. Raises Unavailable if there is no answer."""
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
-
-
-async def _stop_one(server: VDeviceServer) -> None:
-    try:
-        await server.stop()
-    except AgentError as e:
-        log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
 
 
 def _subject(key: ContainerKey) -> str:
