@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.device_tables import offered_ids
 from gpushare_agent.agent.kubelet.device_table import (
     MAX_LIST_BYTES,
+    MOST_CHANGED,
     WITHDRAWN_S,
     DeviceRow,
     DeviceTable,
@@ -246,6 +247,19 @@ def test_an_offer_is_what_it_says_whatever_was_expected(steps: list[tuple[str, A
                     assert one == has and len(one) == len(has) and one.of(dict.fromkeys(UNITS[1:])) == has - {UNITS[0]}
                     assert one.by_gpu == Counter(named_gpus(has))
                 expected = set(offered)
+
+
+def test_an_offer_that_differs_by_many_ids_is_kept_for_the_next_ones() -> None:
+    """It is as right, and so is what follows it; nothing grows with the offers."""
+    units = [device_id(GpuUuid("GPU-8f3e2b1c-01"), number) for number in range(4 * MOST_CHANGED)]
+    ids, offer = DeviceIds([GpuUuid("GPU-8f3e2b1c-01")]), ExpectedOffer()
+    offer.read(ids, fields_of(ids, units))
+    ids.announced.clear()
+    for first in (1, MOST_CHANGED + 1, 2 * MOST_CHANGED + 2, 2 * MOST_CHANGED + 3):
+        offer.change(ids, taken=units[:first])
+        found = offer.read(ids, fields_of(ids, units[first:]))
+        assert found == set(units[first:]) and found.by_gpu == Counter(named_gpus(units[first:]))
+        assert len(offer._changed) <= MOST_CHANGED
 
 
 def test_an_offer_does_not_change_with_what_is_expected_next() -> None:

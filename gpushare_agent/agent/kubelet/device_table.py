@@ -153,8 +153,8 @@ class DeviceTable:
         return self.version
 
 
-MOST_CHANGED = 512
-"""IDs that differ between the offer that was read last and one that is expected: with more of them it is read again."""
+MOST_CHANGED = 64
+"""IDs in which an expected offer may differ from a set that is kept: with more of them it becomes that set."""
 
 
 class ExpectedOffer:
@@ -163,28 +163,28 @@ class ExpectedOffer:
     hashes is these, and no ID of it is looked up: Python's hash of bytes has 64 bits and a key that is the process's own,
     and is 0 for no bytes.
 
-    State owned: the IDs of the last offer that was read, those that have changed since, and the sum of what is expected. A
-    wrong expectation costs lookups.
+    State owned: the IDs of an earlier offer, those that have changed since, and the sum of what is expected. A wrong
+    expectation costs lookups.
     """
 
     def __init__(self) -> None:
-        self._read = OfferedIds()
+        self._earlier = OfferedIds()
         self._changed = set[DeviceId]()
         self._sum = 0
 
     def read(self, ids: DeviceIds, fields: list[bytes]) -> OfferedIds | None:
         """What an offer's fields stand for; None where one was not announced."""
-        total = sum(map(hash, fields))
-        if total == self._sum and len(self._changed) <= MOST_CHANGED:
-            expected = self._read.but(self._changed)
-            if len(expected) == len(fields):
-                return expected
+        total, expected = sum(map(hash, fields)), self._earlier.but(self._changed)
+        if total == self._sum and len(expected) == len(fields):
+            if len(self._changed) > MOST_CHANGED:
+                self._earlier, self._changed = expected.copy(), set()
+            return expected
         found = ids.read_fields(fields)
         if found is None:
             return None
         offer = OfferedIds(found)
         if len(found) == len(fields):  # an ID twice would be in the sum twice, and once in the set
-            self._read, self._sum = offer, total
+            self._earlier, self._sum = offer, total
             self._changed.clear()
         return offer
 
@@ -192,7 +192,7 @@ class ExpectedOffer:
         """An allocation has changed."""
         for devices, is_taken in ((freed, False), (taken, True)):
             for device in devices:
-                is_there = (device in self._read) != (device in self._changed)
+                is_there = (device in self._earlier) != (device in self._changed)
                 if is_there == is_taken:
                     self._changed ^= {device}
                     self._sum += -ids.hash_of(device) if is_taken else ids.hash_of(device)

@@ -50,6 +50,10 @@ class OfferedIds(Set[DeviceId]):
         offer._changed, offer._earlier = self._changed.symmetric_difference(changed), self
         return offer
 
+    def copy(self) -> OfferedIds:
+        """The same IDs without an earlier offer behind them."""
+        return OfferedIds(self._ids ^ self._changed)
+
     def __contains__(self, device: object) -> bool:
         return (device in self._ids) != (device in self._changed)
 
