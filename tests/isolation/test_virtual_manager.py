@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
@@ -21,7 +20,7 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
 from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import DesiredDirectory, Directories, VDeviceConfigs
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.agent.runtime.cgroups import Cgroups
@@ -48,6 +47,7 @@ class HookedFiles(VDeviceFiles):
 
     before_removal: Callable[[ContainerKey], None] | None = None
     before_binding: Callable[[ContainerKey], None] | None = None
+    bound: list[BoundSocket]
     listings_of_pods = 0
     listings_of_aside = 0
     aside_error: Unavailable | None = None
@@ -72,10 +72,11 @@ class HookedFiles(VDeviceFiles):
             self.before_removal(key)
         super().remove_socket(key, identity)
 
-    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
+    def bind_socket(self, key: ContainerKey) -> BoundSocket:
         if self.before_binding is not None:
             self.before_binding(key)
-        return super().bind_socket(key)
+        self.bound.append(made := super().bind_socket(key))
+        return made
 
 
 class HookedProcesses(ContainerProcesses):
@@ -100,6 +101,7 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.files = HookedFiles(directory / "vm")
+        self.files.bound = []
         self.pod = pod("share", container(name="cuda", cores=30, blocks=8), uid=POD)
         self.pods: dict[str, Pod] = {POD: self.pod}
         share = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
@@ -820,6 +822,17 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
         binding.go.set()
         await polling
         await poll_until(lambda: not is_served(world.directory / "vcuda.sock"), "the end of its server")
+
+
+async def test_a_start_that_is_given_up_while_its_socket_is_bound_leaves_it_closed(world: World) -> None:
+    async with serving(world) as manager, asyncio.TaskGroup() as group:
+        binding = HeldBinding(world)
+        start = group.create_task(manager.prepare([KEY]))
+        await binding.come()
+        await stop_task(start)
+        binding.go.set()
+        await manager.in_thread(lambda: None, "waiting for the end of the write")
+        assert [sock.fileno() for sock, _ in world.files.bound] == [-1]
 
 
 @pytest.mark.parametrize("is_bound_first", [True, False])
