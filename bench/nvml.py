@@ -220,6 +220,7 @@ def script_of(pods: int, processes: int = PROCESSES, *, sampled: bool = False) -
             f"GPU {gpu} {uuid} {gpu} {bus_id} {GPU_MEMORY_MIB} 0 NVIDIA A100-SXM4-80GB",
             f"value utilization {gpu} 50 20",
             f"value capability {gpu} 8 0",
+            f"value brand {gpu} 14",
         ]
     firsts = [(n % GPUS, FIRST_PID + PROCESSES * n) for n in range(pods)]
     lines += [f"processes compute {gpu} {first} {processes} 1000000" for gpu, first in firsts]

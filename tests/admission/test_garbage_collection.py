@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,15 +13,26 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.core.model.errors import NotFound, Unavailable
-from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.core.model.pods import PodPhase
 from tests.support_core import NAMES, allocation, container, ids, listed, pod
 from tests.support_node import node_of
 
 
-class NoCheckpoint:
+class Checkpoint:
+    """Keeps the pods whose device IDs were read."""
+
+    def __init__(self) -> None:
+        self.entries: list[CheckpointEntry] = []
+        self.read_of: set[PodUid] = set()
+
     async def read(self) -> Sequence[CheckpointEntry]:
-        return ()
+        return self.entries
+
+    def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+        found = list(entries)
+        self.read_of = {one.pod_uid for one in found}
+        return found
 
 
 class Processes:
@@ -78,7 +89,7 @@ class ReconciledNode:
 
     def __init__(self, *, has_pod_resources: bool = True) -> None:
         node, self.kubelet, self.age_s = node_of(), Kubelet(), 1000.0
-        self.processes = Processes()
+        self.processes, self.checkpoint = Processes(), Checkpoint()
         self.store, self.cache = node.pods, node.cache
         self.pods = [
             replace(pod(f"p{n}", container(cores=5, blocks=2)), phase=PodPhase.RUNNING, has_started=True)
@@ -94,7 +105,7 @@ class ReconciledNode:
             static_pods=self.kubelet,
             gate=self.kubelet,
             pod_resources=self.kubelet,
-            checkpoint=NoCheckpoint(),
+            checkpoint=self.checkpoint,
             cgroups=self.processes,
             kubelet_age_s=lambda: self.age_s,
             clock=lambda: 100.0,
@@ -136,11 +147,19 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
 
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:
-    """The first reconcile asks about all, each later one about five; after two every pod was asked about again."""
+    """The first reconcile asks about all, each later one about five; after two every pod was asked about again. The
+    device IDs of the others are not read in the checkpoint, which takes longer than all else."""
     node = ReconciledNode()
     everything = {one.name for one in node.pods}
     assert await node.asked() == everything
+    for one in node.pods:
+        entry = CheckpointEntry(
+            pod_uid=one.uid, container="main", resource=VCORE_RESOURCE,
+            device_ids=frozenset(ids(0, range(5))),
+        )  # fmt: skip
+        node.checkpoint.entries.append(entry)
     later = [await node.asked() for _ in range(2)]
+    assert node.checkpoint.read_of == {one.uid for one in node.pods if one.name in later[-1]}
     assert [len(asked) for asked in later] == [5, 5]
     assert set().union(*later) == everything
     assert len(node.cache) == 8

@@ -101,6 +101,18 @@ async def test_what_kind_a_gpu_is_is_read_again_when_it_may_be_another(library_d
         assert later == [*["Titan"] * (POLLS_OF_KIND - 1), "GeForce"]
 
 
+async def test_what_a_gpu_is_and_where_is_read_with_its_kind(library_directory: Path) -> None:
+    """Most polls ask a GPU only for what may change, and for what fails where it is lost."""
+    script = f"{ONE_GPU}value capability 0 8 0\nvalue brand 0 2\n"
+    async with running_probe(library_directory, script) as probe:
+        [before] = (await probe.read())["gpus"]
+        probe.becomes(script.replace(before["bus_id"], "00000000:99:00.0").replace(before["name"], "Another"))
+        for _ in range(POLLS_OF_KIND - 1):
+            assert (await probe.read())["gpus"] == [before]
+        [after] = (await probe.read())["gpus"]
+    assert (after["bus_id"], after["name"]) == ("00000000:99:00.0", "Another")
+
+
 @pytest.mark.parametrize("value", ["capability 0 8 0", "brand 0 2"])
 async def test_a_kind_that_could_not_be_read_is_read_at_the_next_poll(library_directory: Path, value: str) -> None:
     """The GPU would lack the label for a minute, and with it pods that ask for it their node."""

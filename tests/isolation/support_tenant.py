@@ -25,7 +25,8 @@ def open_in(directory: Path) -> list[str]:
 
 
 def open_usages(containers: Path) -> list[str]:
-    return [path for path in open_in(containers) if USAGE_NAME in path]
+    """Each once: its map has a descriptor of its own."""
+    return list(dict.fromkeys(path for path in open_in(containers) if USAGE_NAME in path))
 
 
 _BY_NAME = {"rename": 0, "replace": 0, "link": 0, "unlink": 0, "remove": 0, "truncate": 0, "open": 0}

@@ -374,6 +374,28 @@ def test_before_anything_was_made_there_is_nothing_to_list(files: GpushareFiles)
 # ---- a region that is read all the time ----
 
 
+def test_files_at_rest_are_read_by_two_calls_for_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their sizes now and then."""
+    files = world.files
+    for key in (KEY, OTHER):
+        files.prepare(key)
+    before, others = {key: (1, files.usage_head(key, 1)) for key in (KEY, OTHER)}, {KEY: (1, b"")}
+    for _ in range(2):
+        assert files.changed_heads(before) == {}
+    for _ in range(3):
+        assert files.changed_heads(others).keys() == {KEY}
+    for _ in range(3):
+        assert files.changed_heads(before) == {}
+    calls = list[str]()
+    for name in ("fstat", "pread", "pwritev"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, call=call: calls.append(name) or call(*args))
+    assert files.changed_heads(before) == {} and calls == ["pwritev", "pread"]
+    monkeypatch.setattr(files_module, "_SIZE_PERIOD_S", 0.0)
+    calls.clear()
+    assert files.changed_heads(before) == {} and calls == ["fstat", "pread"] * 2
+
+
 def test_the_file_of_a_share_stays_open_until_it_has_another_one(world: World) -> None:
     files, usage = world.files, world.usage()
     files.prepare(KEY)
@@ -405,6 +427,32 @@ def test_a_file_that_cannot_be_read_any_more_is_opened_again(world: World) -> No
         os.truncate(usage, USAGE_BYTES)
     assert files.usage_head(KEY, 1)
     assert open_usages(files.containers) == [str(usage)]
+
+
+@pytest.mark.parametrize("change", ["written", "shortened", "made again", "longer"])
+def test_of_files_that_rest_nothing_is_looked_up_until_one_changes(
+    world: World, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Nor does a signal come where a file is shortened."""
+    files, usage = world.files, world.usage()
+    for key in (KEY, OTHER):
+        files.prepare(key)
+    before = {key: (1, encode_usage()[: usage_head_bytes(1)]) for key in (KEY, OTHER)}
+    monkeypatch.setattr(files_module, "_SIZE_PERIOD_S", 0.0 if change == "longer" else 60.0)
+    for _ in range(3):
+        assert files.changed_heads(before) == {}
+    if change == "made again":
+        files.prepare(KEY)
+        for _ in range(3):
+            assert files.changed_heads(before) == {}
+    if change in ("written", "made again"):
+        with usage.open("r+b") as file:
+            file.write(b"a new head")
+    else:
+        os.truncate(usage, 0 if change == "shortened" else USAGE_BYTES + 1)
+    for heads in (before, {KEY: (1, b"")}):
+        for _ in range(2):
+            assert files.changed_heads(heads).keys() == {KEY}
 
 
 def test_heads_that_are_other_ones_are_found_also_after_all_have_rested(world: World) -> None:

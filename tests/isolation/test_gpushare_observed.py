@@ -9,6 +9,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+import gpushare_agent.agent.isolation.gpushare.observed as observed_module
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_BYTES, Observed, encode_config
 from gpushare_agent.agent.isolation.gpushare.observed import (
     RUNS_FOR_S,
@@ -506,18 +508,54 @@ async def test_of_containers_that_rest_nothing_is_noted_and_their_next_payment_c
     assert service.paid(KEY, UUID) == pytest.approx(0.1)
 
 
+async def test_while_nobody_computes_the_thread_looks_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until somebody begins, whose payment counts from the look before; the shares may be others; or it is needed."""
+    monkeypatch.setattr(observed_module, "IDLE_PERIOD_S", 0.0)
+    service, clock = two_shares(world)
+    for _ in range(2):  # the first one writes limits
+        await service.look()
+    changed_heads, looks, has_rested = world.files.changed_heads, 0, asyncio.Event()
+
+    def look(before: Mapping[ContainerKey, tuple[int, bytes]]) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            pay(world, KEY, 1, 100)
+        else:
+            clock.now += 1
+        if looks > 10:
+            loop.call_soon_threadsafe(has_rested.set)
+        return changed_heads(before)
+
+    loop = asyncio.get_running_loop()
+    world.files.changed_heads = look  # type: ignore[method-assign]
+    await service.look(3600)
+    assert (looks, service.paid(KEY, UUID)) == (5, pytest.approx(0.1))
+    clock.now += RUNS_FOR_S
+    for _ in range(2):
+        await service.look()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(service.look(3600))
+        await has_rested.wait()
+        service.changed()
+    async with running(partial(service.look, 3600)):
+        has_rested.clear()
+        await has_rested.wait()
+    assert await service._call(lambda: "needed", "something else") == "needed"
+
+
 async def test_what_a_round_shows_while_files_are_read_is_not_lost(world: World) -> None:
     """The round comes in the event loop, between a reading and what is written by it."""
     service, clock = two_shares(world, driver=ReadDriver(replace(READING, at_ns=1)))
     await observed_for(service, clock, 1, lambda n: pay(world, KEY, n, n))
-    read = world.files.usage_head
+    read = world.files.changed_heads
 
-    def read_meanwhile(key: ContainerKey, gpus: int) -> Any:
+    def read_meanwhile(before: Mapping[ContainerKey, tuple[int, bytes]]) -> Any:
         loop.call_soon_threadsafe(service.usage_sampled, usage())
-        return read(key, gpus)
+        return read(before)
 
     loop = asyncio.get_running_loop()
-    world.files.usage_head = read_meanwhile  # type: ignore[method-assign]
+    world.files.changed_heads = read_meanwhile  # type: ignore[method-assign]
     await service.read()
     await service.read()
     assert published(world).used_bytes == 600 * MIB

@@ -60,9 +60,9 @@ async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_af
     assert found == {KEY: (GpuLimits(uuid="GPU-0", memory_bytes=2048 * MIB, cores=3000),)}
     known = node.pods.pods()
     node.pods.replace_all([one for one in known if one.uid != UID])
-    assert kept(part) is found
+    assert kept(part) is found and not part._seen._is_awaited.is_set()
     part.changed(UID)
-    assert kept(part) == {}
+    assert kept(part) == {} and part._seen._is_awaited.is_set()
     node.pods.replace_all(known)
     node.inventory.current = inventory(2)
     assert kept(part) == found

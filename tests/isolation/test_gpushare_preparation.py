@@ -223,6 +223,7 @@ async def test_a_file_whose_size_is_seen_by_who_reads_it_is_not_looked_at_again(
         later.setattr(files_module, "SEEN_FOR_S", 0.0)
         assert world.files.unseen([KEY]) == [KEY]  # the reading of one may hang since
     os.truncate(world.usage(), USAGE_BYTES + 1)
+    monkeypatch.setattr(files_module, "_SIZE_PERIOD_S", 0.0)
     assert world.files.changed_heads(before).keys() == {KEY}
     await world.preparation.cut_oversized()
     assert world.usage().stat().st_size == USAGE_BYTES and world.files.changed_heads(before) == {}

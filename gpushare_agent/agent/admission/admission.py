@@ -295,8 +295,10 @@ class Admission(Struct, kw_only=True, eq=False):
         self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
-        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host.
-        self.isolation.prepare_ahead(target.key)
+        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host. Once the container has all
+        # that it asks for: what was prepared for a part of it would be prepared again.
+        if self.node.names.asked(target.container).keys() <= allocation.ids.keys():
+            self.isolation.prepare_ahead(target.key)
         self.observer.allocated(decision, allocation)
         # The kubelet asks for both resources of a container: what it gets is in one of the two answers.
         return edits if kind.binds_gpu else ContainerEdits()
@@ -378,10 +380,10 @@ class Admission(Struct, kw_only=True, eq=False):
 
     async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
         try:
-            entries = await self.records.read()
+            entries = self.records.ours(await self.records.read())
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
-            entries = ()
+            entries = []
         adopted = adopt(
             entries, kind, requested, self.node.cache.view(), self.node.names, self.node.plugins_gpus(), self.clock()
         )

@@ -144,7 +144,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 listed = [entry.decoded() for entry in entries]
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
-        records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
+        records = Records(listed=listed, checkpoint=self.checkpoint.ours(checkpoint), pods=self._known_pods())
         # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
         self.node.cache.replace_all(rebuild(records, self.node.names, self.node.gpus(), _LONG_AGO))
         self._recovered = {(pod.namespace, pod.name): pod for pod in listed}
@@ -285,7 +285,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         pods = self._known_pods()
         age_s = self.kubelet_age_s()
         # The checkpoint has all pods: those that were not asked about would look as if they were not listed.
-        entries = [e for e in checkpoint if scope is None or e.pod_uid in scope]
+        entries = self.checkpoint.ours(e for e in checkpoint if scope is None or e.pod_uid in scope)
         records = Records(listed=listed, checkpoint=entries, pods=pods)
         evidence = Evidence(
             listed=listed,

@@ -83,7 +83,7 @@ class KubeletCheckpoint:
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
     async def read(self) -> Sequence[CheckpointEntry]:
-        """All entries but those of other plugins, in file order.
+        """All entries in file order, their device IDs as they are written.
 
         Raises:
             Unavailable: no such file, not readable, or not within a second.
@@ -91,7 +91,11 @@ class KubeletCheckpoint:
         """
         what = f"reading the kubelet checkpoint {self._path}"
         read = partial(read_checkpoint, self._path, self._former)
-        entries = await self._thread.call(read, what, READ_TIMEOUT_S)
+        return await self._thread.call(read, what, READ_TIMEOUT_S)
+
+    def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+        """Those that are not of other plugins, with the devices that their IDs name. In the loop's thread, to which `ids`
+        belongs, and longer than the reading: so only of the pods that are asked about."""
         held = ((entry, self._ids.read_held(entry.resource, entry.device_ids)) for entry in entries)
         return [replace(e, device_ids=ids) for e, ids in held if ids or e.gpu_names or e.vdevice]
 

@@ -211,7 +211,8 @@ _ANSWERS = _MISSING | {UNUSABLE}
 _REFUSALS = frozenset({"UNKNOWN", "NO_PERMISSION", "OPERATING_SYSTEM"})
 """Of every GPU, just after NVML was opened: as when systemctl daemon-reload took the container's right to the nodes."""
 POLLS_OF_KIND = 12
-"""What kind a GPU is, is read at one poll in so many: a quarter of a poll's calls."""
+"""What a GPU is and where is read at one poll in so many: half of a poll's calls. Each poll asks for what fails when the GPU
+is lost, and for what may change."""
 _BUS_ID = re.compile(r"[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F]")
 _MAX_MEMORY_MIB = 1 << 22
 _UNKNOWN_MINOR = -1
@@ -258,6 +259,11 @@ class _Kind(Struct, kw_only=True):
 
     opening: int
     polls: int = 0
+    bus_id: str
+    minor: int
+    name: str
+    numa_node: int | None
+    pcie_root: str
     host_memory: HostMemory | None
     compute_capability: tuple[int, int] | None
     brand: str
@@ -355,24 +361,21 @@ class NvmlReader(Struct, eq=False):
         """Raises CallError, DriverLostError: a GPU that fails at any of these calls is Unhealthy as a whole. It may lack
         every value but its UUID."""
         handle = found.handle
-        bus_id, minor = self._names(found)
-        memory_mib = _memory_mib(handle)
-        kind = self._kind_of(found)
-        numa_node, pcie_root = self._place(bus_id)
+        kind, memory_mib = self._kind_of(found), _memory_mib(handle)
         fabric, has_joined, not_joined = _fabric(handle)
         # A GPU that has MIG goes on having it, also where one call fails: its instances are not given with it as a whole.
         mode, known = mig_mode(handle), self._known.get(found.uuid)
         gpu = Gpu(
             index=index,
             driver_index=found.nvml_index,
-            minor=minor,
+            minor=kind.minor,
             uuid=found.uuid,
-            bus_id=bus_id,
-            name=_optional("nvmlDeviceGetName", handle) or _UNNAMED,
+            bus_id=kind.bus_id,
+            name=kind.name,
             memory_mib=self.unified_memory_mib if memory_mib is None else memory_mib,
             host_memory=HostMemory.UNIFIED if memory_mib is None else kind.host_memory,
-            numa_node=numa_node,
-            pcie_root=pcie_root,
+            numa_node=kind.numa_node,
+            pcie_root=kind.pcie_root,
             compute_capability=kind.compute_capability,
             brand=kind.brand,
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
@@ -387,15 +390,23 @@ class NvmlReader(Struct, eq=False):
         return _withheld(gpu, not_joined) if not_joined else gpu
 
     def _kind_of(self, found: FoundGpu) -> _Kind:
-        """As last read, if the GPU has answered since. Raises DriverLostError."""
+        """As last read, if the GPU has answered since. Raises CallError, DriverLostError."""
         kind, opening = self._kinds.get(found.uuid), self.session.openings
         is_known = found.uuid in self._answering and kind is not None and kind.opening == opening
         if kind is None or not is_known or kind.polls >= POLLS_OF_KIND:
             capability = ask("nvmlDeviceGetCudaComputeCapability", found.handle)
             brand = ask("nvmlDeviceGetBrand", found.handle)
+            bus_id, minor = self._names(found)
+            numa_node, pcie_root = self._place(bus_id)
+            is_whole = capability is not None and brand is not None and bus_id and minor != _UNKNOWN_MINOR
             kind = self._kinds[found.uuid] = _Kind(
                 opening=opening,
-                polls=POLLS_OF_KIND if capability is None or brand is None else 0,  # it may be readable a moment later
+                polls=0 if is_whole else POLLS_OF_KIND,  # it may be readable a moment later
+                bus_id=bus_id,
+                minor=minor,
+                name=_optional("nvmlDeviceGetName", found.handle) or _UNNAMED,
+                numa_node=numa_node,
+                pcie_root=pcie_root,
                 host_memory=_host_memory(found.handle),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 brand=_BRANDS.get(brand or 0, ""),

@@ -8,8 +8,8 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, descriptors of `usage` files, of which of them the size was seen last and when, and the containers
-whose files no start has had yet.
+written all the time, descriptors of `usage` files and maps of those at rest, of which of them the size was seen last and
+when, and the containers whose files no start has had yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
@@ -70,11 +70,21 @@ _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 T = TypeVar("T")
 
 _MOST_OPEN = 128
-"""Files kept open for `usage_head`: a process may have 1,024 open, and each container has a socket."""
-SEEN_FOR_S = 2.0
+"""Files kept open for `usage_head`, at rest by two descriptors: a process may have 1,024, and containers have sockets."""
+SEEN_FOR_S = 4.0
 """For so long after `changed_heads` has seen a file's size it is not looked at again."""
+_SIZE_PERIOD_S = 2.5
+"""Between two looks at the sizes of files at rest."""
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
+
+
+class _Resting(NamedTuple):
+    """The first bytes of files by maps, which only the kernel may read: where a tenant has shortened its file, others get a
+    SIGBUS. And what is in them."""
+
+    places: Sequence[mmap.mmap]
+    heads: bytes
 
 
 class GpushareFiles:
@@ -99,6 +109,10 @@ class GpushareFiles:
         self._usages: dict[ContainerKey, int] = {}
         weakref.finalize(self, _close_all, self._usages)
         self._seen: tuple[float, Collection[ContainerKey]] = (0.0, ())
+        self._before: Mapping[ContainerKey, tuple[int, bytes]] = {}
+        self._resting: _Resting | None = None
+        """Those of `_before`, once it was given twice and nothing had changed."""
+        self._copies: int | None = None
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
         self.unused: set[ContainerKey] = set()
@@ -249,12 +263,16 @@ class GpushareFiles:
             for key in self._mapped.keys() - set(running):
                 self._mapped.pop(key)[0].close()
         for key in self._usages.keys() - set(shares):
-            os.close(self._usages.pop(key))
+            self._close(key)
 
     def changed_heads(self, before: Mapping[ContainerKey, tuple[int, bytes]]) -> dict[ContainerKey, bytes | AgentError]:
         """Of these containers, each with its number of GPUs and its last head, those that have another head, or whose file
         cannot be used. In the thread of `usage_head`."""
-        now = time.monotonic()
+        now, is_again, self._before = time.monotonic(), before is self._before, before
+        # Little of what 100 look-ups need is in the processor's caches after a second.
+        may_rest = is_again and not self.replaced and now - self._seen[0] < _SIZE_PERIOD_S
+        if may_rest and self._resting is not None and self._copied(self._resting.places) == self._resting.heads:
+            return {}
         found: dict[ContainerKey, bytes | AgentError] = {}
         for key, (gpus, head) in before.items():
             try:
@@ -263,7 +281,32 @@ class GpushareFiles:
             except AgentError as e:
                 found[key] = e
         self._seen = now, before.keys() - {key for key, one in found.items() if isinstance(one, AgentError)}
+        if found or not is_again:
+            self._resting = None
+        elif self._resting is None and before.keys() <= self._usages.keys():
+            with suppress(OSError, ValueError):  # one became shorter: the next reading says so
+                places = [
+                    mmap.mmap(self._usages[key], len(head), prot=mmap.PROT_READ) for key, (_, head) in before.items()
+                ]
+                self._resting = _Resting(places, b"".join(head for _, head in before.values()))
         return found
+
+    def _copied(self, places: Sequence[mmap.mmap]) -> bytes:
+        """What is in these maps, by two calls of the kernel for all of them; empty where one of the files became shorter."""
+        size = sum(map(len, places))
+        try:
+            if self._copies is None:
+                self._copies = os.memfd_create("usage")
+                weakref.finalize(self, os.close, self._copies)
+            # The kernel copies: of a page behind the end of its file it says EFAULT, or ends there.
+            is_whole = os.pwritev(self._copies, places, 0) == size
+            return os.pread(self._copies, size, 0) if is_whole else b""
+        except OSError:
+            return b""
+
+    def _close(self, key: ContainerKey) -> None:
+        self._resting = None
+        os.close(self._usages.pop(key))
 
     def usage_head(self, key: ContainerKey, gpus: int) -> bytes:
         """What its processes say that they have paid, on the first `gpus`: for read_paid. Called for 100 containers ten
@@ -272,7 +315,7 @@ class GpushareFiles:
         if key in self.replaced:
             self.replaced.discard(key)
             if key in self._usages:
-                os.close(self._usages.pop(key))
+                self._close(key)
         if (file := self._usages.get(key)) is None:
             if len(self._usages) == _MOST_OPEN:
                 return self._in_usage(key, partial(_read, size=usage_head_bytes(gpus)))

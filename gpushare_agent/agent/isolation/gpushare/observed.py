@@ -23,6 +23,7 @@ changes it; the thread reads and writes files.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -51,6 +52,8 @@ TIMEOUT_S = 5.0
 PERIOD_S = 0.25
 IDLE_PERIOD_S = 1.0
 """The period while nobody computes: a container that begins has no neighbour to hear of."""
+REST_S = 10.0
+"""So long the thread looks alone then, until somebody begins: to wake the loop for each look costs more than the look."""
 ROUND_PERIOD_S = 30.0
 """The period of rounds when all processes are known: a claim's processes may change owners while they run."""
 RUNS_FOR_S = 5.0
@@ -224,6 +227,8 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     _resting: dict[ContainerKey, tuple[int, bytes]] | None = None
     """Each with its number of GPUs and its head, while nobody computes and nothing is to be written."""
     _looked_at_ns: int = 0
+    _is_awaited: threading.Event = field(default_factory=threading.Event)
+    """Ends a rest."""
     _requested_at: float = float("-inf")
     _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
     _claims: dict[GpuUuid, Claims] = field(default_factory=dict)
@@ -256,7 +261,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             async with asyncio.TaskGroup() as group:
                 group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
                 while True:
-                    await self.look()
+                    await self.look(REST_S)
                     await asyncio.sleep(PERIOD_S if self._has_running.is_set() else IDLE_PERIOD_S)
         finally:
             # After a reload this may long be referred to, and a tenant's removed file stays on the disk while it is open.
@@ -269,8 +274,12 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             await self.read()
             await asyncio.sleep(pause_s(time.monotonic() - began, time.process_time() - used))
 
-    async def look(self) -> None:
-        """Finds the containers that compute, and corrects their limits."""
+    def changed(self) -> None:
+        """The shares, or their limits, may be others."""
+        self._is_awaited.set()
+
+    async def look(self, rest_s: float = 0.0) -> None:
+        """Finds the containers that compute, and corrects their limits. While none does it goes on for up to `rest_s`."""
         shares = self.shares()
         if self._ran or shares is not self._shares:  # while nothing runs, nothing comes that is to be forgotten
             self._keep(shares)
@@ -282,7 +291,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 key: (len(limits), self._containers[key].head) for key, limits in shares.items() if key not in known
             }
         resting = self._resting
-        self._looked_at_ns = await self._note_paid(resting, self._looked_at_ns)
+        self._looked_at_ns = await self._note_paid(
+            resting, self._looked_at_ns, rest_s if self._looked_at_ns and not is_new else 0.0
+        )
         if not is_new and self._resting is resting:
             return
         wrong = {
@@ -353,22 +364,29 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 on_it[key].seen[uuid] = published
         await self._write({key: dict(one.seen) for key, one in running.items() if one.seen})
 
-    async def _note_paid(self, heads: Mapping[ContainerKey, tuple[int, bytes]], since_ns: int = 0) -> int:
+    async def _note_paid(
+        self, heads: Mapping[ContainerKey, tuple[int, bytes]], since_ns: int = 0, rest_s: float = 0.0
+    ) -> int:
         """Reads the `usage` of these containers, each with its number of GPUs and its last head, and answers when;
         `since_ns` where it was not read. Of those that rest since the reading at `since_ns` nothing is noted until they
-        change."""
+        change: for that it waits up to `rest_s`, or until the thread is needed for something else."""
 
-        def read() -> tuple[int, _Answers[tuple[bytes, list[Paid]]]]:
-            at_ns = self._now_ns()
-            changed = self.files.changed_heads(heads)
-            return at_ns, {
+        def read() -> tuple[int, int, _Answers[tuple[bytes, list[Paid]]]]:
+            before_ns, until = since_ns, time.monotonic() + rest_s
+            while True:
+                at_ns = self._now_ns()
+                changed = self.files.changed_heads(heads)
+                if changed or time.monotonic() >= until or self._is_awaited.wait(IDLE_PERIOD_S):
+                    break
+                before_ns = at_ns
+            return before_ns, at_ns, {
                 key: one if isinstance(one, AgentError) else (one, read_paid(one)) for key, one in changed.items()
-            }
+            }  # fmt: skip
 
-        found = await self._call(read, "reading the use of containers") if heads else None
+        found = await self._call(read, "reading the use of containers", rest_s) if heads else None
         if found is None:
             return since_ns
-        at_ns, answers = found
+        since_ns, at_ns, answers = found
         for key in answers if since_ns else heads:
             if (one := self._containers.get(key)) is None:  # it has ended meanwhile
                 continue
@@ -446,10 +464,14 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                 then="it is tried again, and not logged again for it",
             )  # fmt: skip
 
-    async def _call(self, work: Callable[[], T], what: str) -> T | None:
-        """Runs in the thread; None if there is no answer in time."""
+    async def _call(self, work: Callable[[], T], what: str, rest_s: float = 0.0) -> T | None:
+        """Runs in the thread, up to `rest_s` longer than a reading may; None if there is no answer in time."""
+        if rest_s:
+            self._is_awaited.clear()
+        else:
+            self._is_awaited.set()  # the thread may rest
         try:
-            return await self._thread.call(work, what, TIMEOUT_S)
+            return await self._thread.call(work, what, rest_s + TIMEOUT_S)
         except AgentError as e:
             log.debug("gpushare_files_late", what=what, error=str(e))
             return None

@@ -80,6 +80,7 @@ class GpusharePart(IsolationPart):
     def changed(self, uid: PodUid | None) -> None:
         if uid is not None:
             self._changed.add(uid)
+        self._seen.changed()
         if self._probe is not None:
             self._probe.changed()
 
