@@ -16,7 +16,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 
@@ -31,7 +30,7 @@ from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_fr
 from gpushare_agent.core.kit.http_answers import load_aiohttp
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.process import give_back_memory, raise_open_files_limit, sd_notify
-from gpushare_agent.core.kit.supervision import forever, start_tasks, stop_task
+from gpushare_agent.core.kit.supervision import at_most, forever, start_tasks, stop_task
 from gpushare_agent.core.kube.configuration import find_configuration
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason
 from gpushare_agent.core.model.gpus import GpuInventory
@@ -335,9 +334,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
         start_tasks(group, agent.dra.tasks())
     # The ledger is rebuilt from the kubelet's records; pods only help it, so an API server that is away is not waited
     # for.
-    with suppress(TimeoutError):
-        async with asyncio.timeout(SYNC_WAIT_S):
-            await agent.cluster.wait_synced()
+    await at_most(SYNC_WAIT_S, agent.cluster.wait_synced())
     found = await agent.gpus.read()
     while not await kubelet.follow(is_incoming=is_incoming):
         # The wait may have taken hours: GPUs may have been reset or repartitioned meanwhile.
@@ -380,10 +377,7 @@ async def _announce(agent: NodeAgent) -> None:
 
 
 async def _close_driver(agent: NodeAgent) -> None:
-    try:
-        async with asyncio.timeout(DRIVER_CLOSE_S):
-            await agent.gpus.driver.close()
-    except TimeoutError:
+    if not await at_most(DRIVER_CLOSE_S, agent.gpus.driver.close()):
         log.warning("driver_not_closed", then="left to the end of the process")
 
 

@@ -24,7 +24,7 @@ import structlog
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kit.supervision import bounded, wait_while
 from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.kube.objects import object_meta, pod_uid
 from gpushare_agent.core.kube.pods import read_pod_json
@@ -268,10 +268,8 @@ class Binder(Struct, kw_only=True, eq=False):
     async def _wait_report(self, node: str) -> None:
         """The node's agent follows the plan, and one without the links between its GPUs may be worse than its own. At most
         half of the bind's time: the other half is for the API server."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.timing.bind_s / 2):
-                while self.state.awaits_report(node, self.timing.clock()):  # noqa: ASYNC110 - once for each new node
-                    await asyncio.sleep(REPORT_POLL_S)
+        at_most_s = self.timing.bind_s / 2
+        await wait_while(lambda: self.state.awaits_report(node, self.timing.clock()), at_most_s, poll_s=REPORT_POLL_S)
 
     async def _carry_out(self, write: Write, pod: Pod, node: str, ends_at: float) -> Reservation:
         """Reserves, and writes in time, in several tries if need be. The ledger is correct afterwards, whatever the outcome.

@@ -25,7 +25,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -34,7 +33,7 @@ from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.json_schema import NULL, Lenient, decoded
-from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.kit.supervision import at_most, bounded
 from gpushare_agent.core.kube.client import ClusterApi, pods
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.objects import ObjectMeta, OwnerReference, object_meta, pod_uid
@@ -392,9 +391,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
                 then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
                 fields = {"then": then, "cure": _REMEDY, "retried_in_s": round(pause_s, 1)}
                 log.warning("leader_label_not_written", pod=f"{self.namespace}/{self.name}", error=str(e), **fields)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self.election.wait_change(term, is_leading)
+            await at_most(pause_s, self.election.wait_change(term, is_leading))
 
     async def withdraw(self) -> None:
         """Take the label off before the process ends: the pod may outlive it."""

@@ -18,6 +18,7 @@ from rich.text import Text
 from gpushare_agent.core.cli.command_line import SORTS, Invocation
 from gpushare_agent.core.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.core.cli.screen import Screen, View, has_screen
+from gpushare_agent.core.kit.supervision import wait_for
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.node_report.documents import HistoryDocument, NodeDocument
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_gpu_history, read_node
@@ -146,9 +147,7 @@ async def _poll(agent: AgentClient, top: _Top, screen: Screen, options: Any) -> 
                 top.history = await read_gpu_history(agent)
             curves_read_at = top.document["at"]
             screen.is_changed.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(options.interval):
-                await top.is_wanted.wait()
+        await wait_for(top.is_wanted, options.interval)
         top.is_wanted.clear()
         try:
             top.document, top.problem = await _read(agent, options.namespace, top.choice), ""

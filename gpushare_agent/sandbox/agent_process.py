@@ -21,6 +21,7 @@ from msgspec import Struct
 
 import gpushare_agent
 from gpushare_agent.core.kit.process import end_process
+from gpushare_agent.core.kit.supervision import at_most
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.sandbox.runtime.containers import end_with_parent
 
@@ -142,9 +143,6 @@ class AgentProcess(Struct, eq=False):
             return
         # In order, so that the agent leaves its kubelet and closes its driver.
         process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
+        if not await at_most(_STOP_TIMEOUT_S, process.wait()):
             log.warning("agent_stop_slow", pid=process.pid, waited_s=_STOP_TIMEOUT_S, next="SIGKILL")
             await end_process(process, _STOP_TIMEOUT_S)

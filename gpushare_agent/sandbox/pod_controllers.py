@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gpushare_agent.core.kit.supervision import at_most
 from gpushare_agent.core.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import key_of
@@ -54,9 +55,7 @@ class PodControllers:
             await asyncio.sleep(0)  # its own changes start the next pass at once
             # Nothing changes while a back-off runs out: the pass after it needs the clock.
             is_due = any(due > now for _, due in self._retries.values())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_RETRY_POLL_S if is_due else None):
-                    await self._api.wait_change(version)
+            await at_most(_RETRY_POLL_S if is_due else None, self._api.wait_change(version))
 
     def reconcile(self) -> None:
         self._collect_garbage()

@@ -30,7 +30,7 @@ from gpushare_agent.core.cli.command_line import Form, runnable
 from gpushare_agent.core.cli.interrupts import INTERRUPTED
 from gpushare_agent.core.cli.screen import Screen, View, has_screen
 from gpushare_agent.core.kit.logs import setup_logging
-from gpushare_agent.core.kit.supervision import forever, set_by_signals
+from gpushare_agent.core.kit.supervision import at_most, forever, set_by_signals
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.model.isolation import NO_ISOLATION, isolation_parts
@@ -419,11 +419,8 @@ async def run_once(session: Session) -> int:
     """Waits until every pod is steady and prints the report; 1 where a pod neither runs nor has succeeded, else 0."""
     controller, notify = session.controller, session.notify
     await _create(session)
-    try:
-        # A script must come to its end; the report has the pods that are not steady.
-        async with asyncio.timeout(STEADY_TIMEOUT_S):
-            await _wait_steady(controller)
-    except TimeoutError:
+    # A script must come to its end; the report has the pods that are not steady.
+    if not await at_most(STEADY_TIMEOUT_S, _wait_steady(controller)):
         notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
     document = await _document_with_use(session)
     print_document(document, session.plan.form)

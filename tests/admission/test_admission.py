@@ -47,6 +47,7 @@ class Scripted:
         self.explained: list[Decision | None] = []
         self.waits = self.reads = 0
         self.prepared: list[ContainerKey] = []
+        self.ahead: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
         self.on_wait = lambda: False
         config = isolation_config()
@@ -91,7 +92,8 @@ class Scripted:
         self.prepared.extend(keys)
         return self.not_prepared
 
-    def prepare_ahead(self, key: ContainerKey) -> None: ...
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        self.ahead.append(key)
 
     def unavailable_reason(self, isolation: str) -> str:
         return ""
@@ -140,12 +142,13 @@ def chain(*more: ContainerSpec) -> Pod:
 
 
 async def test_both_resources_of_a_container_land_on_one_gpu() -> None:
-    """In either order; the second call completes the allocation."""
+    """In either order; the second call completes the allocation, of which its isolation prepares what it needs."""
     for order in ((CORE, MEMORY), (MEMORY, CORE)):
         owner = pod("a", container(cores=30, blocks=10))
         agent = Scripted(owner)
         for resource in order:
             assert isinstance(await agent.admit(owner, "main", resource), ContainerEdits)
+            assert agent.ahead == [ContainerKey(owner.uid, "main")] * (resource is order[1])
         (allocation,) = agent.cache
         assert (allocation.cores, allocation.memory_blocks, allocation.gpus) == (30, 10, ("GPU-0",))
         assert len(agent.outcomes) == 2

@@ -226,7 +226,7 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
             assert (await _cordon(node, "cordon", "0"))[0] == 0
             write_rehearsal(node.paths.faults, xids=[{"id": 1, "gpu": 1, "xid": 79}])
             await node.wait_devices(CORE, 3 * CORES, CORES)
-            await poll_until(lambda: "Xid" in node.paths.health_state.read_text(), "the wait written down")
+            await poll_until(lambda: "waits_for_reset" in node.paths.health_state.read_text(), "the wait written down")
             child.kill()
             await child.wait()
         lists = _record_lists(node)

@@ -394,6 +394,7 @@ async def run():
                 print(len(str(await look())) > 0)
             except Unavailable as error:
                 print(error)
+    threading.stack_size(1 << 50)  # nor for the end
     return 0
 
 command = Command(name="c", summary="", description="", run=lambda call: run())

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.core.claims.claim import ClaimPolicy
 from gpushare_agent.core.claims.devices import is_placement_name, placement_device_name
-from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
+from gpushare_agent.core.model.errors import RefusalReason, Refused
 from gpushare_agent.core.model.isolation import DeviceListStrategy
 from gpushare_agent.core.model.mig import MigPlacement
 from gpushare_agent.core.model.names import GpuUuid
@@ -173,8 +173,7 @@ async def test_what_was_cut_off_while_an_instance_is_replaced_is_done_by_the_nex
     [key] = [one.key for one in (await prepared(driver)).results]
     driver.mig.lose()
     driver.refusal = Refused(RefusalReason.NOT_READY, "the disk is full")
-    with pytest.raises(Unavailable, match="the disk is full"):
-        await driver.claims.prepare(ref_of())
+    assert (await refused(driver)).detail == "the disk is full"
     with capture_logs() as logs:
         for _ in range(3):
             await driver.claims.refresh()

@@ -37,10 +37,13 @@ async def test_what_is_saved_is_loaded_again(tmp_path: Path, boot: Path) -> None
     path = tmp_path / "health.json"
     await HealthStateFile(path, boot_id=boot).save(SAVED)
     assert await HealthStateFile(path, boot_id=boot).load() == SAVED
-    gpus = {"cordons": {"GPU-1": "fan, “left”", "GPU-2": ""}, "waits": {"GPU-2": "Xid 79"}}
+    gpus = [
+        {"uuid": "GPU-1", "cordoned": "fan, “left”"},
+        {"uuid": "GPU-2", "cordoned": "", "waits_for_reset": "Xid 79"},
+    ]
     assert path.with_name("health.json.last").read_bytes() == path.read_bytes()
     document = json.loads(path.read_text())
-    assert document.items() >= {"version": 1, "boot_id": "boot-1", **gpus}.items()
+    assert document.items() >= {"version": 1, "boot_id": "boot-1", "gpus": gpus}.items()
 
 
 async def test_a_reboot_ends_the_waits_and_keeps_the_cordons(tmp_path: Path, boot: Path) -> None:
@@ -70,14 +73,15 @@ async def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"version": 2, "cordons": {}, "waits": {}}',
-        b'{"version": 1, "cordons": {}}',
-        b'{"version": 1, "cordons": {}, "waits": ["GPU-1"]}',
-        b'{"version": 1, "cordons": {"": "x"}, "waits": {}}',
-        b'{"version": 1, "cordons": {"GPU-1": true}, "waits": {}}',
-        b'{"version": 1, "boot_id": [], "cordons": {}, "waits": {}}',
-        b'{"version": 1, "cordons": {"GPU-1": "' + b"x" * 2000 + b'"}, "waits": {}}',
-        b'{"version": 1, "cordons": {}, "waits": {' + b"".join(b'"%d": "",' % n for n in range(1024)) + b'"x": ""}}',
+        b'{"version": 2, "gpus": []}',
+        b'{"version": 1, "gpus": {}}',
+        b'{"version": 1, "gpus": ["GPU-1"]}',
+        b'{"version": 1, "gpus": [{"cordoned": "x"}]}',
+        b'{"version": 1, "gpus": [{"uuid": 7}]}',
+        b'{"version": 1, "gpus": [{"uuid": "GPU-1", "cordoned": true}]}',
+        b'{"version": 1, "boot_id": [], "gpus": []}',
+        b'{"version": 1, "gpus": [{"uuid": "GPU-1", "cordoned": "' + b"x" * 2000 + b'"}]}',
+        b'{"version": 1, "gpus": [' + b'{"uuid": "GPU-1"},' * 1025 + b'{"uuid": "GPU-1"}]}',
     ],
 )
 async def test_what_is_not_the_format_is_not_believed(tmp_path: Path, content: bytes) -> None:

@@ -138,7 +138,7 @@ async def serving(
     files = VDeviceFiles(root)
     files.prepare(key)
     server = server_of(files, node, key, limits)
-    await server.start()
+    await server.start(files.bind_socket(key))
     try:
         yield files.path(key) / "vcuda.sock"
     finally:

@@ -151,7 +151,7 @@ class Node:
             self.files.prepare(server.key)
             self.files.write(server.key, config=share_config(server.key))
             self.files.write(server.key, pids=[1])
-            await server.start()
+            await server.start(self.files.bind_socket(server.key))
 
     async def stop(self) -> None:
         await self.attacked.stop()

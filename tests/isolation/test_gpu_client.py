@@ -147,7 +147,7 @@ async def test_it_waits_for_an_agent_that_starts(patient: Path, short_dir: Path)
             async with asyncio.timeout(20):
                 await came.wait()
         server = server_of(files, node)
-        await server.start()
+        await server.start(files.bind_socket(KEY))
         assert await call == Ended(0, "")
         await server.stop()
 
@@ -235,7 +235,7 @@ async def test_150_processes_are_all_registered_although_the_agent_restarts_mean
     first, second, files = FakeNode(), FakeNode(), VDeviceFiles(short_dir)
     files.prepare(KEY)
     server = server_of(files, first)
-    await server.start()
+    await server.start(files.bind_socket(KEY))
     async with asyncio.TaskGroup() as group:
         calls = group.create_task(all_at_once(program, files.path(KEY) / "vcuda.sock"))
         async with asyncio.timeout(20):
@@ -243,7 +243,7 @@ async def test_150_processes_are_all_registered_although_the_agent_restarts_mean
                 await asyncio.sleep(0.001)
         await server.stop()
         server = server_of(files, second)
-        await server.start()
+        await server.start(files.bind_socket(KEY))
         assert await calls == [Ended(0, "")] * STARTED_AT_ONCE
         await server.stop()
     assert second.codes.count("OK") >= 1

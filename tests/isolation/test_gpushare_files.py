@@ -146,6 +146,20 @@ def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(wor
     assert launches(world.files) == 0
 
 
+def test_a_claims_files_without_a_boot_are_of_this_one_by_their_time(world: World) -> None:
+    """An agent that did not write it made them: containers that started before an upgrade go on."""
+    world.is_claims = True
+    for changed_at, kept in ((None, 7), (1, 0)):
+        world.launch(7)
+        with (world.path / CONFIG_NAME).open("r+b") as file:
+            file.seek(16)
+            file.write(bytes(len(world.files.boot_id)))
+        if changed_at is not None:
+            os.utime(world.path / CONFIG_NAME, (changed_at, changed_at))
+        world.files.prepare(KEY)
+        assert launches(world.files) == kept
+
+
 def test_a_container_whose_limits_are_not_known_is_not_prepared(world: World) -> None:
     world.limits = None
     with pytest.raises(Unavailable, match="not in the inventory"):

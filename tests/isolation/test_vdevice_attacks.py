@@ -374,7 +374,7 @@ async def test_the_sockets_of_one_pod_and_of_many_leave_others_connections(short
     async with AsyncExitStack() as started:
         for server in servers:
             files.prepare(server.key)
-            await server.start()
+            await server.start(files.bind_socket(server.key))
             started.push_async_callback(server.stop)
         async with AsyncExitStack() as stack:
             for key in keys[:20]:

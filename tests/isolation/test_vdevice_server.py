@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -255,14 +254,12 @@ async def test_a_server_says_when_its_socket_was_taken_away_and_starts_anew(shor
     files.prepare(KEY)
     server = server_of(files, node)
     assert not is_serving(files, server)
-    await server.start()
+    await server.start(files.bind_socket(KEY))
     assert is_serving(files, server)
     files.remove_pod(POD)
     assert not is_serving(files, server)
-    with pytest.raises(NotFound):
-        await server.start()
     files.prepare(KEY)
-    await server.start()
+    await server.start(files.bind_socket(KEY))
     await register(files.path(KEY) / "vcuda.sock", name="cuda")
     await server.stop()
     await server.stop()
@@ -274,8 +271,8 @@ async def test_a_server_that_stops_leaves_its_successors_socket(short_dir: Path)
     node, files = FakeNode(), VDeviceFiles(short_dir)
     files.prepare(KEY)
     old, new = server_of(files, node), server_of(files, node)
-    await old.start()
-    await new.start()
+    await old.start(files.bind_socket(KEY))
+    await new.start(files.bind_socket(KEY))
     await old.stop()
     await register(files.path(KEY) / "vcuda.sock", name="cuda")
     assert is_serving(files, new)
@@ -293,27 +290,3 @@ async def test_the_kernel_says_who_is_at_the_other_end() -> None:
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         assert peer_credentials(writer.transport) is None
         await hang_up(writer)
-
-
-@pytest.mark.parametrize("is_bound_first", [True, False])
-async def test_a_start_that_is_given_up_leaves_no_socket(short_dir: Path, is_bound_first: bool) -> None:
-    """The binding runs in a thread and may end before or after the one who waits has gone; both times it is undone."""
-    late: list[Callable[[], object]] = []
-
-    class HangingDisk(FakeNode):
-        async def in_thread(self, blocking: Callable[[], Any], what: str) -> Any:
-            if is_bound_first:
-                blocking()
-            else:
-                late.append(blocking)
-            raise Unavailable(f"{what}: no answer")
-
-    files = VDeviceFiles(short_dir)
-    files.prepare(KEY)
-    server = server_of(files, HangingDisk())
-    with pytest.raises(Unavailable):
-        await server.start()
-    for blocking in late:
-        blocking()
-    assert not (files.path(KEY) / "vcuda.sock").exists()
-    assert not is_serving(files, server)

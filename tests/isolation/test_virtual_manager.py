@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.tenant_files import ASIDE_PREFIX
 from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.agent.isolation.vdevice.reconcile import VDeviceConfigs
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.reconcile import DesiredDirectory, Directories, VDeviceConfigs
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
@@ -36,7 +35,7 @@ from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
-from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register
+from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register, share_config
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
 
@@ -47,6 +46,7 @@ class HookedFiles(VDeviceFiles):
 
     before_removal: Callable[[ContainerKey], None] | None = None
     before_binding: Callable[[ContainerKey], None] | None = None
+    bound: list[BoundSocket]
     listings_of_pods = 0
     listings_of_aside = 0
     aside_error: Unavailable | None = None
@@ -71,16 +71,22 @@ class HookedFiles(VDeviceFiles):
             self.before_removal(key)
         super().remove_socket(key, identity)
 
-    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
+    def bind_socket(self, key: ContainerKey) -> BoundSocket:
         if self.before_binding is not None:
             self.before_binding(key)
-        return super().bind_socket(key)
+        self.bound.append(made := super().bind_socket(key))
+        return made
 
 
 class HookedProcesses(ContainerProcesses):
-    """Awaits `after_read` before a list that was read is returned."""
+    """Awaits `after_read` before a list that was read is returned; `on_read_ids` is called when IDs are asked for."""
 
     after_read: Callable[[], Awaitable[None]] | None = None
+    on_read_ids: Callable[[], None] = lambda: None
+
+    async def read_ids(self, keys: Iterable[ContainerKey] = ()) -> None:
+        self.on_read_ids()
+        await super().read_ids(keys)
 
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         found = await super().read(wanted)
@@ -94,6 +100,7 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.files = HookedFiles(directory / "vm")
+        self.files.bound = []
         self.pod = pod("share", container(name="cuda", cores=30, blocks=8), uid=POD)
         self.pods: dict[str, Pod] = {POD: self.pod}
         share = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
@@ -296,6 +303,36 @@ async def test_a_container_just_prepared_is_polled_more_often(world: World) -> N
         await poll_until(lambda: world.pids == (77,), "the new process in the list")
 
 
+@pytest.mark.parametrize(
+    ("age_s", "took_s", "pause_s"), [(0.0, 0.0, 0.2), (0.8, 0.0, 0.4), (4.0, 0.0, 0.5), (4.0, 0.3, 1.2)]
+)
+def test_polls_of_recent_containers_become_rarer_and_have_a_fifth_of_the_time(
+    age_s: float, took_s: float, pause_s: float
+) -> None:
+    assert Intervals().recent_pause_s(age_s, took_s) == pytest.approx(pause_s)
+
+
+async def test_a_container_that_ended_soon_is_not_polled_as_a_recent_one(world: World) -> None:
+    intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_poll_max_s=0.001, recent_for_s=3600.0)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    async with running(manager.run):
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: world.pids == (7, 11), "a poll of it")
+        world.allocations.clear()
+        await poll_until(lambda: not manager._prepared_at, "the end of its polls")
+
+
+async def test_the_id_of_a_container_is_not_asked_for_before_it_can_have_started(world: World) -> None:
+    intervals = Intervals(recent_poll_s=0.001, recent_poll_max_s=0.001, ids_s=3600.0)
+    manager = world.manager(intervals=intervals, clock=time.monotonic)
+    asked = list[object]()
+    world.processes.on_read_ids = lambda: asked.append(None)
+    async with running(manager.run):
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: world.pids == (7, 11), "a poll of the container")
+    assert not asked
+
+
 async def test_a_new_agent_leaves_what_it_does_not_know_yet_as_it_is(world: World) -> None:
     """The processes and the elastic limit of a running container outlive an agent whose pods and IDs come later."""
     world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
@@ -373,7 +410,7 @@ async def test_many_containers_are_written_in_parts(world: World, monkeypatch: p
 
         monkeypatch.setattr(manager, "in_thread", noted)
         await world.poll(manager)
-        assert written == [0, 2, 4], "the sockets of a part follow its files"
+        assert written == [2, 4, 5], "the sockets of a part are bound with its files"
         assert sorted(bound) == sorted(keys)
 
 
@@ -392,6 +429,23 @@ async def test_a_share_that_is_released_is_no_longer_served(world: World) -> Non
         world.pods.clear()
         await manager.remove_stale()
         assert not world.directory.parent.exists() and foreign.exists()
+
+
+async def test_the_socket_of_a_pod_that_is_gone_goes_with_its_directory(world: World) -> None:
+    """It is served no more at once; no thread is asked to remove what is removed as a whole soon."""
+    removed = list[ContainerKey]()
+    world.files.before_removal = removed.append
+    async with serving(world) as manager:
+        await manager.poll()
+        world.allocations.clear()
+        world.pods.clear()
+        world.is_synced = False  # so far it may be a pod that is still to be listed
+        assert not manager._is_stale(POD)
+        world.is_synced = True
+        await manager.poll()
+        assert not is_served(world.directory / "vcuda.sock") and not removed
+        await manager.remove_stale()
+        assert not world.directory.parent.exists()
 
 
 async def test_one_container_that_cannot_be_kept_does_not_keep_others_from_theirs(world: World) -> None:
@@ -586,7 +640,7 @@ async def test_what_is_prepared_while_others_are_stopped_is_not_forgotten(world:
 
 
 async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world: World) -> None:
-    """The others are compared in the poll of all, as is what nobody told of."""
+    """The others are compared in the poll of all, as is what nobody told of, and files that another program changed."""
     (other,) = more_containers(world, 1)
     async with serving(world) as manager:
         await manager.poll()
@@ -594,10 +648,13 @@ async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world
         for key in (KEY, other):
             (world.files.path(key) / "vcuda.config").unlink()
         manager.changed(PodUid("ffffffff" + POD[8:]))
-        await manager._poll_changed(is_of_all=False)
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)
-        assert (world.directory / "vcuda.config").exists() and not (world.files.path(other) / "vcuda.config").exists()
+        assert not (world.directory / "vcuda.config").exists()
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert world.limit == 60 and not (world.files.path(other) / "vcuda.config").exists()
         share = world.allocations.pop(KEY)
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)
@@ -756,6 +813,29 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
         binding.go.set()
         await polling
         await poll_until(lambda: not is_served(world.directory / "vcuda.sock"), "the end of its server")
+
+
+async def test_a_start_that_is_given_up_while_its_socket_is_bound_leaves_it_closed(world: World) -> None:
+    async with serving(world) as manager, asyncio.TaskGroup() as group:
+        binding = HeldBinding(world)
+        start = group.create_task(manager.prepare([KEY]))
+        await binding.come()
+        await stop_task(start)
+        binding.go.set()
+        await manager.in_thread(lambda: None, "waiting for the end of the write")
+        assert [sock.fileno() for sock, _ in world.files.bound] == [-1]
+
+
+@pytest.mark.parametrize("is_bound_first", [True, False])
+def test_sockets_that_are_bound_for_nobody_are_closed(world: World, is_bound_first: bool) -> None:
+    """The binding runs in a thread and may end before or after the one who waits has gone."""
+    wanted = DesiredDirectory(
+        key=KEY, config=decode_config(share_config()), is_config_known=True, pids=(), before=None, socket=None
+    )
+    directories = Directories(world.files, [wanted])
+    steps = (directories.write, directories.close)
+    outcome = next(filter(None, [step() for step in (steps if is_bound_first else steps[::-1])]))
+    assert outcome[KEY].bound is not None and outcome[KEY].bound[0].fileno() == -1
 
 
 async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(world: World) -> None:

@@ -130,6 +130,22 @@ raise KeyError("the end")
     assert lines[-1] == "KeyError: 'the end'"
 
 
+@pytest.mark.parametrize("later", [0, 1 << 50])
+async def test_where_no_thread_can_be_started_lines_wait_for_one_or_for_the_end(later: int) -> None:
+    """A node has its most processes. No thread can have such a stack."""
+    code = f"""
+import threading
+threading.stack_size(1 << 50)
+log.info("first")
+threading.stack_size({later})
+log.info("second")
+raise KeyError("the end")
+"""
+    lines = (await written_by(code))[1].splitlines()
+    assert [json.loads(line)["event"] for line in lines[:2]] == ["first", "second"]
+    assert (lines[2], lines[-1]) == ("Traceback (most recent call last):", "KeyError: 'the end'")
+
+
 async def test_a_second_setup_changes_the_level_and_starts_no_second_thread() -> None:
     """As SIGHUP does."""
     code = """

@@ -27,6 +27,7 @@ from gpushare_agent.core.kit.supervision import (
     retried,
     stop_task,
     wait_for,
+    wait_while,
 )
 from gpushare_agent.core.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
@@ -164,6 +165,13 @@ async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await wait_for(event, None)
     assert await wait_for(event, 0)
+
+
+async def test_what_is_looked_at_again_and_again_ends_with_it_or_with_the_time() -> None:
+    left = [1, 1, 0]
+    await wait_while(lambda: left.pop(0), DEADLINE_S, poll_s=0)
+    assert left == []
+    await wait_while(lambda: True, 0.001, poll_s=0)
 
 
 async def test_what_a_body_raises_is_raised_as_it_is_also_while_it_is_stopped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.admission.device_tables import offered_ids
 from gpushare_agent.agent.kubelet.device_table import (
     MAX_LIST_BYTES,
+    MOST_CHANGED,
     WITHDRAWN_S,
     DeviceRow,
     DeviceTable,
@@ -26,7 +28,7 @@ from gpushare_agent.agent.kubelet.device_table import (
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKind, Topology
-from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id
+from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id, named_gpus
 from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.core.wire import v1beta1
 
@@ -239,8 +241,35 @@ def test_an_offer_is_what_it_says_whatever_was_expected(steps: list[tuple[str, A
                 expected -= set(chosen)
             case _:
                 offered = chosen if step == "offer" else chosen.sample(sorted(expected), len(expected))
-                assert offer.read(ids, fields_of(ids, offered)) == frozenset(offered)
+                found = offer.read(ids, fields_of(ids, offered))
+                assert found is not None
+                for one, has in ((found, set(offered)), (found.but(UNITS[:3]), set(offered) ^ set(UNITS[:3]))):
+                    assert one == has and len(one) == len(has) and one.of(dict.fromkeys(UNITS[1:])) == has - {UNITS[0]}
+                    assert one.by_gpu == Counter(named_gpus(has))
                 expected = set(offered)
+
+
+def test_an_offer_that_differs_by_many_ids_is_kept_for_the_next_ones() -> None:
+    """It is as right, and so is what follows it; nothing grows with the offers."""
+    units = [device_id(GpuUuid("GPU-8f3e2b1c-01"), number) for number in range(4 * MOST_CHANGED)]
+    ids, offer = DeviceIds([GpuUuid("GPU-8f3e2b1c-01")]), ExpectedOffer()
+    offer.read(ids, fields_of(ids, units))
+    ids.announced.clear()
+    for first in (1, MOST_CHANGED + 1, 2 * MOST_CHANGED + 2, 2 * MOST_CHANGED + 3):
+        offer.change(ids, taken=units[:first])
+        found = offer.read(ids, fields_of(ids, units[first:]))
+        assert found == set(units[first:]) and found.by_gpu == Counter(named_gpus(units[first:]))
+        assert len(offer._changed) <= MOST_CHANGED
+
+
+def test_an_offer_does_not_change_with_what_is_expected_next() -> None:
+    """A call waits for the kubelet's List while allocations end; what it may choose from is what it was offered."""
+    ids, offer = DeviceIds({device.partition("::")[0] for device in UNITS}), ExpectedOffer()
+    offer.read(ids, fields_of(ids, UNITS))
+    offer.change(ids, taken=UNITS[:3])
+    found = offer.read(ids, fields_of(ids, UNITS[3:]))
+    offer.change(ids, freed=UNITS[:3])
+    assert found == set(UNITS[3:])
 
 
 def test_what_is_expected_is_looked_up_in_no_table() -> None:

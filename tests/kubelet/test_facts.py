@@ -54,19 +54,33 @@ async def test_an_old_kubelet_ends_the_agent_with_the_reason(tmp_path: Path) -> 
 async def test_an_api_server_that_is_away_is_asked_again(tmp_path: Path) -> None:
     """Admissions meanwhile wait within their bound, and their error names what they waited for. An error is logged once, and
     the pauses grow with the failures in a row."""
-    found = facts(tmp_path, waits := [])
     with pytest.raises(Unavailable, match="version is not known yet"):
-        await found.wait_known(timeout_s=0.01)
-    away = Unavailable("connection refused")
+        await facts(tmp_path).wait_known(timeout_s=0.01)
+    found, away = facts(tmp_path, waits := []), Unavailable("connection refused")
     nodes = Nodes(away, away, "v1.34.1", away, "v1.35.0")
     with capture_logs() as logs:
         async with running(lambda: found.run(nodes)):
-            await found.wait_known(timeout_s=DEADLINE_S)
-            assert found.version == "v1.34.1"
+            await poll_until(lambda: found.version == "v1.34.1", "the version")
             found.kubelet_restarted()
             await poll_until(lambda: found.version == "v1.35.0", "the new version")
     assert nodes.asked == 5 and waits == [1, 2, 1]
     assert [line["event"] for line in logs].count("kubelet_version_unknown") == 1
+
+
+async def test_an_admission_has_the_version_read_at_once(tmp_path: Path) -> None:
+    """The kubelet has the pod from an API server that came back in a pause, which is longer than admissions wait."""
+    found, waits = facts(tmp_path), list[int]()
+
+    class Pauses(NotedBackoff, frozen=True):
+        def delay_s(self, failures: int) -> float:
+            return super().delay_s(failures) + (failures - 1) * 10 * DEADLINE_S
+
+    found.backoff = Pauses(asked=waits)
+    away = Unavailable("connection refused")
+    async with running(lambda: found.run(Nodes(away, away, away, "v1.34.1"))):
+        await poll_until(lambda: len(waits) == 2, "the long pause")
+        await found.wait_known(timeout_s=DEADLINE_S)
+    assert waits == [1, 2, 1]
 
 
 async def test_a_restarted_kubelets_version_is_read_again(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def _points(raw: bytes) -> Callable[[Path], None]:
         _changed(lambda document: document["gpus"][0].update(points="ä")),
         _changed(lambda document: document["changes"].append({"at": -1, "uuid": "", "what": "", "reason": ""})),
         _points(b"\0" * (8 * DAY_POINTS - 4)),
-        _points(array("f", [math.inf] * 2 * DAY_POINTS).tobytes()),
+        *(_points(array("f", [one] * 2 * DAY_POINTS).tobytes()) for one in (math.inf, 1e16, -1.0)),
         _points(b"\0" * 100_000_000),
         lambda path: path.write_bytes(path.read_bytes().replace(b'"last": 5', b'"last": 4')),
         lambda path: path.write_bytes(path.read_bytes()[:-40]),

@@ -295,8 +295,10 @@ class Admission(Struct, kw_only=True, eq=False):
         self.node.cache.put(allocation)
         # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
-        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host.
-        self.isolation.prepare_ahead(target.key)
+        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host. Once the container has all
+        # that it asks for: what was prepared for a part of it would be prepared again.
+        if self.node.names.asked(target.container).keys() <= allocation.ids.keys():
+            self.isolation.prepare_ahead(target.key)
         self.observer.allocated(decision, allocation)
         # The kubelet asks for both resources of a container: what it gets is in one of the two answers.
         return edits if kind.binds_gpu else ContainerEdits()

@@ -41,7 +41,7 @@ from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient, PodRe
 from gpushare_agent.agent.kubelet.records import KubeletCheckpoint, gpu_managers_checkpoint
 from gpushare_agent.agent.kubelet.registration import PluginEndpoint, Registrar
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.supervision import Tasks, bounded, wait_for
+from gpushare_agent.core.kit.supervision import Tasks, at_most, bounded, wait_for
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import KernelModule
@@ -189,12 +189,7 @@ class AdmissionPart:
 
     async def outlives_other(self, *, within_s: float) -> bool:
         """True if the agent that serves ends within the time without having been asked."""
-        try:
-            async with asyncio.timeout(within_s):
-                await self.lock.acquire()
-        except TimeoutError:
-            return False
-        return True
+        return await at_most(within_s, self.lock.acquire())
 
     async def take_over(self) -> None:
         """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
@@ -208,9 +203,7 @@ class AdmissionPart:
         self.registrar.stays_registered = False
         if not self.handover.waiting:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HANDOVER_WAIT_S):
-                await self._wait_quiet()
+        await at_most(HANDOVER_WAIT_S, self._wait_quiet())
         await self.registrar.leave(lambda: self.handover.waiting)
         await self.handover.answer()
 

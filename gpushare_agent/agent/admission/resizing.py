@@ -71,7 +71,6 @@ from gpushare_agent.core.model.allocations import (
 )
 from gpushare_agent.core.model.errors import AgentError, Corrupt
 from gpushare_agent.core.model.names import (
-    CORES_PER_GPU,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     GpuUuid,
@@ -91,6 +90,8 @@ MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _KINDS = {kind.value: kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS)}
 _Name = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z:._-]{1,128}\Z")]
+_Size = Annotated[str, Meta(pattern=r"\A[0-9]{1,2},[0-9]{1,7}\Z")]
+"""Cores of a share, which are less than a GPU has, and units of memory."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -98,9 +99,9 @@ class _Row(Struct, frozen=True, kw_only=True):
     container: _Name
     gpu: _Name
     resource: str
-    allocated: ShareSize
-    target: ShareSize
-    charged: ShareSize
+    allocated: _Size
+    target: _Size
+    booked: _Size
     instance: str
 
 
@@ -132,11 +133,20 @@ def _row_of(share: ResizedShare) -> _Row:
         container=share.key.container,
         gpu=share.gpu,
         resource=share.kind.value,
-        allocated=share.allocated,
-        target=share.target,
-        charged=share.charged,
+        allocated=_text(share.allocated),
+        target=_text(share.target),
+        booked=_text(share.charged),
         instance=share.instance,
     )
+
+
+def _text(size: ShareSize) -> str:
+    return f"{size.cores},{size.memory}"
+
+
+def _size(text: str) -> ShareSize:
+    cores, memory = map(int, text.split(","))
+    return ShareSize(cores=cores, memory=memory)
 
 
 def _shares(document: _Document) -> tuple[ResizedShare, ...]:
@@ -148,18 +158,16 @@ def _shares(document: _Document) -> tuple[ResizedShare, ...]:
 
 
 def _share(row: _Row) -> ResizedShare:
-    target, charged = row.target, row.charged
+    target, charged = _size(row.target), _size(row.booked)
     if row.resource not in _KINDS or (row.instance and not is_container_id(row.instance)):
         raise Corrupt("a share in it has no memory, or a container ID that is none")
     if charged.at_least(target) != charged or not target.memory:
         raise Corrupt("a share in it has more than is charged, or nothing")
-    if charged.at_least(row.allocated).cores >= CORES_PER_GPU:
-        raise Corrupt("a share in it has all cores of a GPU")
     return ResizedShare(
         key=ContainerKey(PodUid(row.pod_uid), row.container),
         gpu=GpuUuid(row.gpu),
         kind=_KINDS[row.resource],
-        allocated=row.allocated,
+        allocated=_size(row.allocated),
         target=target,
         charged=charged,
         instance=row.instance,

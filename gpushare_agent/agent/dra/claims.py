@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -270,8 +270,7 @@ class Claims(Struct, kw_only=True, eq=False):
         if (made.places, made.boot_id) != (claim.places, claim.boot_id):
             # The host's files are made from the ledger. The record is last: cut off before, all is done again.
             self._charge(made)
-            if (refused := await self._carry_out(made, lambda: self._charge(claim))) is not None:
-                raise Unavailable(refused.detail)
+            await self._carry_out(made, lambda: self._charge(claim))
         else:
             # Only what changed is recorded: the record may be a newer agent's, which has more in it.
             await self._save(made, self.files.write_spec if made is claim else self.files.save)
@@ -318,16 +317,23 @@ class Claims(Struct, kw_only=True, eq=False):
         while True:
             # Cleared before it is tried: what changes during the try wakes the wait.
             self._has_changed.clear()
-            outcome = await self._try(ref, ends_at)
+            wait: Callable[[float], Awaitable[object]] = partial(wait_for, self._has_changed)
+            try:
+                outcome = await self._try(ref, ends_at)
+            except AgentError as e:
+                # What the host lacks tells nobody when it is there. But the charge that was taken back has woken all that
+                # wait: two such claims would wake each other without a pause.
+                outcome, wait = Refused(RefusalReason.NOT_READY, str(e)), asyncio.sleep
             if isinstance(outcome, PreparedClaim) or outcome.reason in FINAL:
                 return outcome
             left_s = ends_at - self.clock()
             if left_s <= 0:
                 return outcome
-            await wait_for(self._has_changed, min(POLL_S, left_s))
+            await wait(min(POLL_S, left_s))
 
     async def _try(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
-        """A refusal other than FINAL may be gone in a moment."""
+        """A refusal other than FINAL may be gone in a moment. Raises Unavailable: the host cannot be prepared, or a file not
+        be written; nothing new is charged then."""
         if not self.node.inventory.is_read:
             return not_yet("the driver has not listed the GPUs yet")
         if (known := self._prepared.get(ref.uid)) is not None:
@@ -357,22 +363,17 @@ class Claims(Struct, kw_only=True, eq=False):
         if isinstance(made, Refused):
             return made
         # Charged already: the awaits that follow must not let another claim or pod take the same part.
-        try:
-            if (refused := await self._carry_out(made, lambda: self._release(ref.uid))) is not None:
-                return refused
-        except AgentError as e:
-            return not_yet(str(e))
+        await self._carry_out(made, lambda: self._release(ref.uid))
         gpus = [_shown(gpu) for gpu in gpus_of(self.node, made)]
         log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod, gpus=gpus)
         return made
 
-    async def _carry_out(self, made: PreparedClaim, undo: Callable[[], object]) -> Refused | None:
-        """Prepares the host for what is charged, and records it; `undo` takes the charge back where that cannot be."""
+    async def _carry_out(self, made: PreparedClaim, undo: Callable[[], object]) -> None:
+        """Prepares the host for what is charged, and records it. Raises Unavailable where that cannot be: `undo` has taken
+        the charge back then."""
         is_saving = False
         try:
-            if (refused := await self._prepare_host(made)) is not None:
-                undo()
-                return refused
+            await self._prepare_host(made)
             is_saving = True
             await self._save(made, self.files.save)
         except BaseException as e:
@@ -380,20 +381,19 @@ class Claims(Struct, kw_only=True, eq=False):
             if not is_saving or not isinstance(e, asyncio.CancelledError):
                 undo()
             raise
-        return None
 
     async def _save(self, claim: PreparedClaim, write: Callable[[PreparedClaim], None]) -> None:
         """Raises Unavailable."""
         await self._in_thread(partial(write, claim), f"recording claim {claim.ref.name}")
 
-    async def _prepare_host(self, made: PreparedClaim) -> Refused | None:
+    async def _prepare_host(self, made: PreparedClaim) -> None:
+        """Raises Unavailable."""
         # The names of a new instance: the check that its appearance has requested may not have run yet.
         if made.places and self.isolation.cdi_watch is not None:
             await self.isolation.cdi_watch.check()
         for keys in made.keys_by_isolation.values():
             if (refused := await self.isolation.prepare(keys)) is not None:
-                return refused
-        return None
+                raise Unavailable(refused.detail)
 
     async def _other_claims(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> dict[str, AllocatedClaim]:
         """The other claims of this driver, by name, of containers that use this one. Raises Unavailable."""

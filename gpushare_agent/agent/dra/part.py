@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,7 +29,7 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, ClaimPolicy
 from gpushare_agent.core.claims.devices import DevicePolicy, is_placement_name, slice_devices
 from gpushare_agent.core.claims.mig_devices import pool_slices
-from gpushare_agent.core.kit.supervision import Tasks, run_together
+from gpushare_agent.core.kit.supervision import Tasks, run_together, wait_while
 from gpushare_agent.core.kube.claims import SliceContent
 from gpushare_agent.core.kube.client import KubeApi, slices_of_node
 from gpushare_agent.core.kube.informer import Informer
@@ -131,10 +130,7 @@ class DraPart:
     async def leave(self) -> None:
         """Gives open calls time to end: a claim with a cut-off call waits for the kubelet's next try."""
         await self.registration.leave()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
-                    await asyncio.sleep(0.01)
+        await wait_while(lambda: self.plugin.open_calls, LEAVE_S, poll_s=0.01)
         # For the rest of this agent's time, which may be a minute: it waits for a pause between admissions.
         await self.mig.leave()
 

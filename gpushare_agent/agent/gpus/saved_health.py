@@ -1,16 +1,16 @@
 """health.json in state_directory: which GPUs are cordoned and which wait for a reset, over a restart of the agent.
 
-    {"version": 1, "boot_id": "…", "cordons": {"GPU-…": "why"}, "waits": {"GPU-…": "what happened"}}
+    {"version": 1, "boot_id": "…", "gpus": [{"uuid": "GPU-…", "cordoned": "why", "waits_for_reset": "what happened"}]}
 
-A reboot resets the GPUs: the waits of another boot are dropped, the cordons stay. A file that is not this format is set
-aside as kit/state_file.py says. Every step is in a daemon thread and bounded in time. `HealthStateFile` owns the file;
-`HealthStateWriter`, which writes as soon as something changes, owns what is in it and why the last write failed.
+with one or both of the last two for each GPU, sorted by UUID. A reboot resets the GPUs: the waits of another boot are
+dropped, the cordons stay. A file that is not this format is set aside as kit/state_file.py says. Every step is in a daemon
+thread and bounded in time. `HealthStateFile` owns the file; `HealthStateWriter`, which writes as soon as something
+changes, owns what is in it and why the last write failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -34,17 +34,21 @@ MAX_TEXT_CHARS = 1024
 
 
 _Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-_Texts = Annotated[
-    dict[Annotated[GpuUuid, Meta(min_length=1, max_length=MAX_TEXT_CHARS)], _Text], Meta(max_length=MAX_GPUS)
-]
+
+
 _LOST = "cordons and waits for a reset are forgotten; cordon the GPUs again that need it"
+
+
+class _Gpu(Struct, kw_only=True, omit_defaults=True):
+    uuid: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+    cordoned: _Text | None = None
+    waits_for_reset: _Text | None = None
 
 
 class _Document(Struct, kw_only=True):
     version: Literal[1]
     boot_id: _Text | None = None
-    cordons: _Texts
-    waits: _Texts
+    gpus: Annotated[list[_Gpu], Meta(max_length=MAX_GPUS)]
 
 
 class HealthStateFile:
@@ -63,7 +67,10 @@ class HealthStateFile:
         await self._file.save(lambda: self._document(saved))
 
     def _read(self, document: _Document) -> SavedHealth:
-        saved = SavedHealth(cordons=document.cordons, waits=document.waits)
+        saved = SavedHealth(
+            cordons={GpuUuid(gpu.uuid): gpu.cordoned for gpu in document.gpus if gpu.cordoned is not None},
+            waits={GpuUuid(gpu.uuid): gpu.waits_for_reset for gpu in document.gpus if gpu.waits_for_reset is not None},
+        )
         boot_id = this_boot(self._boot_id)
         # Without a boot ID to compare nothing is dropped: a GPU that needs a reset must not come back by a missing file.
         if not saved.waits or not boot_id or (document.boot_id or boot_id) == boot_id:
@@ -72,14 +79,17 @@ class HealthStateFile:
         return SavedHealth(cordons=saved.cordons, waits={})
 
     def _document(self, saved: SavedHealth) -> _Document:
-        boot_id = this_boot(self._boot_id)
-        return _Document(version=1, boot_id=boot_id, cordons=_cut(saved.cordons), waits=_cut(saved.waits))
+        # Cut to what the schema takes: a text that is too long must not cost all of the file at the next start.
+        gpus = [
+            _Gpu(uuid=uuid, cordoned=_cut(saved.cordons.get(uuid)), waits_for_reset=_cut(saved.waits.get(uuid)))
+            # Sorted: an unchanged state is the same text.
+            for uuid in sorted({*saved.cordons, *saved.waits})[:MAX_GPUS]
+        ]
+        return _Document(version=1, boot_id=this_boot(self._boot_id), gpus=gpus)
 
 
-def _cut(texts: Mapping[GpuUuid, str]) -> dict[GpuUuid, str]:
-    """To what the schema takes: a text that is too long must not cost all of the file at the next start."""
-    # Sorted: an unchanged state is the same text.
-    return {uuid: text[:MAX_TEXT_CHARS] for uuid, text in sorted(texts.items())[:MAX_GPUS]}
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:MAX_TEXT_CHARS]
 
 
 NO_FILE = "state_directory is empty"

@@ -27,8 +27,8 @@ Prepare = Callable[[Sequence[ContainerKey]], Awaitable[Collection[ContainerKey]]
 
 class PreparedAhead(Struct, eq=False):
     """`prepare` answers for which containers it succeeded; a failure is left to their start. `at_once` is how many it gets
-    together, None for all; `delay_s` is waited after an allocation, because the admission goes on with the container's other
-    resource and needs no other thread."""
+    together, None for all; `delay_s` is waited after an allocation, because the admission goes on with the pod's other
+    containers and needs no other thread."""
 
     prepare: Prepare
     at_once: int | None = None

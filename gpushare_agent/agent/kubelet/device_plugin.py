@@ -35,7 +35,7 @@ from gpushare_agent.core.kit.protobuf import (
     string_list,
 )
 from gpushare_agent.core.model.allocations import ContainerEdits
-from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.device_ids import DeviceIds, OfferedIds
 from gpushare_agent.core.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
 from gpushare_agent.core.model.names import DeviceId, named_gpus
 from gpushare_agent.core.wire import v1beta1
@@ -139,7 +139,7 @@ class DevicePlugin(Struct, eq=False):
         }  # fmt: skip
         return {f"/v1beta1.DevicePlugin/{name}": Handler(*call) for name, call in calls.items()}
 
-    def _read_offer(self, fields: list[bytes]) -> frozenset[DeviceId] | None:
+    def _read_offer(self, fields: list[bytes]) -> OfferedIds | None:
         return self.table.offer.read(self.ids, fields)
 
     async def _serve_options(self, stream: Stream[Any, Any]) -> None:
@@ -187,7 +187,7 @@ class DevicePlugin(Struct, eq=False):
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
-        offered = container.known or frozenset(self.ids.read(container.available))
+        offered = container.known or OfferedIds(frozenset(self.ids.read(container.available)))
         fields = {"resource": self.resource, "offered": len(offered), "asked": container.size}
         try:
             async with asyncio.timeout_at(deadline):

@@ -39,7 +39,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit.protobuf import bytes_field, integer_field
-from gpushare_agent.core.model.device_ids import DeviceIds
+from gpushare_agent.core.model.device_ids import DeviceIds, OfferedIds
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id
@@ -153,37 +153,46 @@ class DeviceTable:
         return self.version
 
 
+MOST_CHANGED = 64
+"""IDs in which an expected offer may differ from a set that is kept: with more of them it becomes that set."""
+
+
 class ExpectedOffer:
     """The IDs that the kubelet will offer next: those of its last offer, without what was allocated since, with what was
     freed. It offers thousands, each time in another order, and nearly always these. An offer of as many with the same sum of
     hashes is these, and no ID of it is looked up: Python's hash of bytes has 64 bits and a key that is the process's own,
     and is 0 for no bytes.
 
-    State owned: the IDs of the last offer, those that have changed since, and the sum of what is expected. A wrong
+    State owned: the IDs of an earlier offer, those that have changed since, and the sum of what is expected. A wrong
     expectation costs lookups.
     """
 
     def __init__(self) -> None:
-        self._ids = frozenset[DeviceId]()
+        self._earlier = OfferedIds()
         self._changed = set[DeviceId]()
         self._sum = 0
 
-    def read(self, ids: DeviceIds, fields: list[bytes]) -> frozenset[DeviceId] | None:
-        """What an offer's fields stand for, as `DeviceIds.read_fields`."""
-        total = sum(map(hash, fields))
-        expected = self._ids ^ self._changed if total == self._sum else frozenset[DeviceId]()
-        found = expected if len(expected) == len(fields) else ids.read_fields(fields)
-        if found is None or len(found) < len(fields):  # an ID twice would be in the sum twice, and once in the set
-            return found
-        self._ids, self._sum = found, total
-        self._changed.clear()
-        return found
+    def read(self, ids: DeviceIds, fields: list[bytes]) -> OfferedIds | None:
+        """What an offer's fields stand for; None where one was not announced."""
+        total, expected = sum(map(hash, fields)), self._earlier.but(self._changed)
+        if total == self._sum and len(expected) == len(fields):
+            if len(self._changed) > MOST_CHANGED:
+                self._earlier, self._changed = expected.copy(), set()
+            return expected
+        found = ids.read_fields(fields)
+        if found is None:
+            return None
+        offer = OfferedIds(found)
+        if len(found) == len(fields):  # an ID twice would be in the sum twice, and once in the set
+            self._earlier, self._sum = offer, total
+            self._changed.clear()
+        return offer
 
     def change(self, ids: DeviceIds, *, freed: Iterable[DeviceId] = (), taken: Iterable[DeviceId] = ()) -> None:
         """An allocation has changed."""
         for devices, is_taken in ((freed, False), (taken, True)):
             for device in devices:
-                is_there = (device in self._ids) != (device in self._changed)
+                is_there = (device in self._earlier) != (device in self._changed)
                 if is_there == is_taken:
                     self._changed ^= {device}
                     self._sum += -ids.hash_of(device) if is_taken else ids.hash_of(device)

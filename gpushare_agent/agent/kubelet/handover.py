@@ -40,6 +40,7 @@ from gpushare_agent.agent.kubelet.device_plugin import AdmissionHandler
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import file_identity, is_served, remove_socket
+from gpushare_agent.core.kit.supervision import wait_while
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import DeviceId
@@ -157,10 +158,7 @@ class Handover:
         # (True, …) is an incoming instance: the upgrade goes on before a standby gets its turn.
         next_one = max(self._waiting, key=lambda one: one[0])
         next_one[1].set_result(None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                while next_one in self._waiting:  # noqa: ASYNC110 - a turn or two of the loop
-                    await asyncio.sleep(0)
+        await wait_while(lambda: next_one in self._waiting, ANSWER_S, poll_s=0)
 
     async def _answer_later(self, stream: Any, *, is_incoming: bool) -> None:
         await stream.recv_message()

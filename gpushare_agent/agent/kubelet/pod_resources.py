@@ -71,7 +71,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     kubelet_socket: Path
     has_pod_resources: bool = True
     backoff: Backoff = Backoff(base_s=0.5, cap_s=5.0)
-    """As that of the list of pods, without which no admission goes on either."""
+    """After reads that fail, as that of the list of pods; an admission that comes ends the pause."""
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     version: str | None = None
@@ -79,6 +79,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     _socket: tuple[FileIdentity, float] | None = None
     """As last seen, and when it was made, by the monotonic clock."""
     _is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_awaited: asyncio.Event = field(default_factory=asyncio.Event)
     _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
     _unavailable_reason: str = "it has not been read yet"
 
@@ -105,6 +106,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
     async def wait_known(self, *, timeout_s: float) -> None:
         """From then on a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+        self._is_awaited.set()
         if not await wait_for(self._is_known, timeout_s):
             raise Unavailable(
                 f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
@@ -123,7 +125,10 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                     log.warning("kubelet_version_unknown", node=self.node_name, error=str(e))
                 self._unavailable_reason = str(e)
                 failures += 1
-                await asyncio.sleep(self.backoff.delay_s(failures))
+                # For two seconds; a pod that the agent does not know is asked for by name, so it needs no list of pods.
+                if await wait_for(self._is_awaited, self.backoff.delay_s(failures)):
+                    self._is_awaited.clear()
+                    failures = 0
                 continue
             failures = 0
             self._read_version(node.status.info.kubelet_version)

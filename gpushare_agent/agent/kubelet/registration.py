@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,7 +30,7 @@ from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
-from gpushare_agent.core.kit.supervision import ReportOnce, wait_for
+from gpushare_agent.core.kit.supervision import ReportOnce, wait_for, wait_while
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.errors import Rejected, Unavailable
 from gpushare_agent.core.wire import v1beta1
@@ -206,10 +206,7 @@ class Registrar:
         registers next. `waiting` is how many of the connections are not the kubelet's."""
         for one in self._all:
             one.leave()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_S):
-                while sum(one.endpoint.connections for one in self._all) > waiting():  # noqa: ASYNC110 - some ms
-                    await asyncio.sleep(0.001)
+        await wait_while(lambda: sum(one.endpoint.connections for one in self._all) > waiting(), _LEAVE_S, poll_s=0.001)
 
     async def run(self) -> NoReturn:
         """Runs until it is cancelled; then ends the streams and removes the sockets, within 2 s, unless

@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
@@ -37,7 +36,7 @@ from gpushare_agent.agent.mig.records import InstanceRecords
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.devices import placement_device_name
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, bounded, forever, wait_for
+from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, bounded, forever, wait_for, wait_while
 from gpushare_agent.core.model.errors import AgentError, Conflict, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.mig import MigLayout, MigPlacement, MigProfile
@@ -214,10 +213,7 @@ class MigInstances:
         its first look for another's. One that hangs is waited for
         LEAVE_S."""
         self._is_leaving = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                while self.is_calling:  # noqa: ASYNC110 - a second
-                    await asyncio.sleep(0.01)
+        await wait_while(lambda: self.is_calling, LEAVE_S, poll_s=0.01)
 
     # ---- what is wanted ----
 

@@ -15,7 +15,6 @@ State owned: the file, and `GpuChanges` with each GPU's changes.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import zlib
 from array import array
@@ -254,9 +253,10 @@ def _read(document: _Document) -> tuple[SavedDay, list[GpuChange]]:
 def _curve(one: _Curve, newest: int) -> SavedCurve:
     try:
         # Bounded: a few bytes can be a gigabyte of zeros.
-        content = zlib.decompressobj().decompress(one.points, _CURVE_BYTES + 1)
-    except zlib.error as e:
+        values = array("f", zlib.decompressobj().decompress(one.points, _CURVE_BYTES + 1))
+    except (zlib.error, ValueError) as e:
         raise Corrupt(f"a curve of it is damaged: {e}") from e
-    if len(content) != _CURVE_BYTES or any(map(math.isinf, values := array("f", content))):
+    # NaN is neither. What readers do not take for a number costs them all curves.
+    if len(values) != 2 * DAY_POINTS or any(value < 0 or value >= 1 << 53 for value in values):
         raise Corrupt("a curve of it is damaged")
     return min(one.last, newest), values[:DAY_POINTS], values[DAY_POINTS:]

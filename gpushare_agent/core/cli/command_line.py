@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from gpushare_agent import __version__
 from gpushare_agent.core.cli.interrupts import INTERRUPTED, raise_error
-from gpushare_agent.core.kit.daemon_thread import ThreadPool
+from gpushare_agent.core.kit.daemon_thread import Loop
 from gpushare_agent.core.kit.logs import setup_logging, write_stderr
 from gpushare_agent.core.kit.near_names import did_you_mean, nearest
 from gpushare_agent.core.model.errors import AgentError
@@ -441,18 +441,12 @@ def run_app(app: Coroutine[Any, Any, int]) -> int:
     # Frozen, they are skipped by each later collection, which holds the event loop.
     gc.freeze()
     gc.enable()
-    started = _with_threads(app)
     try:
         raise_error()
-        return asyncio.run(started)
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            return runner.run(app)
     finally:
-        for one in (started, app):
-            one.close()  # else Python complains about one that an interrupt kept from its first step
-
-
-async def _with_threads(app: Coroutine[Any, Any, int]) -> int:
-    asyncio.get_running_loop().set_default_executor(ThreadPool())
-    return await app
+        app.close()  # else Python complains about one that an interrupt kept from its first step
 
 
 def _output_error(error: BaseException) -> OSError | None:

@@ -5,7 +5,7 @@ joined when the loop closes. So each worker has a daemon thread of its own for o
 ended when there is none for `KEEP_S`: what is called each second does not start a thread each second. While a call is
 overdue, further ones are refused at once, so that neither threads nor waiting times pile up.
 
-For calls that do not hang, `asyncio.to_thread` and the loop's own look-ups of names, the loop gets a `ThreadPool`.
+For calls that do not hang, `asyncio.to_thread` and the loop's own look-ups of names, the program's loop is a `Loop`.
 
 State owned: the thread, and the call that is under way.
 """
@@ -17,28 +17,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from gpushare_agent.core.model.errors import Unavailable
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 KEEP_S = 6.5
 """Longer than the periods of the frequent callers: one to six seconds. To start a thread wakes the loop too."""
 
 
-class ThreadPool(ThreadPoolExecutor):
-    """For `loop.set_default_executor`: where no thread can be started, as on a node that has its most processes, the caller
-    gets Unavailable and not a RuntimeError, which nobody expects of a request to a server."""
+class Loop(asyncio.SelectorEventLoop):
+    """Where no thread of its pool can be started, as on a node that has its most processes, the caller gets Unavailable and
+    not a RuntimeError, which nobody expects of a request to a server."""
 
-    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         try:
-            return super().submit(call, *args, **kwargs)
+            return super().run_in_executor(executor, func, *args)
         except RuntimeError as error:
             raise Unavailable(f"no thread could be started ({error})") from error
+
+    async def shutdown_default_executor(self, *timeout: Any) -> None:
+        # asyncio waits for the pool's threads in one more; Python's own end waits for them as well.
+        with suppress(RuntimeError):
+            await super().shutdown_default_executor(*timeout)
 
 
 class DaemonThread:

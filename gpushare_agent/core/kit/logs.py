@@ -37,6 +37,7 @@ import time
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -87,14 +88,18 @@ class LogWriter:
                 return
             # With the first line: most commands log nothing.
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="log-writer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write_all, name="log-writer", daemon=True)
+                with suppress(RuntimeError):  # the node has its most processes: the line waits for the next one's try
+                    thread.start()
+                    self._thread = thread
         self._queue.put((stream, text))
 
     def flush(self) -> bool:
         """Wait until what was put is written, bounded. Where a flush had no success, the next one waits only after
         progress."""
         if self._thread is None:
+            while not self._queue.empty():  # no thread could be started: without these lines nobody knows why all ends
+                self._do(self._queue.get())
             return True
         # Each end of a process flushes several times: only the first one waits for a reader that does not read.
         if self._stuck_at == self._written:
@@ -114,19 +119,22 @@ class LogWriter:
                 item = self._queue.get(timeout=self._turn_s)
             except Empty:
                 continue
-            # A flush: all that was put before it is written.
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                _write(*item)
-            # Nothing can be logged of it: the log is what fails.
-            except (OSError, ValueError):  # the reader is gone, the disk is full, the stream is closed
-                with self._lock:
-                    self._dropped += 1
-                continue
-            self._written += 1
-            self._report_dropped()
+            self._do(item)
+
+    def _do(self, item: tuple[TextIO, str] | threading.Event) -> None:
+        # A flush: all that was put before it is written.
+        if isinstance(item, threading.Event):
+            item.set()
+            return
+        try:
+            _write(*item)
+        # Nothing can be logged of it: the log is what fails.
+        except (OSError, ValueError):  # the reader is gone, the disk is full, the stream is closed
+            with self._lock:
+                self._dropped += 1
+            return
+        self._written += 1
+        self._report_dropped()
 
     def _report_dropped(self) -> None:
         with self._lock:

@@ -18,6 +18,8 @@ from contextlib import suppress
 
 import structlog
 
+from gpushare_agent.core.kit.supervision import at_most
+
 log = structlog.get_logger(__name__)
 
 ENOUGH_OPEN_FILES = 65_536
@@ -96,9 +98,7 @@ async def end_process(process: asyncio.subprocess.Process, timeout_s: float, *, 
                     os.killpg(process.pid, signal.SIGKILL)
                 else:
                     process.kill()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await process.wait()
+            await at_most(timeout_s, process.wait())
     finally:
         process._transport.close()  # type: ignore[attr-defined]  # asyncio closes them only at their other ends' end
         # If it did not read its input, some versions of asyncio log later that nobody asked how that ended.

@@ -14,7 +14,7 @@ Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -48,7 +48,7 @@ class PreferredContainer(Struct, frozen=True, kw_only=True):
     available: list[str]
     must_include: list[str]
     size: int
-    known: frozenset[Any] = frozenset()
+    known: Collection[Any] = ()
 
 
 class PodEntry(Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class PodEntry(Struct, frozen=True, kw_only=True):
     body: bytes
 
 
-ReadsFields = Callable[[list[bytes]], frozenset[Any] | None]
+ReadsFields = Callable[[list[bytes]], Collection[Any] | None]
 
 ContainerDevices = tuple[str, dict[str, frozenset[str]]]
 """A container's name and its device IDs by resource name."""

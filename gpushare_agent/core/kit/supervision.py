@@ -107,13 +107,28 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
 
     Clearing the event is the caller's. A caller that is cancelled stays cancelled.
     """
+    # It may have been set in the moment in which the time ran out.
+    return await at_most(at_most_s, event.wait()) or event.is_set()
+
+
+async def at_most(time_s: float | None, waited: Awaitable[object]) -> bool:
+    """Waits for it, at most so long (None: without a limit); False when the time ran out first: it is cancelled then.
+
+    A caller that is cancelled stays cancelled.
+    """
     try:
-        async with asyncio.timeout(at_most_s):
-            await event.wait()
+        async with asyncio.timeout(time_s):
+            await waited
     except TimeoutError:
-        # It may have been set in the moment in which the time ran out.
-        return event.is_set()
+        return False
     return True
+
+
+async def wait_while(condition: Callable[[], object], at_most_s: float, *, poll_s: float) -> None:
+    """Waits until it is false, at most so long: for what tells nobody of its change, and changes soon."""
+    ends_at = asyncio.get_running_loop().time() + at_most_s
+    while condition() and asyncio.get_running_loop().time() < ends_at:  # noqa: ASYNC110 - nobody sets an event
+        await asyncio.sleep(poll_s)
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Annotated, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from gpushare_agent.core.model.isolation import Sharing
@@ -46,10 +46,10 @@ class ContainerKey(NamedTuple):
 
 class ShareSize(Struct, frozen=True, kw_only=True):
     """How much of one GPU: cores (1/100 of it; 0 where they follow the memory) and memory, in units of the resource that the
-    container asked for: memory blocks, or GPUShare's units. The bounds are those of a file."""
+    container asked for: memory blocks, or GPUShare's units."""
 
-    cores: Annotated[int, Meta(ge=0, lt=10**7)]
-    memory: Annotated[int, Meta(ge=0, lt=10**7)]
+    cores: int
+    memory: int
 
     def at_least(self, other: ShareSize) -> ShareSize:
         """The greater number of each."""

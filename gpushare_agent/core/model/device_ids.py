@@ -8,14 +8,18 @@ sockets and records. What the form is for: agent/kubelet/device_table.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from functools import cached_property
 
 from gpushare_agent.core.model.names import (
     DeviceId,
     GpuUuid,
     device_id,
+    gpu_of,
     known_as,
     kubelet_text,
+    named_gpus,
     read_former_id,
     split_device_id,
     unit_id,
@@ -29,6 +33,49 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _PREFIXES = re.compile(r"(?:[A-Z]+-)+")
 _LENGTHS = tuple(bytes((255 if length == 10 else length,)) for length in range(128))
 """What is before a text in `announced`: thousands are looked up in a call."""
+
+
+class OfferedIds(Set[DeviceId]):
+    """The IDs of an offer, thousands: those of an earlier one, of which only the `changed` ones are or are not in this one,
+    so that neither is copied. It does not change."""
+
+    def __init__(self, ids: frozenset[DeviceId] = frozenset()) -> None:
+        self._ids = ids
+        self._changed = frozenset[DeviceId]()
+        self._earlier: OfferedIds | None = None
+
+    def but(self, changed: Iterable[DeviceId]) -> OfferedIds:
+        """The offer in which these IDs, and no others, are not as in this one."""
+        offer = OfferedIds(self._ids)
+        offer._changed, offer._earlier = self._changed.symmetric_difference(changed), self
+        return offer
+
+    def copy(self) -> OfferedIds:
+        """The same IDs without an earlier offer behind them."""
+        return OfferedIds(self._ids ^ self._changed)
+
+    def __contains__(self, device: object) -> bool:
+        return (device in self._ids) != (device in self._changed)
+
+    def __iter__(self) -> Iterator[DeviceId]:
+        return iter(self._ids ^ self._changed)
+
+    def __len__(self) -> int:
+        return len(self._ids) + len(self._changed) - 2 * len(self._ids & self._changed)
+
+    def of(self, devices: Collection[DeviceId]) -> frozenset[DeviceId]:
+        """Those of the devices that are offered, in a step of C for each device and not for each ID."""
+        return self._ids.intersection(devices) ^ self._changed.intersection(devices)
+
+    @cached_property
+    def by_gpu(self) -> Counter[GpuUuid]:
+        """How many there are of each GPU."""
+        if self._earlier is None:
+            return Counter(named_gpus(self._ids))
+        counts = Counter(self._earlier.by_gpu)
+        for device in self._changed ^ self._earlier._changed:
+            counts[gpu_of(device)] += 1 if device in self else -1
+        return counts
 
 
 class DeviceIds:

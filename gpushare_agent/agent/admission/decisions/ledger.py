@@ -5,7 +5,6 @@ What the pod's own init containers have is reusable: the kubelet passes it on. T
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
@@ -13,6 +12,7 @@ from msgspec import Struct
 
 from gpushare_agent.agent.admission.decisions.identity import Target, initial_allocations, initial_ids
 from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, add_charges, charges_of
+from gpushare_agent.core.model.device_ids import OfferedIds
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import Sharing
 from gpushare_agent.core.model.names import CORES_PER_GPU, DeviceId, GpuUuid, named_gpus
@@ -86,16 +86,15 @@ class Case(Struct, frozen=True, dict=True):
         return self.ledger.allocations.get(self.target.key)
 
     @cached_property
-    def free(self) -> frozenset[DeviceId]:
+    def free(self) -> OfferedIds:
         """The IDs that no other container has by our ledger.
 
         The rest of an offer is allocated: the kubelet forgot a container. This check exists to catch that fault.
         """
-        ids, holders = frozenset(self.ids), self.ledger.holders[self.kind]
-        # The usual case, in one step of C: thousands of IDs are offered in each call.
-        if holders.keys().isdisjoint(ids):
-            return ids
-        return frozenset([d for d in ids if d not in holders or self._may_take_over(holders[d])])
+        offered = self.ids if isinstance(self.ids, OfferedIds) else OfferedIds(frozenset(self.ids))
+        holders = self.ledger.holders[self.kind]
+        taken = [device for device in offered.of(holders) if not self._may_take_over(holders[device])]
+        return offered.but(taken) if taken else offered
 
     @cached_property
     def must_gpus(self) -> tuple[GpuUuid, ...]:
@@ -126,7 +125,7 @@ class Case(Struct, frozen=True, dict=True):
         return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
 
     def accounts(
-        self, *, offered: Collection[DeviceId] | None = None, only: Collection[GpuUuid] | None = None
+        self, *, offered: OfferedIds | None = None, only: Collection[GpuUuid] | None = None
     ) -> Sequence[GpuAccount]:
         """Each GPU as the container may use it: what the pod's own init containers hold is reusable, and a GPU
         that its annotations leave out has nothing free.
@@ -135,7 +134,7 @@ class Case(Struct, frozen=True, dict=True):
         `only`, where not None, are the GPUs that are asked about.
         """
         names, kind, handed_on = self.policy.names, self.part_kind, self._handed_on()
-        per_gpu = Counter(named_gpus(offered)) if offered is not None else None
+        per_gpu = offered.by_gpu if offered is not None else None
         # A container that asks for no share opens no client of MPS: the bound on clients does not concern it.
         is_unlimited = self.request.cores >= CORES_PER_GPU
         if kind is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import pynvml
 import structlog
 
-from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlError, NvmlSession, ask, call, renamed
+from gpushare_agent.agent.gpus.nvml.session import CallError, NvmlError, NvmlSession, ask, call
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpu_health import GpuEvent, GpuEventKind
@@ -145,27 +145,22 @@ class NvmlEvents:
             started_at = time.monotonic()
             must_end = taken or self._session.must_close or self._session.answering != polled
             wait_ms = min(max(0 if must_end else int((until - started_at) * 1000), _NO_WAIT_MS), _SLICE_MS)
-            data = pynvml.c_nvmlEventData_t()
-            # Not by pynvml, which raises: without an event two calls a second end so. Drivers before 450 lack it.
-            wait = getattr(pynvml.nvmlLib, "nvmlEventSetWait_v2", lambda *_: pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-            code = wait(self._set, ctypes.byref(data), ctypes.c_uint(wait_ms))
-            if code == pynvml.NVML_ERROR_TIMEOUT:
+            try:
+                data = call("nvmlEventSetWait_v2", self._set, wait_ms)
+            except CallError as error:
+                if error.name != "TIMEOUT":
+                    self._free()
+                    raise Unavailable(
+                        f"waiting for events of the GPUs failed: NVML: {error}. The event set is made again at the next "
+                        "call; what happens until then is seen only by polls of the GPUs. See NVRM and Xid lines in "
+                        "`dmesg`."
+                    ) from error
                 # None came in this slice; else none is left.
                 if wait_ms <= _NO_WAIT_MS:
                     return
                 # Libraries that stand in for a driver answer at once, which must not keep a CPU busy.
                 time.sleep(max(0.0, started_at + wait_ms / 1000 - time.monotonic()))
                 continue
-            if code != pynvml.NVML_SUCCESS:
-                error = renamed(code, "nvmlEventSetWait_v2")
-                if not isinstance(error, CallError):
-                    raise error
-                self._free()
-                raise Unavailable(
-                    f"waiting for events of the GPUs failed: NVML: {error}. The event set is made again at the next "
-                    "call; what happens until then is seen only by polls of the GPUs. See NVRM and Xid lines in "
-                    "`dmesg`."
-                ) from error
             taken += 1
             if (event := self._event(data)) is not None:
                 events.append(event)

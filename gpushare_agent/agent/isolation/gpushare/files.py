@@ -177,9 +177,12 @@ class GpushareFiles:
 
     def _is_from_before_boot(self, key: ContainerKey) -> bool:
         """Times in the files are of the monotonic clock: after a reboot the library would wait for them to come. Not by the
-        file's own time: the clock may be set after the boot, while containers run with the file."""
+        file's own time, if it says its boot: the clock may be set after the boot, while containers run with the file."""
         with self._opened(key) as file:
-            return boot_of(_read(file, CONFIG_BYTES)) != self.boot_id
+            if boot_id := boot_of(_read(file, CONFIG_BYTES)):
+                return boot_id != self.boot_id
+            # Of an earlier agent, or one that could not read the ID: containers may run with it.
+            return os.fstat(file).st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""

@@ -32,6 +32,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.isolation.mps.control import MpsControl
 from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.supervision import at_most
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -301,7 +302,5 @@ class MpsDaemonProcess:
             with suppress(ProcessLookupError):
                 # The group, because the daemon starts a server for each user.
                 os.killpg(process.pid, number)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await process.wait()
-                    return
+            if await at_most(wait_s, process.wait()):
+                return

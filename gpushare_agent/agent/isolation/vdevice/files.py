@@ -69,6 +69,9 @@ SETTING = "virtual_manager.path"
 SOCKET_MODE = 0o666
 """Every user in the container may register: the mount, not the mode, decides who reaches the socket."""
 
+BoundSocket = tuple[socket.socket, FileIdentity]
+"""A socket that does not listen yet, and its file's identity."""
+
 _LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
 
 
@@ -188,8 +191,8 @@ class VDeviceFiles:
             except FileNotFoundError:
                 return ()
 
-    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
-        """Binds vcuda.sock, open to all, in place of whatever lies there; the socket (not listening yet) and its identity.
+    def bind_socket(self, key: ContainerKey) -> BoundSocket:
+        """Binds vcuda.sock, open to all, in place of whatever lies there.
 
         It is bound through the directory's descriptor: its address is /proc/self/fd/… in `ss`, short enough for any path.
         """

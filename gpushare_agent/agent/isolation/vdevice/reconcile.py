@@ -11,12 +11,13 @@ container. Format: docs/reference/formats.md, the vDevice protocol.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
 from gpushare_agent.core.formats.vdevice import VDeviceConfig, decode_config, encode_config
 from gpushare_agent.core.kit.sockets import FileIdentity
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -47,24 +48,50 @@ class DesiredDirectory(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """`written` None where it failed. `has_socket`: the running server's socket is in place."""
+    """`written` None where it failed. `bound`: a new socket, where the running server's is not in place."""
 
     written: Written | None = None
-    has_socket: bool = False
+    bound: BoundSocket | None = None
     error: AgentError | None = None
 
 
-def write_directories(files: VDeviceFiles, desired: Iterable[DesiredDirectory]) -> dict[ContainerKey, Outcome]:
-    """Writes those that differ, in order; one that cannot be written does not stop the others. The outcomes are of those
-    that are not as they were: most are each second, and take three stats."""
-    outcomes = {}
-    for one in desired:
-        try:
-            if (outcome := _write_directory(files, one)) is not None:
-                outcomes[one.key] = outcome
-        except AgentError as e:
-            outcomes[one.key] = Outcome(error=e)
-    return outcomes
+class Directories(Struct, eq=False):
+    """Writes those of `desired` that differ, in order; one that cannot be written does not stop the others. The outcomes are
+    of those that are not as they were: most are each second, and take three stats.
+
+    `close` at any time, also while `write` goes on in its thread: nobody serves the new sockets. Their files stay, because a
+    disk that hangs must not hold the caller; the next start replaces them.
+    """
+
+    files: VDeviceFiles
+    desired: Sequence[DesiredDirectory]
+    _bound: dict[ContainerKey, BoundSocket] = field(default_factory=dict)
+    _is_closed: bool = False
+
+    def write(self) -> dict[ContainerKey, Outcome]:
+        outcomes = {}
+        for one in self.desired:
+            try:
+                if (outcome := _write_directory(self.files, one)) is not None:
+                    outcomes[one.key] = outcome
+                    if outcome.bound is not None:
+                        self._bound[one.key] = outcome.bound
+            except AgentError as e:
+                outcomes[one.key] = Outcome(error=e)
+        if self._is_closed:
+            self.close()
+        return outcomes
+
+    def take(self, key: ContainerKey) -> BoundSocket:
+        """Its new socket, the caller's from here on."""
+        return self._bound.pop(key)
+
+    def close(self) -> None:
+        """Closes the sockets that nobody has taken, also those that `write` is still to bind."""
+        self._is_closed = True
+        while self._bound:
+            with suppress(KeyError):  # the other thread was faster
+                self._bound.popitem()[1][0].close()
 
 
 def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | None:
@@ -88,7 +115,8 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | No
         files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
     # Not the content, which has 8 KiB for names that the key has already.
     config = one.config if one.is_config_known else decode_config(content)
-    return Outcome(written=Written(config=config, pids=pids, stamps=files.stamps(key)), has_socket=has_socket)
+    written = Written(config=config, pids=pids, stamps=files.stamps(key))
+    return Outcome(written=written, bound=None if has_socket else files.bind_socket(key))
 
 
 def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:

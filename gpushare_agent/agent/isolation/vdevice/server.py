@@ -20,9 +20,6 @@ Source of the protocol: docs/reference/formats.md, section 5.
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +29,7 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 from msgspec import Struct, field
 
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.formats.vdevice import is_bus_id, split_container_name
 from gpushare_agent.core.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
@@ -41,7 +39,7 @@ from gpushare_agent.core.kit.sockets import FileIdentity
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_pod_uid
-from gpushare_agent.core.model.errors import AgentError, NotFound, Unavailable
+from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import is_container_id
 from gpushare_agent.core.wire.vcuda import VDeviceRequest, VDeviceResponse
 
@@ -98,43 +96,24 @@ class VDeviceServer:
     def connections(self) -> int:
         return 0 if self._server is None else self._server.connections
 
-    async def start(self) -> None:
-        """Serves on the container's socket, again if need be.
+    async def start(self, bound: BoundSocket) -> None:
+        """Serves on the container's socket, which is the server's from here on, in place of one that it has.
 
         Raises:
-            NotFound: the container's directory is not prepared.
-            Unavailable: the socket cannot be made.
+            Unavailable: the socket cannot be served.
         """
-        # The listener of a socket that was removed or replaced is of no use.
-        await self.stop()
-        fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
-        server = BoundedGrpcServer(
-            [self], limits=self._limits.server, fields=fields, shared=self._shared, owner=self.key.pod_uid
-        )
-        bound: list[tuple[socket.socket, FileIdentity]] = []
-        is_abandoned = threading.Event()
-
-        def bind() -> tuple[socket.socket, FileIdentity]:
-            made = self._host.files.bind_socket(self.key)
-            bound.append(made)
-            # Its caller gave up before the socket was bound, so nobody else closes it.
-            if is_abandoned.is_set():
-                discard()
-            return made
-
-        def discard() -> None:
-            with suppress(IndexError, AgentError):  # a socket without a listener: the next start replaces it
-                made = bound.pop()
-                made[0].close()
-                self._host.files.remove_socket(self.key, made[1])
-
+        sock, identity = bound
         try:
-            sock, identity = await self._host.in_thread(bind, f"binding the socket of {self.key.container}")
+            # The listener of a socket that was removed or replaced is of no use.
+            await self.stop()
+            fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
+            server = BoundedGrpcServer(
+                [self], limits=self._limits.server, fields=fields, shared=self._shared, owner=self.key.pod_uid
+            )
             await server.serve(sock)
-        # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+        # Cancellation too. The file stays: the next start replaces a socket without a listener.
         except BaseException as e:
-            is_abandoned.set()
-            discard()
+            sock.close()
             if isinstance(e, OSError):
                 where = f"container {self.key.container} of pod {self.key.pod_uid}"
                 raise Unavailable(f"serving {where} failed: {e.strerror}") from e

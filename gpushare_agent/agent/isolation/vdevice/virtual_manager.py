@@ -30,12 +30,12 @@ from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.part import IsolationHost
 from gpushare_agent.agent.isolation.tenant_files import REMOVAL_TIMEOUT_S
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Instance, Processes
-from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import (
     DesiredDirectory,
+    Directories,
     VDeviceConfigs,
     Written,
-    write_directories,
 )
 from gpushare_agent.agent.isolation.vdevice.server import VDeviceServer
 from gpushare_agent.agent.node import Node
@@ -81,6 +81,7 @@ class Intervals(Struct, frozen=True, kw_only=True):
     """A program is listed when it registers, as each does at its start: these are for what does not."""
     polls_of_all: int = 5
     recent_poll_s: float = 0.2
+    recent_poll_max_s: float = 0.5
     recent_for_s: float = 5.0
     refresh_s: float = 0.1
     ids_s: float = 1.0
@@ -88,6 +89,12 @@ class Intervals(Struct, frozen=True, kw_only=True):
     cleanup_s: float = 5.0
     settled_cleanup_s: float = 60.0
     """Between two looks for what was put aside, while this agent has put nothing aside: another may have left it."""
+
+    def recent_pause_s(self, age_s: float, took_s: float) -> float:
+        """Between two polls of those prepared recently, the last of them `age_s` ago; the one before took `took_s`."""
+        # PreStartContainer waits for a poll under way: of 100 starts at once it took 80 to 128 ms before polls had a fifth
+        # of the time, 25 to 46 ms with it.
+        return max(self.recent_poll_s, min(age_s / 2, self.recent_poll_max_s), (POLLED_SHARE - 1) * took_s)
 
 
 class VirtualManager:
@@ -231,7 +238,7 @@ class VirtualManager:
             # Before the poll: a socket of a container that is gone must not answer for the time that writing takes.
             await self._forget(gone)
             desired = self._desired(keys)  # an allocation may have come while servers stopped
-        await self._poll_containers(desired)
+        await self._poll_containers(desired, is_of_all=keys is None)
 
     async def remove_stale(self) -> None:
         """Removes the directories of pods that neither the pod store nor an allocation names any more.
@@ -332,8 +339,8 @@ class VirtualManager:
         | 2 | any other, also what others have changed | directory, PIDs and config are written where they differ |
         | 3 | writing failed | a server that runs stays |
         | 4 | written, and its server's socket is in place | none |
-        | 5 | written, and its server's socket is missing or replaced | the server stops, then as 6 |
-        | 6 | written, without a server | a new server starts |
+        | 5 | written, and its server's socket is missing or replaced | a new one is bound, the server stops, then as 6 |
+        | 6 | written, without a server | a new server starts on the new socket |
 
         Raises:
             Unavailable: the disk does not answer, or the agent is shutting down.
@@ -346,21 +353,31 @@ class VirtualManager:
             ]
             if not desired:
                 return {}
-            write = partial(write_directories, self.files, desired)
-            outcomes = await self.in_thread(write, f"writing {self.files.root}")
-            # What is on the disk where it failed is not known: the next poll compares all of it.
-            self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
-            errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
-            for key in errors:
-                self._written.pop(key, None)
-            # Of those that failed the server stays: its socket may still be the one that the container has.
-            lacking = [key for key, one in outcomes.items() if one.error is None and not one.has_socket]
-            await self._stop([key for key in lacking if key in self._servers])
-            errors |= {key: error for key in lacking if (error := await self._start_server(key)) is not None}
-            for key in outcomes.keys() - errors.keys():
-                if self._failures.is_over(_subject(key)):
-                    log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
-            return errors
+            directories = Directories(self.files, desired)
+            try:
+                return await self._written_and_served(directories)
+            # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+            except BaseException:
+                directories.close()
+                raise
+
+    async def _written_and_served(self, directories: Directories) -> dict[ContainerKey, AgentError]:
+        outcomes = await self.in_thread(directories.write, f"writing {self.files.root}")
+        # What is on the disk where it failed is not known: the next poll compares all of it.
+        self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
+        errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
+        for key in errors:
+            self._written.pop(key, None)
+        # Of those that failed the server stays: its socket may still be the one that the container has.
+        lacking = [key for key, one in outcomes.items() if one.bound is not None]
+        await self._stop([key for key in lacking if key in self._servers])
+        for key in lacking:
+            if (error := await self._start_server(key, directories.take(key))) is not None:
+                errors[key] = error
+        for key in outcomes.keys() - errors.keys():
+            if self._failures.is_over(_subject(key)):
+                log.info("vdevice_written_again", pod_uid=key.pod_uid, container=key.container)
+        return errors
 
     def _is_written(self, allocation: Allocation, pids: tuple[int, ...] | None) -> bool:
         """The container's directory is as it is to be, by what was last written; without processes as at its start."""
@@ -416,22 +433,29 @@ class VirtualManager:
         found = processes.get(key)
         return found.pids if found is not None and self._processes.is_current(key, found) else None
 
-    async def _start_server(self, key: ContainerKey) -> AgentError | None:
+    async def _start_server(self, key: ContainerKey, bound: BoundSocket) -> AgentError | None:
         server = VDeviceServer(key, self, is_claims=self._pods.sharers(key) is not None, shared=self._shared)
         self._servers[key] = server  # before it starts: `close` stops what is in here
         try:
-            await server.start()
+            await server.start(bound)
         except AgentError as e:
             return e
         if self._is_closed:  # while it started; `close` may not have waited
-            await _stop_one(server)
+            await self._stop_one(server)
         return None
 
     async def _stop(self, keys: Iterable[ContainerKey]) -> None:
         """All at once: with peers that do not read each may take half a second."""
         async with asyncio.TaskGroup() as group:
             for key in keys:
-                group.create_task(_stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+                group.create_task(self._stop_one(self._servers.pop(key)), name=f"stop {key.container}")
+
+    async def _stop_one(self, server: VDeviceServer) -> None:
+        try:
+            # The directory of a pod that is gone is removed as a whole.
+            await (server.close() if self._is_stale(server.key.pod_uid) else server.stop())
+        except AgentError as e:
+            log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
 
     async def _run_polls(self) -> NoReturn:
         cleaned_at, compared_at, comparisons = float("-inf"), float("-inf"), 0
@@ -445,7 +469,6 @@ class VirtualManager:
                 await self._try(partial(self._poll_changed, is_of_all=is_due))
             if is_due or not comparisons:
                 compared_at, comparisons = self._clock(), comparisons + 1
-            # Before the first list of pods every directory would look stale.
             if self._pods.is_synced and self._clock() - cleaned_at >= self._intervals.cleanup_s:
                 cleaned_at = self._clock()
                 await self._try(self.remove_stale)
@@ -463,12 +486,11 @@ class VirtualManager:
         polled_at, took_s = self._clock(), 0.0
         while (left_s := polled_at + self._period_s() - self._clock()) > 0:
             now, recent_for_s = self._clock(), self._intervals.recent_for_s
-            recent = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
-            if recent:
-                # PreStartContainer waits for a poll under way: of 100 starts at once it took 80 to 128 ms before polls had a
-                # fifth of the time, 25 to 46 ms with it.
-                pause_s = max(self._intervals.recent_poll_s, (POLLED_SHARE - 1) * took_s)
-                await asyncio.sleep(min(left_s, pause_s))
+            young = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
+            # Without those that have ended, which the next poll forgets.
+            if recent := self._desired(young):
+                age_s = now - max(self._prepared_at[key] for key in recent)
+                await asyncio.sleep(min(left_s, self._intervals.recent_pause_s(age_s, took_s)))
                 begun_at = self._clock()
                 await self._try(partial(self._poll_prepared, recent))
                 took_s = self._clock() - begun_at
@@ -495,15 +517,20 @@ class VirtualManager:
         """Those of which the processes are others, or not known."""
         if found := await self._processes.changed(keys):
             processes = await self._processes.read(found)
-            # A moment ago the files were as they had to be: only what they have to hold is compared.
-            desired = self._desired(found).items()
-            new = {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
-            await self._write(new, processes)
+            await self._write(self._unlike_written(found, processes), processes)
 
-    async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
+    def _unlike_written(
+        self, keys: Collection[ContainerKey], processes: Mapping[ContainerKey, Processes]
+    ) -> dict[ContainerKey, Allocation]:
+        """Those whose files have to hold something else than what was written last. Whether another program has changed the
+        files themselves is compared by the polls of all."""
+        desired = self._desired(keys).items()
+        return {key: one for key, one in desired if not self._is_written(one, self._pids_of(key, processes))}
+
+    async def _poll_containers(self, keys: Collection[ContainerKey], *, is_of_all: bool) -> None:
         # Those that have not started have no processes; their pod's sandbox is none of theirs.
         processes = await self._processes.read(set(keys) - self.ahead.prepared)
-        await self._write(self._desired(keys), processes)
+        await self._write(self._desired(keys) if is_of_all else self._unlike_written(keys, processes), processes)
 
     async def _write(
         self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes]
@@ -523,21 +550,22 @@ class VirtualManager:
     async def _run_ids(self) -> NoReturn:
         """Reads container IDs while one is unknown; one that stays unknown (of an ended init container, say) ever less
         often."""
-        requested: frozenset[Instance] = frozenset()
+        unknown: frozenset[Instance] = frozenset()
         periods, periods_left = 1, 0
         while True:
-            unknown = self._processes.unknown()
+            if not unknown:
+                await self._may_lack_ids.wait()
+                self._may_lack_ids.clear()
+            # Also before the first question for a container: when it was prepared it has still to start.
+            await asyncio.sleep(self._intervals.ids_s)
+            requested, unknown = unknown, self._processes.unknown()
             # A container that is new, or started again, is asked for at once; the others keep their longer periods.
             if unknown - requested:
                 periods, periods_left = 1, 0
             if unknown and periods_left <= 0:
                 await self._processes.read_ids()
                 periods_left, periods = periods, min(2 * periods, self._intervals.ids_max_periods)
-            requested, periods_left = unknown, periods_left - 1
-            await asyncio.sleep(self._intervals.ids_s)
-            if not unknown:
-                await self._may_lack_ids.wait()
-                self._may_lack_ids.clear()
+            periods_left -= 1
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -548,7 +576,8 @@ class VirtualManager:
 
     def _is_stale(self, uid: PodUid) -> bool:
         # Both: the pod store may be late for a pod that was allocated a moment ago, and claims are in no pod store.
-        return self._pods.get(uid) is None and not self._pods.shares_of(uid)
+        # Before the first list of pods every one would look stale.
+        return self._pods.is_synced and self._pods.get(uid) is None and not self._pods.shares_of(uid)
 
     def _desired(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
         """The containers that need a directory, of `keys` if it is given: all of pods, because an annotation may change the
@@ -568,13 +597,6 @@ class VirtualManager:
     async def in_thread(self, blocking: Callable[[], T], what: str) -> T:
         """What may block, bounded; `what` names it. Raises Unavailable if there is no answer."""
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
-
-
-async def _stop_one(server: VDeviceServer) -> None:
-    try:
-        await server.stop()
-    except AgentError as e:
-        log.warning("vdevice_socket_left", error=str(e), pod_uid=server.key.pod_uid, container=server.key.container)
 
 
 def _subject(key: ContainerKey) -> str:
