@@ -181,6 +181,15 @@ async def test_a_library_without_events_is_reported_once_and_has_none(library_wi
         assert len((await probe.sample())["gpus"]) == 4
 
 
+async def test_a_driver_that_waits_in_an_older_way_is_one_whose_events_fail() -> None:
+    """Drivers before 450, and libraries that stand in for one: polls and samples go on."""
+    with fake_library("nvmlEventSetWait_v2=nvmlEventSetWait") as library:
+        async with running_probe(library, TWO_PAIRS) as probe:
+            failed = await probe.events()
+            assert len((await probe.sample())["gpus"]) == 4
+    assert "Function Not Found (nvmlEventSetWait_v2)" in failed["unavailable"]
+
+
 @asynccontextmanager
 async def waiting_probe(library_directory: Path) -> AsyncIterator[Probe]:
     """A probe whose driver has begun to wait in NVML for the first event, for an hour: no test waits for that."""

@@ -396,6 +396,23 @@ def test_files_at_rest_are_read_by_two_calls_for_all(world: World, monkeypatch: 
     assert files.changed_heads(before) == {} and calls == ["fstat", "pread"] * 2
 
 
+def test_files_that_were_slow_to_copy_are_read_one_by_one_from_then_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant can make the kernel wait for its file."""
+    files, copies = world.files, list[int]()
+    files.prepare(KEY)
+    before, write = {KEY: (1, files.usage_head(KEY, 1))}, os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: copies.append(1) or write(*args))
+    monkeypatch.setattr(files_module, "_SIZE_PERIOD_S", 60.0)
+    for slow_s, copied in ((60.0, 3), (0.0, 1), (60.0, 0)):
+        monkeypatch.setattr(files_module, "_SLOW_S", slow_s)
+        copies.clear()
+        for _ in range(5 if copied == 3 else 3):
+            assert files.changed_heads(before) == {}
+        assert len(copies) == copied
+
+
 def test_the_file_of_a_share_stays_open_until_it_has_another_one(world: World) -> None:
     files, usage = world.files, world.usage()
     files.prepare(KEY)

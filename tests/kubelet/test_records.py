@@ -33,7 +33,7 @@ def entry(device_ids: object) -> str:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"Data": 5}', '{"Data": {"PodDeviceEntries": [{}]}}', '{"Data": {"PodDeviceEntries": [5]}}',
-     entry(5), entry(["a"]), entry({"0": 5}), "[" * 100_000],
+     entry(5), entry(["a"]), entry({"0": 5}), entry({"0": ["\ud800"]}), "[" * 100_000],
 )  # fmt: skip
 def test_garbage_is_corrupt(tmp_path: Path, text: str) -> None:
     """Never another error: the file is another program's."""

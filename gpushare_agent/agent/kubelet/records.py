@@ -11,13 +11,12 @@ Format: docs/reference/formats.md, section 3. DeviceIDs is a map from NUMA node 
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
@@ -170,7 +169,8 @@ def _read_json(path: Path) -> Any:
         raise Unavailable(f"kubelet checkpoint {path} cannot be read: {e.strerror}") from e
     try:
         # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
-        return json.loads(text)
+        # Not by the standard library, which reads half of a surrogate pair: nothing can encode it.
+        return json.decode(text)
     except (ValueError, RecursionError) as e:
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
 

@@ -8,8 +8,8 @@ A tenant can make `usage` as large as the file system allows: `cut` shortens one
 container that starts again gets another directory, because nobody may wait for the old file (tenant_files.py).
 
 Every step is relative to a descriptor and follows no link. State owned: the files, the maps of those configs that are
-written all the time, descriptors of `usage` files and maps of those at rest, of which of them the size was seen last and
-when, and the containers whose files no start has had yet.
+written all the time, descriptors of `usage` files and maps of those at rest, whether these were slow, of which of them the
+size was seen last and when, and the containers whose files no start has had yet.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ SEEN_FOR_S = 4.0
 """For so long after `changed_heads` has seen a file's size it is not looked at again."""
 _SIZE_PERIOD_S = 2.5
 """Between two looks at the sizes of files at rest."""
+_SLOW_S = 0.5
+"""Copying the heads of 100 takes a thousandth of it."""
 _LOCK = struct.Struct("@hhqqi4x")
 """struct flock: type, whence, start, length, PID."""
 
@@ -112,6 +114,7 @@ class GpushareFiles:
         self._before: Mapping[ContainerKey, tuple[int, bytes]] = {}
         self._resting: _Resting | None = None
         """Those of `_before`, once it was given twice and nothing had changed."""
+        self._may_map = True
         self._copies: int | None = None
         self.replaced: set[ContainerKey] = set()
         """Those whose `usage` may be another file than the open one, which `usage_head` then closes."""
@@ -271,8 +274,14 @@ class GpushareFiles:
         now, is_again, self._before = time.monotonic(), before is self._before, before
         # Little of what 100 look-ups need is in the processor's caches after a second.
         may_rest = is_again and not self.replaced and now - self._seen[0] < _SIZE_PERIOD_S
-        if may_rest and self._resting is not None and self._copied(self._resting.places) == self._resting.heads:
-            return {}
+        if may_rest and self._resting is not None:
+            is_same = self._copied(self._resting.places) == self._resting.heads
+            # Until their sizes are seen a tenant can make its file of thousands of pieces and a hole in all of them, for
+            # which the copy waits, as a reading by `usage_head` would not. It can do so once.
+            if time.monotonic() - now >= _SLOW_S:
+                self._may_map, self._resting = False, None
+            if is_same:
+                return {}
         found: dict[ContainerKey, bytes | AgentError] = {}
         for key, (gpus, head) in before.items():
             try:
@@ -283,7 +292,7 @@ class GpushareFiles:
         self._seen = now, before.keys() - {key for key, one in found.items() if isinstance(one, AgentError)}
         if found or not is_again:
             self._resting = None
-        elif self._resting is None and before.keys() <= self._usages.keys():
+        elif self._may_map and self._resting is None and before.keys() <= self._usages.keys():
             with suppress(OSError, ValueError):  # one became shorter: the next reading says so
                 places = [
                     mmap.mmap(self._usages[key], len(head), prot=mmap.PROT_READ) for key, (_, head) in before.items()
