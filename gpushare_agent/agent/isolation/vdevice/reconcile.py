@@ -59,8 +59,8 @@ class Directories(Struct, eq=False):
     """Writes those of `desired` that differ, in order; one that cannot be written does not stop the others. The outcomes are
     of those that are not as they were: most are each second, and take three stats.
 
-    `close` at any time, also while `write` goes on in its thread: nobody serves the new sockets. Their files stay, because a
-    disk that hangs must not hold the caller; the next start replaces them.
+    `close` at any time, also while `write` goes on in its thread, which then ends with the one that it is at: nobody serves
+    the new sockets. Their files stay, because a disk that hangs must not hold the caller; the next start replaces them.
     """
 
     files: VDeviceFiles
@@ -71,6 +71,8 @@ class Directories(Struct, eq=False):
     def write(self) -> dict[ContainerKey, Outcome]:
         outcomes = {}
         for one in self.desired:
+            if self._is_closed:  # another agent of this process may bind the other sockets by now
+                break
             try:
                 if (outcome := _write_directory(self.files, one)) is not None:
                     outcomes[one.key] = outcome

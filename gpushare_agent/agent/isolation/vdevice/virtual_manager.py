@@ -408,8 +408,10 @@ class VirtualManager:
         self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
+                # One that was given up may still write: it must not bind in place of the next agent of this process.
+                await self.in_thread(lambda: None, "ending what is written")
                 await self._stop(list(self._servers))
-        except TimeoutError:
+        except (TimeoutError, Unavailable):
             log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
             async with asyncio.TaskGroup() as group:  # after a reload the process goes on
                 for server in self._servers.values():
