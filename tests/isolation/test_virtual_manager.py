@@ -831,6 +831,24 @@ async def test_a_start_that_is_given_up_while_its_socket_is_bound_leaves_it_clos
         assert [sock.fileno() for sock, _ in world.files.bound] == [-1]
 
 
+async def test_what_a_registration_that_is_given_up_has_written_is_not_taken_for_what_was_before(world: World) -> None:
+    """Its thread goes on, and the process that registered may have ended by then."""
+    async with serving(world) as manager, asyncio.TaskGroup() as group:
+        await world.poll(manager)
+        (world.directory / "vcuda.sock").unlink()
+        world.set_pids(ID, 11, 7, 12)
+        binding = HeldBinding(world)
+        registration = group.create_task(manager.refresh(KEY, None))
+        await binding.come()
+        assert world.pids == (7, 11, 12)
+        await stop_task(registration)
+        binding.go.set()
+        world.set_pids(ID, 11, 7)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert world.pids == (7, 11) and is_served(world.directory / "vcuda.sock")
+
+
 @pytest.mark.parametrize(("is_bound_first", "bound"), [(True, 2), (False, 1)])
 def test_sockets_that_are_bound_for_nobody_are_closed(world: World, is_bound_first: bool, bound: int) -> None:
     """The binding runs in a thread and may end before or after the one who waits has gone; then no other one is bound."""

@@ -356,9 +356,12 @@ class VirtualManager:
             directories = Directories(self.files, desired)
             try:
                 return await self._written_and_served(directories)
-            # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+            # Cancellation too: the thread goes on. What it binds later must not stay without a server, and what it writes is
+            # not known.
             except BaseException:
                 directories.close()
+                for one in desired:
+                    self._written.pop(one.key, None)
                 raise
 
     async def _written_and_served(self, directories: Directories) -> dict[ContainerKey, AgentError]:
