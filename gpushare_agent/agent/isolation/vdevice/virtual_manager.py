@@ -367,15 +367,15 @@ class VirtualManager:
     async def _written_and_served(self, directories: Directories) -> dict[ContainerKey, AgentError]:
         outcomes = await self.in_thread(directories.write, f"writing {self.files.root}")
         # What is on the disk where it failed is not known: the next poll compares all of it.
-        self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
-        errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
+        self._written |= {key: one for key, one in outcomes.items() if isinstance(one, Written)}
+        errors = {key: one for key, one in outcomes.items() if isinstance(one, AgentError)}
         for key in errors:
             self._written.pop(key, None)
         # Of those that failed the server stays: its socket may still be the one that the container has.
-        lacking = [key for key, one in outcomes.items() if one.bound is not None]
+        lacking = list(directories.bound)
         await self._stop([key for key in lacking if key in self._servers])
         for key in lacking:
-            if (error := await self._start_server(key, directories.take(key))) is not None:
+            if (error := await self._start_server(key, directories.bound.pop(key))) is not None:
                 errors[key] = error
         for key in outcomes.keys() - errors.keys():
             if self._failures.is_over(_subject(key)):
