@@ -816,26 +816,53 @@ async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(world
 
 
 async def test_a_start_that_is_given_up_while_its_socket_is_bound_leaves_it_closed(world: World) -> None:
+    """The end waits for it: else it would replace a socket of the agent that follows in this process."""
     async with serving(world) as manager, asyncio.TaskGroup() as group:
         binding = HeldBinding(world)
         start = group.create_task(manager.prepare([KEY]))
         await binding.come()
         await stop_task(start)
+        end = group.create_task(manager._close(DEADLINE_S))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not end.done()
         binding.go.set()
-        await manager.in_thread(lambda: None, "waiting for the end of the write")
+        await end
         assert [sock.fileno() for sock, _ in world.files.bound] == [-1]
 
 
-@pytest.mark.parametrize("is_bound_first", [True, False])
-def test_sockets_that_are_bound_for_nobody_are_closed(world: World, is_bound_first: bool) -> None:
-    """The binding runs in a thread and may end before or after the one who waits has gone."""
-    wanted = DesiredDirectory(
-        key=KEY, config=decode_config(share_config()), is_config_known=True, pids=(), before=None, socket=None
-    )
-    directories = Directories(world.files, [wanted])
-    steps = (directories.write, directories.close)
-    outcome = next(filter(None, [step() for step in (steps if is_bound_first else steps[::-1])]))
-    assert outcome[KEY].bound is not None and outcome[KEY].bound[0].fileno() == -1
+async def test_what_a_registration_that_is_given_up_has_written_is_not_taken_for_what_was_before(world: World) -> None:
+    """Its thread goes on, and the process that registered may have ended by then."""
+    async with serving(world) as manager, asyncio.TaskGroup() as group:
+        await world.poll(manager)
+        (world.directory / "vcuda.sock").unlink()
+        world.set_pids(ID, 11, 7, 12)
+        binding = HeldBinding(world)
+        registration = group.create_task(manager.refresh(KEY, None))
+        await binding.come()
+        assert world.pids == (7, 11, 12)
+        await stop_task(registration)
+        binding.go.set()
+        world.set_pids(ID, 11, 7)
+        manager.changed(POD)
+        await manager._poll_changed(is_of_all=False)
+        assert world.pids == (7, 11) and is_served(world.directory / "vcuda.sock")
+
+
+@pytest.mark.parametrize(("is_bound_first", "bound"), [(True, 2), (False, 1)])
+def test_sockets_that_are_bound_for_nobody_are_closed(world: World, is_bound_first: bool, bound: int) -> None:
+    """The binding runs in a thread and may end before or after the one who waits has gone; then no other one is bound."""
+    config = decode_config(share_config())
+    wanted = [
+        DesiredDirectory(key=key, config=config, is_config_known=True, pids=(), before=None, socket=None)
+        for key in (KEY, ContainerKey(POD, "other"))
+    ]
+    directories = Directories(world.files, wanted)
+    if not is_bound_first:
+        world.files.before_binding = lambda _: directories.close()
+    directories.write()
+    directories.close()
+    assert [sock.fileno() for sock, _ in world.files.bound] == [-1] * bound
 
 
 async def test_a_share_that_ends_while_its_program_registers_leaves_nothing(world: World) -> None:

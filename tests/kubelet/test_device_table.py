@@ -246,6 +246,9 @@ def test_an_offer_is_what_it_says_whatever_was_expected(steps: list[tuple[str, A
                 for one, has in ((found, set(offered)), (found.but(UNITS[:3]), set(offered) ^ set(UNITS[:3]))):
                     assert one == has and len(one) == len(has) and one.of(dict.fromkeys(UNITS[1:])) == has - {UNITS[0]}
                     assert one.by_gpu == Counter(named_gpus(has))
+                    some = set(UNITS[::2])
+                    assert (one - some, some - one) == (has - some, some - has)
+                    assert (one & some, one | some) == (has & some, has | some)
                 expected = set(offered)
 
 

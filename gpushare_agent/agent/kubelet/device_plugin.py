@@ -187,7 +187,7 @@ class DevicePlugin(Struct, eq=False):
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
-        offered = container.known or OfferedIds(frozenset(self.ids.read(container.available)))
+        offered = container.known or OfferedIds(self.ids.read(container.available))
         fields = {"resource": self.resource, "offered": len(offered), "asked": container.size}
         try:
             async with asyncio.timeout_at(deadline):

@@ -39,8 +39,9 @@ class OfferedIds(Set[DeviceId]):
     """The IDs of an offer, thousands: those of an earlier one, of which only the `changed` ones are or are not in this one,
     so that neither is copied. It does not change."""
 
-    def __init__(self, ids: frozenset[DeviceId] = frozenset()) -> None:
-        self._ids = ids
+    def __init__(self, ids: Iterable[DeviceId] = ()) -> None:
+        # No copy of a frozenset; the operators of Set make their results of what only can be iterated over.
+        self._ids = frozenset(ids)
         self._changed = frozenset[DeviceId]()
         self._earlier: OfferedIds | None = None
 

@@ -91,7 +91,7 @@ class Case(Struct, frozen=True, dict=True):
 
         The rest of an offer is allocated: the kubelet forgot a container. This check exists to catch that fault.
         """
-        offered = self.ids if isinstance(self.ids, OfferedIds) else OfferedIds(frozenset(self.ids))
+        offered = self.ids if isinstance(self.ids, OfferedIds) else OfferedIds(self.ids)
         holders = self.ledger.holders[self.kind]
         taken = [device for device in offered.of(holders) if not self._may_take_over(holders[device])]
         return offered.but(taken) if taken else offered

@@ -47,76 +47,66 @@ class DesiredDirectory(Struct, frozen=True, kw_only=True):
     socket: FileIdentity | None
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """`written` None where it failed. `bound`: a new socket, where the running server's is not in place."""
-
-    written: Written | None = None
-    bound: BoundSocket | None = None
-    error: AgentError | None = None
-
-
 class Directories(Struct, eq=False):
     """Writes those of `desired` that differ, in order; one that cannot be written does not stop the others. The outcomes are
-    of those that are not as they were: most are each second, and take three stats.
+    of those that are not as they were: most are each second, and take three stats. An error is one too.
 
-    `close` at any time, also while `write` goes on in its thread: nobody serves the new sockets. Their files stay, because a
-    disk that hangs must not hold the caller; the next start replaces them.
+    `close` at any time, also while `write` goes on in its thread, which then ends with the one that it is at: nobody serves
+    the new sockets. Their files stay, because a disk that hangs must not hold the caller; the next start replaces them.
     """
 
     files: VDeviceFiles
     desired: Sequence[DesiredDirectory]
-    _bound: dict[ContainerKey, BoundSocket] = field(default_factory=dict)
+    bound: dict[ContainerKey, BoundSocket] = field(default_factory=dict)
+    """New sockets, where the running server's is not in place. Whoever takes one out has it from there on."""
     _is_closed: bool = False
 
-    def write(self) -> dict[ContainerKey, Outcome]:
-        outcomes = {}
+    def write(self) -> dict[ContainerKey, Written | AgentError]:
+        outcomes = dict[ContainerKey, Written | AgentError]()
         for one in self.desired:
+            if self._is_closed:  # another agent of this process may bind the other sockets by now
+                break
             try:
-                if (outcome := _write_directory(self.files, one)) is not None:
+                if (outcome := self._write(one)) is not None:
                     outcomes[one.key] = outcome
-                    if outcome.bound is not None:
-                        self._bound[one.key] = outcome.bound
             except AgentError as e:
-                outcomes[one.key] = Outcome(error=e)
+                outcomes[one.key] = e
         if self._is_closed:
             self.close()
         return outcomes
 
-    def take(self, key: ContainerKey) -> BoundSocket:
-        """Its new socket, the caller's from here on."""
-        return self._bound.pop(key)
-
     def close(self) -> None:
         """Closes the sockets that nobody has taken, also those that `write` is still to bind."""
         self._is_closed = True
-        while self._bound:
+        while self.bound:
             with suppress(KeyError):  # the other thread was faster
-                self._bound.popitem()[1][0].close()
+                self.bound.popitem()[1][0].close()
 
-
-def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Outcome | None:
-    key, before = one.key, one.before
-    has_socket = one.socket is not None and files.has_socket(key, one.socket)
-    is_untouched = has_socket and before is not None and files.stamps(key) == before.stamps
-    # Not known now: what was written last is better than an empty list, under which the library limits nobody.
-    pids = one.pids if one.pids is not None or before is None else before.pids
-    if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
-        return None
-    # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
-    # until then.
-    content = encode_config(one.config)
-    if not one.is_config_known:
-        content = _with_existing_limit(content, files.read_config(key))
-    if is_untouched:
-        files.write(key, pids=pids, config=content)
-    else:
-        # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this agent:
-        # a list that a former agent left stays; without one the file is empty, because the library expects it there.
-        files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
-    # Not the content, which has 8 KiB for names that the key has already.
-    config = one.config if one.is_config_known else decode_config(content)
-    written = Written(config=config, pids=pids, stamps=files.stamps(key))
-    return Outcome(written=written, bound=None if has_socket else files.bind_socket(key))
+    def _write(self, one: DesiredDirectory) -> Written | None:
+        files, key, before = self.files, one.key, one.before
+        has_socket = one.socket is not None and files.has_socket(key, one.socket)
+        is_untouched = has_socket and before is not None and files.stamps(key) == before.stamps
+        # Not known now: what was written last is better than an empty list, under which the library limits nobody.
+        pids = one.pids if one.pids is not None or before is None else before.pids
+        if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
+            return None
+        # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
+        # until then.
+        content = encode_config(one.config)
+        if not one.is_config_known:
+            content = _with_existing_limit(content, files.read_config(key))
+        if is_untouched:
+            files.write(key, pids=pids, config=content)
+        else:
+            # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this
+            # agent: a list that a former one left stays; without one the file is empty, as the library expects one there.
+            files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
+        # Not the content, which has 8 KiB for names that the key has already.
+        config = one.config if one.is_config_known else decode_config(content)
+        written = Written(config=config, pids=pids, stamps=files.stamps(key))
+        if not has_socket:
+            self.bound[key] = files.bind_socket(key)
+        return written
 
 
 def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:

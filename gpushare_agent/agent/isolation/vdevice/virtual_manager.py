@@ -356,23 +356,26 @@ class VirtualManager:
             directories = Directories(self.files, desired)
             try:
                 return await self._written_and_served(directories)
-            # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
+            # Cancellation too: the thread goes on. What it binds later must not stay without a server, and what it writes is
+            # not known.
             except BaseException:
                 directories.close()
+                for one in desired:
+                    self._written.pop(one.key, None)
                 raise
 
     async def _written_and_served(self, directories: Directories) -> dict[ContainerKey, AgentError]:
         outcomes = await self.in_thread(directories.write, f"writing {self.files.root}")
         # What is on the disk where it failed is not known: the next poll compares all of it.
-        self._written |= {key: one.written for key, one in outcomes.items() if one.written is not None}
-        errors = {key: one.error for key, one in outcomes.items() if one.error is not None}
+        self._written |= {key: one for key, one in outcomes.items() if isinstance(one, Written)}
+        errors = {key: one for key, one in outcomes.items() if isinstance(one, AgentError)}
         for key in errors:
             self._written.pop(key, None)
         # Of those that failed the server stays: its socket may still be the one that the container has.
-        lacking = [key for key, one in outcomes.items() if one.bound is not None]
+        lacking = list(directories.bound)
         await self._stop([key for key in lacking if key in self._servers])
         for key in lacking:
-            if (error := await self._start_server(key, directories.take(key))) is not None:
+            if (error := await self._start_server(key, directories.bound.pop(key))) is not None:
                 errors[key] = error
         for key in outcomes.keys() - errors.keys():
             if self._failures.is_over(_subject(key)):
@@ -408,8 +411,10 @@ class VirtualManager:
         self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
+                # One that was given up may still write: it must not bind in place of the next agent of this process.
+                await self.in_thread(lambda: None, "ending what is written")
                 await self._stop(list(self._servers))
-        except TimeoutError:
+        except (TimeoutError, Unavailable):
             log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
             async with asyncio.TaskGroup() as group:  # after a reload the process goes on
                 for server in self._servers.values():
