@@ -217,7 +217,7 @@ async def test_settings_that_are_refused_change_nothing() -> None:
             for number, text in enumerate(texts, 1):
                 path.write_text(f"{large}log: {{level: error}}\nresources:\n  {text}\n")
                 child.send_signal(signal.SIGHUP)
-                await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) == number, "refused")  # noqa: B023
+                await poll_until(lambda: len(node.log_lines("settings_not_reloaded")) == number, text)  # noqa: B023
             assert node.kubelet.devices.capacity() == capacity
             await node.start_pods(pod("after", container(cores=30, blocks=10)))
             await poll_until(lambda: node.log_lines("allocate"), "its admission is logged, which is no error")

@@ -104,7 +104,7 @@ async def test_a_pod_that_shares_a_prepared_claim_is_woken(tmp_path: Path) -> No
     ("claim", "now"),
     [
         ({"driver": "gpu.example.com"}, {}),
-        ({"consumedCapacity": {"cores": "500"}}, {}),
+        ({"device": "gpu-9"}, {}),
         ({}, {"has_started": True}),
         ({}, {"is_deleting": True}),
     ],

@@ -216,6 +216,7 @@ def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_faile
         elif step == "bad":
             found = bad(f"not answering at {now}")
             health, good_polls, was_unhealthy, needs_reset = polled(health, (now, found)), 0, True, False
+            assert health.cause == found.unhealthy_reason  # the newest, also of one that was lost before
         elif step in ("failed", "reset"):
             health = hit(health, 79 if step == "reset" else 94, now)
             good_polls, was_unhealthy, needs_reset = 0, True, needs_reset or step == "reset"

@@ -56,7 +56,7 @@ def test_a_link_to_a_spec_is_read_as_runtimes_do(files: CdiFiles, etc: Path, sho
     (short_dir / "elsewhere.json").unlink()
     for target in ("b.json", "x" * 300):
         (etc / "b.json").symlink_to(target)
-        assert ["cannot be read" in file.problem for file in files.read()] == [True, True]
+        assert ["cannot be read" in file.problem for file in files.read()] == [True, True], target
         (etc / "b.json").unlink()
 
 

@@ -366,6 +366,14 @@ async def test_a_bad_request_leaves_no_line_in_the_log(
     assert logged == []
 
 
+@pytest.mark.parametrize("kind", ["long line", "long header", "many headers"])
+async def test_a_head_beyond_the_limits_is_refused(kind: str) -> None:
+    """Of a page that is there, for a peer that waits for it."""
+    async with serving() as port:
+        answer = await send_in_thread(port, BAD[kind].replace(b"GET /", b"GET /healthz?", 1))
+    assert answer[:10] in (b"", b"HTTP/1.0 4", b"HTTP/1.1 4")
+
+
 async def test_a_peer_that_goes_during_an_answer_leaves_no_line_in_the_log(
     caplog: pytest.LogCaptureFixture, peers: Peers
 ) -> None:

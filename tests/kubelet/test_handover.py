@@ -107,9 +107,11 @@ async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_di
     asking one itself, whose sockets are there already; with nobody else the answer is no."""
     bind_unix_socket(short_dir / instance_socket_name("vcore"), mode=0o600).close()
     assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
-    handover = Handover()
+    handover, requested = Handover(), Recorder()
+    handover.on_requested = lambda: requested.record("requested")
     async with serving(short_dir, handover):
         assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+        assert requested.events == []
         handover.is_serving = True
         assert not await ask_for_handover(short_dir, TAKE, timeout_s=0.05)
 

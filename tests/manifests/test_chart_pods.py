@@ -68,7 +68,7 @@ def test_the_resources_of_every_container_can_be_set(values: Spec, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", ["", "gpus"])
-def test_one_priority_class_is_everypods_of(given: str, tmp_path: Path) -> None:
+def test_one_priority_class_is_every_pods(given: str, tmp_path: Path) -> None:
     """Where quotas or policies keep the system's classes for others. `helm test` has none, and by default there are two."""
     values = ALL_PODS[0]
     found = dict(pods_of(chart_objects(values | {"priorityClassName": given}, tmp_path)))

@@ -89,10 +89,9 @@ async def test_a_kubelet_start_removes_sockets(version: str, kept: set[str]) -> 
         before = (node.paths.device_plugin_path / "kubelet.sock").stat().st_ctime_ns
         await node.kubelet.stop()
         await plugin.streams_ended.wait()
-        assert (node.paths.device_plugin_path / "foo.sock").is_socket()
-        assert (
-            node.paths.device_plugin_path / "kubelet.sock"
-        ).is_socket() and node.paths.pod_resources_socket.is_socket()
+        left = (node.paths.device_plugin_path / name for name in ("foo.sock", "kubelet.sock"))
+        for path in (*left, node.paths.pod_resources_socket):
+            assert path.is_socket(), path
         async with node.pod_resources() as stub:
             with pytest.raises(ConnectionRefusedError):
                 await stub.list()

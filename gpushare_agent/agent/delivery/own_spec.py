@@ -16,12 +16,13 @@ from typing import Any
 
 from msgspec import Struct
 
+from gpushare_agent.agent.delivery.device_lists import CONTROL_NODES
 from gpushare_agent.core.model.allocations import DeviceNode
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import SpecFile
 from gpushare_agent.core.model.names import ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
 
-SPEC_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+SPEC_CONTROL_NODES = (*CONTROL_NODES, "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 """All that CUDA and graphics may want. Those that the host lacks are left out: a runtime would not start the container."""
 
 _VOID = f"{ENV_VISIBLE_DEVICES}=void"
