@@ -132,10 +132,14 @@ async def no_task_is_left() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def leaves_no_task(request: pytest.FixtureRequest) -> None:
-    """Applies the check to every asynchronous test."""
+def leaves_no_task(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Applies the check to every asynchronous test. And no test leaves a signal blocked: programs of later ones would not
+    get it."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("no_task_is_left")
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
 
 
 @pytest.hookimpl(tryfirst=True)

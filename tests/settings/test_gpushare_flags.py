@@ -81,13 +81,14 @@ def test_gpushares_program_is_the_command_run(monkeypatch: pytest.MonkeyPatch) -
     """Its name in the DaemonSet, with its flags; `read_gpushare` finds which it was."""
     called: list[list[str]] = []
     monkeypatch.setattr(command_line, "main", lambda: called.append(sys.argv[1:]) or 0)
+    monkeypatch.setattr(interrupts, "hold_hangup", lambda: called.append(["SIGHUP waits"]))
     monkeypatch.setattr(sys, "argv", ["gpushare-device-plugin-v2", *DAEMONSET])
     monkeypatch.setenv(GPUSHARE_PROGRAM, "")
     try:
         assert __main__.run_as_gpushare() == 0
     finally:
         interrupts.raise_error()
-    assert called == [["run", *DAEMONSET]]
+    assert called == [["SIGHUP waits"], ["run", *DAEMONSET]]
     assert os.environ[GPUSHARE_PROGRAM] == "gpushare-device-plugin-v2"
 
 
