@@ -310,14 +310,19 @@ async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own
             await reported.get()
 
 
+async def begin_round(world: World, sampling: UsageSampling) -> None:
+    """Requests one, which goes on until the world's gate is set."""
+    world.gate = asyncio.Event()
+    sampling.request_round()
+    await poll_until(lambda: world.open_samples == 1, "the requested round")
+
+
 async def test_a_slow_round_of_a_pause_counts_from_its_end() -> None:
     """A reader that comes soon after it does not wait for another, and has its numbers."""
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
     async with paused(sampling) as reported:
-        world.gate = asyncio.Event()
-        sampling.request_round()
-        await poll_until(lambda: world.open_samples == 1, "the requested round")
+        await begin_round(world, sampling)
         world.now += 0.02
         world.gate.set()
         await reported.get()
@@ -341,11 +346,9 @@ async def test_a_round_that_fails_is_tried_again_before_a_pause() -> None:
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
     async with paused(sampling) as reported:
-        first = world.gate = asyncio.Event()
         world.error = Unavailable("the driver")
-        sampling.request_round()
-        await poll_until(lambda: world.open_samples == 1, "the requested round")
-        world.gate = asyncio.Event()
+        await begin_round(world, sampling)
+        first, world.gate = world.gate, asyncio.Event()
         first.set()
         await poll_until(lambda: world.samples == 3, "the next one")
         world.error = None
@@ -366,9 +369,7 @@ async def test_a_requested_round_is_one_and_no_more() -> None:
     world = World(sample_now=driver_sample(gpu_sample(0)))
     sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
     async with paused(sampling) as reported:
-        world.gate = asyncio.Event()
-        sampling.request_round()
-        await poll_until(lambda: world.open_samples == 1, "the requested round")
+        await begin_round(world, sampling)
         sampling.request_round()
         world.gate.set()
         for _ in range(2):

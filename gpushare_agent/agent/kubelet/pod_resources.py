@@ -125,7 +125,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                     log.warning("kubelet_version_unknown", node=self.node_name, error=str(e))
                 self._unavailable_reason = str(e)
                 failures += 1
-                # For two seconds; a pod that the agent does not know is asked for by name, so it needs no list of pods.
+                # An admission waits two seconds, and may succeed before the pods are listed: its pod is asked for by name.
                 if await wait_for(self._is_awaited, self.backoff.delay_s(failures)):
                     self._is_awaited.clear()
                     failures = 0

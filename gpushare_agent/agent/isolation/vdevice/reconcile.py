@@ -49,7 +49,7 @@ class DesiredDirectory(Struct, frozen=True, kw_only=True):
 
 class Directories(Struct, eq=False):
     """Writes those of `desired` that differ, in order; one that cannot be written does not stop the others. The outcomes are
-    of those that are not as they were: most are each second, and take three stats. An error is one too.
+    of those that are not as they were: most are, and take three stats. An error is one too.
 
     `close` at any time, also while `write` goes on in its thread, which then ends with the one that it is at: nobody serves
     the new sockets. Their files stay, because a disk that hangs must not hold the caller; the next start replaces them.
