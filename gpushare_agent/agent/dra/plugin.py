@@ -33,7 +33,7 @@ from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
 from gpushare_agent.core.kit.supervision import ReportOnce, retried
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.allocations import ClaimRef
-from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable, os_errors_as
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.wire import pluginregistration, v1alpha1
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
@@ -245,10 +245,8 @@ class DraRegistration:
         # The kubelet connects to the driver as soon as it has read its path from the registration socket.
         if not self._driver_socket.is_serving:
             await self._registration_socket.stop()
-            try:
+            with os_errors_as(Unavailable, f"{self.plugin_path} cannot be made"):
                 self.plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            except OSError as e:
-                raise Unavailable(f"{self.plugin_path} cannot be made: {e.strerror or e}") from e
             await self._driver_socket.serve()
         # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_serving and not self._is_leaving:
