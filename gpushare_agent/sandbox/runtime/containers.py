@@ -31,8 +31,8 @@ from typing import IO, cast
 import structlog
 from msgspec import Struct, field, structs
 
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import NotFound, Unavailable, os_errors_as
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import timestamp
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 
