@@ -32,7 +32,7 @@ from gpushare_agent.core.kube.configuration import SERVICE_ACCOUNT
 from gpushare_agent.core.kube.events import EventRecorder
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.objects import OwnerReference
-from gpushare_agent.core.model.errors import Corrupt, StartupError, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, StartupError, Unavailable, os_errors_as
 from gpushare_agent.core.settings.former_flags import ADMISSION_FIELDS
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.sections import ExtenderSettings
@@ -260,11 +260,9 @@ def with_admission_config(settings: ExtenderSettings, usual: Sequence[Path] = AD
 def read_admission_config(path: Path) -> dict[str, str]:
     """The file's content, by the names of our settings. Raises StartupError."""
     what = f"cannot use gpu-admission's configuration {path}"
-    try:
+    with os_errors_as(StartupError, what, otherwise="correct extender.config or leave it out"):
         # One byte more than allowed, so that a longer file is noticed without being read whole.
         content = read_regular(path, ADMISSION_CONFIG_BYTES + 1, follow=True)
-    except OSError as e:
-        raise StartupError(f"{what}: {e.strerror or e}; correct extender.config or leave it out") from e
     if len(content) > ADMISSION_CONFIG_BYTES:
         raise StartupError(f"{what}: it is longer than {ADMISSION_CONFIG_BYTES} bytes")
     try:

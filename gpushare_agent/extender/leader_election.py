@@ -33,7 +33,7 @@ from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.json_schema import NULL, Lenient, decoded
-from gpushare_agent.core.kit.supervision import at_most, bounded
+from gpushare_agent.core.kit.supervision import ChangeSignal, at_most, bounded
 from gpushare_agent.core.kube.client import ClusterApi, pods
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.objects import ObjectMeta, OwnerReference, object_meta, pod_uid
@@ -124,7 +124,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     _lease: Lease | None = None
     _leads_until: float = LONG_AGO
     _was_leading: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _changes: ChangeSignal = field(default_factory=ChangeSignal)
     term: int = 0
     """Counts the times that this replica became the leader."""
     holder: str = ""
@@ -139,8 +139,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         # The term as well: leadership may have been lost and won again between two looks.
         while (self.term, self.leads()) == (term, is_leading):
             # No await between the comparison and this, so no change is lost.
-            self._changed.clear()
-            await self._changed.wait()
+            await self._changes.wait_next()
 
     async def run(self) -> NoReturn:
         """Takes part until cancelled."""
@@ -290,7 +289,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             log.warning("leading_no_more", lease=f"{self.terms.namespace}/{self.terms.name}", holder=self.holder)
         if is_leading != self._was_leading:
             self._was_leading = is_leading
-            self._changed.set()
+            self._changes.notify()
 
 
 class AlwaysLeads:

@@ -20,7 +20,7 @@ from gpushare_agent.core.formats.simulated_gpus import (
     read_regular,
 )
 from gpushare_agent.core.kit.regular_file import replace_whole
-from gpushare_agent.core.model.errors import Rejected, Unavailable
+from gpushare_agent.core.model.errors import Rejected, Unavailable, os_errors_as
 from gpushare_agent.core.model.gpu_health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
 from gpushare_agent.core.model.names import GpuUuid
 
@@ -122,10 +122,8 @@ class GpuFaults:
             ) from error
 
     def _write(self, faults: Faults) -> None:
-        try:
+        with os_errors_as(Unavailable, f"the faults file {self._path} cannot be written"):
             replace_whole(self._file(), encode(faults))
-        except OSError as error:
-            raise Unavailable(f"the faults file {self._path} cannot be written: {error.strerror or error}") from error
 
     def _file(self) -> Path:
         if self._path is None:

@@ -66,7 +66,7 @@ async def _listed(tables: DeviceTables, texts: list[str]) -> None:
     table = tables.tables[VCORE_RESOURCE]
     async with asyncio.timeout(10):
         while [row.id for row in table.devices if row.healthy] != texts:
-            await table.wait_change(table.version)
+            await table.changes.wait_next()
 
 
 def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it() -> None:

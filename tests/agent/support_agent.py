@@ -208,9 +208,8 @@ class Moments:
 async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
     async with asyncio.timeout(DEADLINE_S):
-        version = parts.node.pods.version
         while not parts.node.pods.is_synced:
-            version = await parts.node.pods.wait_change(version)
+            await parts.node.pods.changes.wait_next()
 
 
 def write_faults(

@@ -122,7 +122,7 @@ def pod_named(store: PodStore, name: str) -> Pod | None:
 
 async def wait_store(store: PodStore, condition: Callable[[PodStore], bool]) -> None:
     while not condition(store):
-        await store.wait_change(store.version)
+        await store.changes.wait_next()
 
 
 @asynccontextmanager

@@ -23,10 +23,10 @@ def test_the_first_list_makes_the_store_synced() -> None:
     store = PodStore()
     store.upsert(pod("a"))
     assert not store.is_synced
-    before = store.version
+    before = store.changes.count
     store.replace_all([pod("a")])
     assert store.is_synced
-    assert store.version > before
+    assert store.changes.count > before
 
 
 def test_of_versions_that_are_no_numbers_the_later_state_counts() -> None:
@@ -74,18 +74,18 @@ def test_subscribers_get_old_and_new_after_the_change() -> None:
     assert reported == [("", "1", 1), ("1", "2", 1), ("2", "", 1), ("", "3", 1), ("3", "", 0)]
 
 
-async def test_wait_change_returns_at_once_or_at_the_next_change() -> None:
+async def test_a_wait_returns_at_once_or_at_the_next_change() -> None:
     """A waiter that is behind does not wait; one that is not wakes at the change."""
     store = PodStore()
-    since = store.version
+    since = store.changes.count
     store.upsert(pod("a"))
-    assert await store.wait_change(since) == store.version
+    assert await store.changes.wait(since)
     async with asyncio.TaskGroup() as group:
-        waiter = group.create_task(store.wait_change(store.version))
+        waiter = group.create_task(store.changes.wait_next())
         await asyncio.sleep(0)
         assert not waiter.done()
         store.remove(PodUid("uid-a"))
-    assert waiter.result() == store.version
+    assert waiter.result()
 
 
 def test_deleted_uids_are_forgotten_in_the_end() -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from msgspec import Struct, field
 
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import Unavailable
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.calls import CallObserver, CallSubject
 
 

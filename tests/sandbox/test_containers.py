@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.runtime.cgroup_paths import NOBODY, PeerIdentity
 from gpushare_agent.agent.runtime.cgroups import Cgroups
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import NotFound, StartupError, Unavailable
 from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.runtime.cgroup_tree import KIND_VARIABLE, open_cgroup_tree
 from gpushare_agent.sandbox.runtime.containers import MAX_LOG_BYTES, ContainerRuntime
 from tests.runtime.support_cgroups import find_cgroup
@@ -195,7 +195,7 @@ async def test_the_end_of_the_node_ends_every_process(kind: str, short_dir: Path
 _SANDBOX = """
 import asyncio, sys
 from pathlib import Path
-from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.sandbox.runtime.containers import ContainerConfig, ContainerRuntime
 async def main():
     runtime = ContainerRuntime(Path(sys.argv[1]), ChangeSignal(), sys.argv[2])

@@ -27,7 +27,6 @@ from gpushare_agent.agent.cluster.pod_store import NodePods, liveliness
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.supervision import at_most
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
@@ -260,7 +259,7 @@ class Identification(Struct, kw_only=True, eq=False):
         return max(LEAST_S, self.lookup_s - (self.clock() - lookup.started_at))
 
     async def _pause(self) -> None:
-        await at_most(POLL_PAUSE_S, self.node.pods.wait_change(self.node.pods.version))
+        await self.node.pods.changes.wait_next(POLL_PAUSE_S)
 
 
 class _Unlisted:

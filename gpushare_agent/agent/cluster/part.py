@@ -129,10 +129,8 @@ class ClusterPart:
 
     async def wait_synced(self) -> None:
         """The API server has listed this node's pods."""
-        pods = self.node.pods
-        version = pods.version
-        while not pods.is_synced:
-            version = await pods.wait_change(version)
+        while not self.node.pods.is_synced:
+            await self.node.pods.changes.wait_next()
 
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""

@@ -172,7 +172,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             while not self._queue:
                 self._has_queued.clear()
                 if not await wait_for(self._has_queued, self.compare_s) and self._is_comparison_due():
-                    self._compared_version = self.pods.version
+                    self._compared_version = self.pods.changes.count
                     self.compare_all()
             uid = next(iter(self._queue))
             if await self._send(api, uid):
@@ -186,7 +186,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
     def _is_comparison_due(self) -> bool:
         # Without a change of any pod a comparison finds nothing but what is to be tried again.
         refusals = (given.refusals for given in self._given.values())
-        return self.pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
+        return self.pods.changes.count != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
 
     async def _send(self, api: KubeApi, uid: PodUid) -> bool:
         """Whether the pod is done with: it has what it should, or cannot be given it."""

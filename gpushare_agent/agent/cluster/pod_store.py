@@ -1,7 +1,7 @@
 """The pods of this node as the API server last reported them, and what keeps them so. Memory only.
 
 `PodStore` is synchronous. Readers may call at any time: nothing in it awaits, so a method never leaves it half changed. The
-mutable state is: the pods by UID and by name, the UIDs deleted lately, `version`, `is_synced`.
+mutable state is: the pods by UID and by name, the UIDs deleted lately, `changes`, `is_synced`.
 
 `NodePods` is its only writer: the informer's handler, and the read of one pod now. An admission cannot wait for the watch:
 `fetch` reads the pod by name and stores it, and what the watch reports meanwhile wins. Its state is the pods of a list that
@@ -24,7 +24,7 @@ import structlog
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.agent.kubelet.static_pods import StaticPods
-from gpushare_agent.core.kit.supervision import ReportOnce, bounded
+from gpushare_agent.core.kit.supervision import ChangeSignal, ReportOnce, bounded
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.kube.informer import Handler
 from gpushare_agent.core.kube.objects import pod_uid
@@ -45,7 +45,7 @@ MAX_GONE = 2048
 
 
 class PodStore:
-    """`is_synced` is False until the first list; `version` grows with every change. Times are monotonic seconds."""
+    """`is_synced` is False until the first list; `changes` wakes after every change. Times are monotonic seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,9 +54,8 @@ class PodStore:
         self._newest: dict[PodName, Pod] = {}
         self._gone: dict[PodUid, float] = {}
         self._subscribers: list[PodChange] = []
-        self._changed = asyncio.Event()
         self._sorted: tuple[Pod, ...] | None = None
-        self.version = 0
+        self.changes = ChangeSignal()
         self.is_synced = False
 
     def replace_all(self, pods: Iterable[Pod], *, resource_version: str = "") -> None:
@@ -137,12 +136,6 @@ class PodStore:
         """The pod of this name, of several the live one, then the newest; valid until the next change."""
         return self._newest
 
-    async def wait_change(self, since: int) -> int:
-        """Wait until `version` is not `since`; the new version. Bound it with asyncio.timeout."""
-        while self.version == since:
-            await self._changed.wait()
-        return self.version
-
     def subscribe(self, callback: PodChange) -> None:
         """Call `callback` after every change, in order. It must not raise and must not change the store."""
         self._subscribers.append(callback)
@@ -178,10 +171,7 @@ class PodStore:
         if not changes and not always:
             return
         self._sorted = None
-        self.version += 1
-        self._changed.set()
-        # A new one for each change: whoever waits looks at the version by itself.
-        self._changed = asyncio.Event()
+        self.changes.notify()
         for old, new in changes:
             for callback in self._subscribers:
                 callback(old, new)

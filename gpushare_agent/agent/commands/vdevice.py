@@ -34,7 +34,7 @@ from gpushare_agent.core.kit.peer_credentials import is_host_pid_namespace, pid_
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.sockets import connectable_path
 from gpushare_agent.core.kit.supervision import ReportOnce
-from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected, Unavailable, os_errors_as
 from gpushare_agent.core.model.names import MIB, is_container_id
 from gpushare_agent.core.settings.settings import SettingsError
 
@@ -309,7 +309,5 @@ def _read_config(directory: Path) -> VDeviceConfig:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    try:
+    with os_errors_as(NotFound, f"reading {path} failed", otherwise="is it the directory of a container with a share?"):
         return read_regular(path, limit)
-    except OSError as e:
-        raise NotFound(f"reading {path} failed: {e.strerror}; is it the directory of a container with a share?") from e

@@ -27,7 +27,7 @@ from elftools.elf.segments import InterpSegment
 from msgspec import Struct
 
 from gpushare_agent.agent.delivery.volume_plan import ElfClass
-from gpushare_agent.core.model.errors import Corrupt, NotFound
+from gpushare_agent.core.model.errors import Corrupt, NotFound, os_errors_as
 
 MAX_BYTES = 64 * 1024 * 1024
 """A large distribution's cache has about 300 KiB."""
@@ -107,10 +107,8 @@ def read_interface(path: Path) -> Interface:
 @contextmanager
 def _opened(path: Path) -> Iterator[ELFFile]:
     """Whatever is done with it: a damaged file is Corrupt."""
-    try:
+    with os_errors_as(NotFound, f"{path} cannot be read"):
         file = path.open("rb")
-    except OSError as error:
-        raise NotFound(f"{path} cannot be read: {error.strerror or error}") from error
     with file:
         try:
             yield ELFFile(file)

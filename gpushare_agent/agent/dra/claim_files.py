@@ -24,7 +24,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
-from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
 
 log = structlog.get_logger(__name__)
 
@@ -86,13 +86,11 @@ class ClaimFiles:
         return removed
 
     def _write(self, directory: Path, name: str, content: bytes, *, is_synced: bool = False) -> None:
-        try:
+        may_write = f"check that the agent may write in {directory}"
+        with os_errors_as(Unavailable, f"{directory / name} cannot be written", otherwise=may_write):
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
                 replace_file(descriptor, name, content, is_synced=is_synced)
-        except OSError as e:
-            remedy = file_remedy(e, f"check that the agent may write in {directory}")
-            raise Unavailable(f"{directory / name} cannot be written: {e.strerror or e}; {remedy}") from e
 
     def _load(self, uid: str) -> PreparedClaim | None:
         for place, then in ((self._records, "its copy is read"), (self._copies, "its claim is prepared again")):
@@ -112,10 +110,8 @@ class ClaimFiles:
 
 
 def _remove(path: Path) -> None:
-    try:
+    with os_errors_as(Unavailable, f"{path} cannot be removed"):
         path.unlink(missing_ok=True)
-    except OSError as e:
-        raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
 
 
 class _Record(Struct, kw_only=True):

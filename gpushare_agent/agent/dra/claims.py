@@ -45,7 +45,7 @@ from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.claims.claim import AllocatedClaim, ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
-from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, wait_for
+from gpushare_agent.core.kit.supervision import ChangeSignal, Reconciler, ReportOnce
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
@@ -150,7 +150,7 @@ class Claims(Struct, kw_only=True, eq=False):
     """The claims that the kubelet asked for, by UID, and that are neither prepared nor unprepared: such a one may hold
     places for instances. Others only read it."""
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
-    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _changes: ChangeSignal = field(default_factory=ChangeSignal)
     _has_spec: dict[str, bool] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _not_written: ReportOnce = field(default_factory=ReportOnce)
@@ -166,7 +166,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     def changed(self) -> None:
         """Something changed that a call may wait for: an allocation, the GPUs."""
-        self._has_changed.set()
+        self._changes.notify()
         self._reconciler.request()
 
     def is_answered(self, uid: str) -> bool:
@@ -315,9 +315,8 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         while True:
-            # Cleared before it is tried: what changes during the try wakes the wait.
-            self._has_changed.clear()
-            wait: Callable[[float], Awaitable[object]] = partial(wait_for, self._has_changed)
+            # Counted before it is tried: what changes during the try ends the wait.
+            wait: Callable[[float], Awaitable[object]] = partial(self._changes.wait, self._changes.count)
             try:
                 outcome = await self._try(ref, ends_at)
             except AgentError as e:
@@ -431,14 +430,14 @@ class Claims(Struct, kw_only=True, eq=False):
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):
                 while True:
-                    version = self.node.pods.version
+                    seen = self.node.pods.changes.count
                     found = [pod for _, uid in claim.users if (pod := self.node.pods.get(uid)) is not None]
                     pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
                     # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
                     # others.
                     if len(pods) == len(claim.users):
                         return pods
-                    await self.node.pods.wait_change(version)
+                    await self.node.pods.changes.wait(seen)
         if not pods:
             raise Unavailable("the agent does not know the claim's pod yet")
         return pods

@@ -30,10 +30,10 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.claim import DRIVER, checked_ref
 from gpushare_agent.core.claims.devices import device_name
 from gpushare_agent.core.kit.grpc_server import GrpcServer, ServedSocket
-from gpushare_agent.core.kit.supervision import ReportOnce, retried
+from gpushare_agent.core.kit.supervision import ChangeSignal, ReportOnce, retried
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.model.allocations import ClaimRef
-from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Corrupt, Refused, Unavailable, os_errors_as
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.wire import pluginregistration, v1alpha1
 from gpushare_agent.core.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
@@ -116,12 +116,11 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
     def __init__(self, node: Node, mig: MigInstances) -> None:
         self._node = node
         self._mig = mig
-        self._changed = asyncio.Event()
+        self._changes = ChangeSignal()
 
     def changed(self) -> None:
         """A GPU, perhaps: in a burst of claims each allocation comes here, and none changes a GPU's health."""
-        self._changed.set()
-        self._changed = asyncio.Event()  # each change wakes those who wait once
+        self._changes.notify()
 
     async def node_watch_resources(
         self, message: v1alpha1.NodeWatchResourcesRequest
@@ -133,7 +132,7 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
                 async with asyncio.timeout(HEALTH_PERIOD_S):
                     # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of it.
                     while self._named() == found:
-                        await self._changed.wait()
+                        await self._changes.wait_next()
 
     def _named(self) -> list[tuple[str, Gpu]]:
         """By their devices' names: an instance that was made here has its place's."""
@@ -245,10 +244,8 @@ class DraRegistration:
         # The kubelet connects to the driver as soon as it has read its path from the registration socket.
         if not self._driver_socket.is_serving:
             await self._registration_socket.stop()
-            try:
+            with os_errors_as(Unavailable, f"{self.plugin_path} cannot be made"):
                 self.plugin_path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            except OSError as e:
-                raise Unavailable(f"{self.plugin_path} cannot be made: {e.strerror or e}") from e
             await self._driver_socket.serve()
         # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_serving and not self._is_leaving:

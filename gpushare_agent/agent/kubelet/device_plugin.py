@@ -114,7 +114,7 @@ class DevicePlugin(Struct, eq=False):
         self.handler, self.has_pre_start = other.handler, other.has_pre_start
         self.rpc_finished, self.ids = other.rpc_finished, other.ids
         # Only now: a stream that wakes compares its table with the plugin's, and goes on with the new one.
-        table.wake()
+        table.changes.notify()
 
     def end_streams(self) -> None:
         """Ends every open ListAndWatch stream with status OK. Later streams are not affected."""
@@ -164,12 +164,12 @@ class DevicePlugin(Struct, eq=False):
 
     async def _send_lists(self, stream: Stream[Any, Any], table: DeviceTable) -> None:
         """Sends the table's lists until another table is in its place."""
-        seen = await table.wait_change(-1)
         # A reload puts another table in its place; the stream, and with it the kubelet's registration, stays.
         while table is self.table:
+            seen = table.changes.count
             await stream.send_message(table.encode())
             log.debug("device_list_sent", resource=self.resource, version=seen)
-            seen = await table.wait_change(seen)
+            await table.changes.wait(seen)
 
     async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
         containers: list[PreferredContainer] = await _request(stream)

@@ -30,7 +30,6 @@ Format: ListAndWatchResponse of protos/deviceplugin.proto.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -39,6 +38,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.core.kit.protobuf import bytes_field, integer_field
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.device_ids import DeviceIds, OfferedIds
 from gpushare_agent.core.model.errors import StartupError
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory, Health
@@ -79,8 +79,8 @@ class DeviceTable:
         self._is_sent = False
         self._frames: dict[str, bytes] = {}
         self._encoded = b""
-        self.version = 0
-        self._changed = asyncio.Event()
+        self.changes = ChangeSignal()
+        """Of the list; the plugin notifies, too, when it serves another table in place of this one."""
         self.offer = ExpectedOffer()
         if devices:
             self.set_devices(devices)
@@ -122,7 +122,7 @@ class DeviceTable:
             return self.set_devices(devices)
         self._rows, self._frames = rows, frames
         self._encoded = b"".join(frames.values())
-        self.wake()
+        self.changes.notify()
         return True
 
     def _withdraw(self, offered: Collection[str]) -> dict[str, DeviceRow]:
@@ -138,19 +138,6 @@ class DeviceTable:
         """The whole ListAndWatchResponse, to be sent."""
         self._is_sent = True
         return self._encoded
-
-    def wake(self) -> None:
-        """Wakes every waiter, of a table in whose place another one is served now."""
-        self.version += 1
-        # Those who wait hold the old event: setting and replacing it wakes each once, whichever version they have seen.
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait_change(self, seen: int) -> int:
-        """Waits until the version is another than `seen` and returns it; several changes at once are one."""
-        while self.version == seen:
-            await self._changed.wait()
-        return self.version
 
 
 MOST_CHANGED = 64

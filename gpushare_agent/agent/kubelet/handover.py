@@ -40,7 +40,7 @@ from gpushare_agent.agent.kubelet.device_plugin import AdmissionHandler
 from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import file_identity, is_served, remove_socket
-from gpushare_agent.core.kit.supervision import wait_while
+from gpushare_agent.core.kit.supervision import ChangeSignal, wait_while
 from gpushare_agent.core.model.allocations import ContainerEdits
 from gpushare_agent.core.model.errors import Refused
 from gpushare_agent.core.model.names import DeviceId
@@ -186,7 +186,7 @@ class QueuedCalls:
         self._served: AdmissionHandler | None = None
         self._is_between: Callable[[], bool] | None = None
         self._calls = self._under_way = 0
-        self._changed = asyncio.Event()
+        self._changes = ChangeSignal()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -194,12 +194,12 @@ class QueuedCalls:
         """Lets the calls that wait go on, with this one."""
         # A close that was waiting for the end of an admission is void: another handler answers now.
         self._served, self._is_between = handler, None
-        self._notify()
+        self._changes.notify()
 
     def close(self) -> None:
         """Calls wait from now on; those under way go on."""
         self._served = None
-        self._notify()
+        self._changes.notify()
 
     async def close_between(self, is_between: Callable[[], bool]) -> None:
         """Closes in the step that ends a call after which none is under way and `is_between` is true: of a burst no other
@@ -207,7 +207,7 @@ class QueuedCalls:
         self._is_between = is_between
         self._close_if_between()
         while self._served is not None:
-            await self._changed.wait()
+            await self._changes.wait_next()
 
     async def wait_idle(self) -> None:
         """Waits until no call is under way."""
@@ -234,7 +234,7 @@ class QueuedCalls:
         try:
             # A PreStartContainer belongs to no admission: let through, it would keep a burst from ever having an end.
             while (served := self._served) is None or (is_start and self._is_between is not None):
-                await self._changed.wait()
+                await self._changes.wait_next()
             # Those that wait for the handler are not under way: `close_between` would wait for itself.
             self._under_way += 1
             try:
@@ -250,10 +250,6 @@ class QueuedCalls:
     def _close_if_between(self) -> None:
         if self._is_between is not None and not self._under_way and self._is_between():
             self.close()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:

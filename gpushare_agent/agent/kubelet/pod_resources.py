@@ -41,7 +41,7 @@ from gpushare_agent.core.kit.protobuf import (
     varint,
 )
 from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
-from gpushare_agent.core.kit.supervision import bounded, wait_for
+from gpushare_agent.core.kit.supervision import ChangeSignal, bounded, wait_for
 from gpushare_agent.core.kube.objects import read_node_json
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
@@ -345,7 +345,7 @@ class PodResourcesGate(Struct, eq=False):
     _listing: int = 0
     _is_outside: bool = False
     _last_call_at: float = float("-inf")
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _changes: ChangeSignal = field(default_factory=ChangeSignal)
 
     @property
     def is_idle(self) -> bool:
@@ -359,7 +359,7 @@ class PodResourcesGate(Struct, eq=False):
         try:
             # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
             while self._is_outside:
-                await self._wait()
+                await self._changes.wait_next()
             yield self._list_inside
         finally:
             self._preferring -= 1
@@ -392,12 +392,12 @@ class PodResourcesGate(Struct, eq=False):
             yield await self._list(purpose, self.list_timeout_s)
         finally:
             self._is_outside = False
-            self._notify()
+            self._changes.notify()
 
     async def wait_quiet(self) -> None:
         """Waits for a moment between admissions."""
         while not self._is_quiet():
-            await self._wait(self.quiet_s)
+            await self._changes.wait_next(self.quiet_s)
 
     def _is_quiet(self) -> bool:
         return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
@@ -408,7 +408,7 @@ class PodResourcesGate(Struct, eq=False):
         why = "an Allocate of another container stays open, so the kubelet cannot be asked"
         async with bounded(self.list_timeout_s, why):
             while self._allocating:
-                await self._wait()
+                await self._changes.wait_next()
         return await self._list("admission", until - self.clock())
 
     async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:
@@ -421,11 +421,4 @@ class PodResourcesGate(Struct, eq=False):
 
     def _call_ended(self) -> None:
         self._last_call_at = self.clock()
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait(self, at_most_s: float | None = None) -> None:
-        await wait_for(self._changed, at_most_s)
+        self._changes.notify()

@@ -23,7 +23,7 @@ from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.protobuf import decode_container_answer
 from gpushare_agent.core.model.allocations import gpu_names
 from gpushare_agent.core.model.device_ids import DeviceIds
-from gpushare_agent.core.model.errors import Corrupt, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
 from gpushare_agent.core.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_VISIBLE_DEVICES,
@@ -161,12 +161,10 @@ def _gpu_managers(path: Path) -> dict[tuple[str, str], frozenset[str]]:
 
 def _read_json(path: Path) -> Any:
     """Raises Unavailable, Corrupt."""
-    try:
+    with os_errors_as(Unavailable, f"kubelet checkpoint {path} cannot be read"):
         if path.stat().st_size > MAX_BYTES:
             raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")
         text = path.read_bytes()
-    except OSError as e:
-        raise Unavailable(f"kubelet checkpoint {path} cannot be read: {e.strerror}") from e
     try:
         # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
         # Not by the standard library, which reads half of a surrogate pair: nothing can encode it.

@@ -36,7 +36,7 @@ from gpushare_agent.agent.mig.records import InstanceRecords
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.claims.devices import placement_device_name
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Reconciler, ReportOnce, bounded, forever, wait_for, wait_while
+from gpushare_agent.core.kit.supervision import ChangeSignal, Reconciler, ReportOnce, bounded, forever, wait_while
 from gpushare_agent.core.model.errors import AgentError, Conflict, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.mig import MigLayout, MigPlacement, MigProfile
@@ -95,7 +95,7 @@ class MigInstances:
         self._stale: set[GpuUuid] = set()
         self._places: dict[str, MigPlacement] = {}
         self._profiles: dict[GpuUuid, tuple[MigProfile, ...]] = {}
-        self._has_changed = asyncio.Event()
+        self._changes = ChangeSignal()
         self._file_lock = asyncio.Lock()
         self._steps, self._polls, self._reported = Reconciler(), Reconciler(), ReportOnce()
         self._group: asyncio.TaskGroup | None = None
@@ -162,7 +162,7 @@ class MigInstances:
             return refused
         ends_at = self._clock() + min(at_most_s, HOLD_S)
         while missing := {*places} - self.gpus.keys():
-            has_changed = self._has_changed
+            seen = self._changes.count
             for name in sorted(missing):
                 place = self._places[name]
                 if (layout := self._layouts().get(place.parent)) is None:
@@ -176,7 +176,7 @@ class MigInstances:
                 if why := self._blocked_on(layout).get(place):
                     return not_yet(f"no instance can be made for {name}: {why}")
             left_s = ends_at - self._clock()
-            if left_s <= 0 or not await wait_for(has_changed, left_s):
+            if left_s <= 0 or not await self._changes.wait(seen, left_s):
                 late = (
                     "the driver has"
                     if self.own_node.is_known
@@ -441,9 +441,7 @@ class MigInstances:
         return place in self._made and self._made[place].is_ready
 
     def _notify(self) -> None:
-        # A new event for those who wait from now on.
-        has_changed, self._has_changed = self._has_changed, asyncio.Event()
-        has_changed.set()
+        self._changes.notify()
         shown = (self.made, self.blocked)
         if shown != self._shown:
             self._shown = shown

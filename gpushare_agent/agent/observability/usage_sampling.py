@@ -37,7 +37,7 @@ from gpushare_agent.agent.observability.attribution import (
 )
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
-from gpushare_agent.core.kit.supervision import wait_for
+from gpushare_agent.core.kit.supervision import ChangeSignal, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, Unavailable
 from gpushare_agent.core.model.usage import UsageRound
@@ -85,7 +85,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _tried_at: float = float("-inf")
     _read_at: float = float("-inf")
     _is_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    _round_ends: asyncio.Event = field(default_factory=asyncio.Event)
+    _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
     _is_slow: bool = False
     _last: UsageRound | None = None
@@ -119,7 +119,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         # By the last try, not the last success: while the driver is away each scrape would wait for a round that
         # fails.
         if self._is_try_old:
-            await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
+            await self._rounds.wait_next(REFRESH_TIMEOUT_S)
 
     def subscribe(self, observer: Observer) -> None:
         """`observer` is called after each round, and with None when the current one counts no more. It must not raise."""
@@ -160,8 +160,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         finally:
             self._tried_at = self.clock()
             # Wakes the readers that wait for this round; those that come from now on wait for another.
-            self._round_ends.set()
-            self._round_ends = asyncio.Event()
+            self._rounds.notify()
 
     async def _sample_once(self) -> None:
         started_at = self.clock()

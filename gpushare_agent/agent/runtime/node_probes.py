@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from gpushare_agent.core.kit.peer_credentials import is_host_pid_namespace, peer_credentials
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 
 RUNTIME_SOCKETS = tuple(
     Path(path)
@@ -140,14 +140,15 @@ def require_writable(directory: Path) -> WritableDirectory:
         existing = existing.parent
     if not existing.is_dir():
         raise Unavailable(f"{directory}: {existing} is no directory")
-    try:
-        with tempfile.TemporaryFile(dir=existing) as probe:  # without a name: others list these directories
-            probe.write(b"\0" * 4096)
-            probe.flush()
-            # After a write that worked: a full disk may still take a small file from the blocks kept for root.
-            free = shutil.disk_usage(existing).free
-    except OSError as error:
-        raise Unavailable(f"{directory}: cannot write in {existing}: {error.strerror or error}") from error
+    with (
+        os_errors_as(Unavailable, f"{directory}: cannot write in {existing}"),
+        tempfile.TemporaryFile(dir=existing) as probe,
+    ):
+        # Without a name: others list these directories.
+        probe.write(b"\0" * 4096)
+        probe.flush()
+        # After a write that worked: a full disk may still take a small file from the blocks kept for root.
+        free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # for the remedy
         raise Unavailable(f"{directory}: the disk of {existing} is full ({free} bytes free)") from full

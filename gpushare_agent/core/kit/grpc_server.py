@@ -43,7 +43,7 @@ from gpushare_agent.core.kit.grpc_codec import Decoder, StrictCodec
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.rate import TokenBucket
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable, IServerMethodFunc
@@ -205,7 +205,7 @@ class ServedSocket:
         missing or not writable, or a file that is no socket is at the path."""
         # The former server would go on at a file that nobody finds.
         await self.stop()
-        try:
+        with os_errors_as(Unavailable, f"{self.path} cannot be served"):
             sock, server = bind_unix_socket(self.path, mode=self._mode), self._make()
             # Before anything else can go wrong: only the file with this identity is ever removed.
             self._identity = file_identity(self.path)
@@ -215,8 +215,6 @@ class ServedSocket:
             except BaseException:
                 remove_socket(self.path, self._identity)
                 raise
-        except OSError as e:
-            raise Unavailable(f"{self.path} cannot be served: {e.strerror or e}") from e
         self._server = server
 
     async def stop(self) -> None:

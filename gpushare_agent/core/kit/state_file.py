@@ -23,7 +23,7 @@ from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.directories import sync_directory
 from gpushare_agent.core.kit.json_schema import converted, loaded
 from gpushare_agent.core.kit.regular_file import read_regular
-from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
 
 log = structlog.get_logger(__name__)
 
@@ -128,15 +128,13 @@ class StateFile(Generic[D]):
     def _save(self, document: D) -> None:
         raw: dict[str, Any] = to_builtins(document)
         content = json.dumps({**raw, _DIGEST: _digest(raw)}, indent=2).encode() + b"\n"
-        try:
+        may_write = f"check that the agent may write in {self._path.parent}"
+        with os_errors_as(Unavailable, f"{self._path} cannot be written", otherwise=may_write):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._replace(self._path, content)
             self._keep_copy(content)
             # Without it a loss of power may leave the old name with no content on some file systems.
             sync_directory(self._path.parent)
-        except OSError as e:
-            remedy = file_remedy(e, f"check that the agent may write in {self._path.parent}")
-            raise Unavailable(f"{self._path} cannot be written: {e.strerror or e}; {remedy}") from e
 
     def _replace(self, path: Path, content: bytes, aside: Path | None = None) -> None:
         """Synced, but for the copy: to read must not wait for a busy disk. `aside` is the name that what is there gets."""

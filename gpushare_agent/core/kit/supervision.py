@@ -1,8 +1,8 @@
-"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event, a bound on time;
-the loop of a service that reconciles, or tries again; and a repeated condition that is reported once.
+"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event or for a change,
+a bound on time; the loop of a service that reconciles, or tries again; and a repeated condition that is reported once.
 
-State owned: whether a step of that loop is requested (`Reconciler`); what was last reported about each subject
-(`ReportOnce`).
+State owned: how often something has changed (`ChangeSignal`); whether a step of that loop is requested (`Reconciler`); what
+was last reported about each subject (`ReportOnce`).
 """
 
 from __future__ import annotations
@@ -129,6 +129,42 @@ async def wait_while(condition: Callable[[], object], at_most_s: float, *, poll_
     ends_at = asyncio.get_running_loop().time() + at_most_s
     while condition() and asyncio.get_running_loop().time() < ends_at:  # noqa: ASYNC110 - nobody sets an event
         await asyncio.sleep(poll_s)
+
+
+class ChangeSignal:
+    """Wakes all who wait for something to change, each once. A writer calls `notify`, a waiter looks again: the signal
+    itself carries nothing. `count` grows with every change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self.count += 1
+        # Those who wait hold the old event; those who come from now on wait for the next change.
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, seen: int, at_most_s: float | None = None) -> bool:
+        """Returns when the count is no longer the one seen; False when the time ran out first (None: without a limit)."""
+        return self.count != seen or await wait_for(self._event, at_most_s)
+
+    async def wait_next(self, at_most_s: float | None = None) -> bool:
+        """As `wait`, for the next change from now on."""
+        return await self.wait(self.count, at_most_s)
+
+    async def wait_until(self, found: Callable[[], T], deadline_s: float, what: str = "") -> T:
+        """The first true value of `found`, which is asked again after every change.
+
+        Raises TimeoutError, naming `what`, after `deadline_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not (value := found()):
+                    await self.wait_next()
+                return value
+        except TimeoutError as error:
+            raise TimeoutError(f"after {deadline_s:g} s: {what or 'the awaited state'} did not come about") from error
 
 
 @asynccontextmanager

@@ -6,6 +6,8 @@ A refusal that a decision reaches is a value (`Refused`), not an exception.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 from msgspec import Struct
@@ -62,6 +64,16 @@ def file_remedy(error: BaseException, otherwise: str) -> str:
     if isinstance(error, OSError) and error.errno in _FILE_REMEDIES:
         return _FILE_REMEDIES[error.errno]
     return otherwise if error.__cause__ is None else file_remedy(error.__cause__, otherwise)
+
+
+@contextmanager
+def os_errors_as(kind: type[AgentError], what: str, *, otherwise: str = "") -> Iterator[None]:
+    """Renames an OSError: `what`, the system's reason, and with `otherwise` what to do, as `file_remedy` says it."""
+    try:
+        yield
+    except OSError as e:
+        remedy = f"; {file_remedy(e, otherwise)}" if otherwise else ""
+        raise kind(f"{what}: {e.strerror or e}{remedy}") from e
 
 
 class RefusalReason(StrEnum):

@@ -70,7 +70,7 @@ class ApiObjects:
     async def wait_change(self, version: int) -> None:
         """Waits until there is a newer version."""
         while self.store.version == version:
-            await self.signal.wait(self.signal.count)
+            await self.signal.wait_next()
 
     def pods(self) -> list[RawObject]:
         return self.store.all("pods")

@@ -12,9 +12,9 @@ from itertools import islice
 
 from msgspec import Struct
 
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.kinds import KINDS
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 
 ObjectKey = tuple[str, str]

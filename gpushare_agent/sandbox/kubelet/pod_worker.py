@@ -15,10 +15,10 @@ from typing import Any
 import structlog
 from msgspec import Struct
 
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
-from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.kubelet.calls import NodeParts
 from gpushare_agent.sandbox.kubelet.container_config import container_config, container_of
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
@@ -165,7 +165,7 @@ class PodWorker:
             self._runtime.stop(container, grace_s)
         signal = self._changes
         while self.living():
-            await signal.wait(signal.count)
+            await signal.wait_next()
 
     def confirm_deletion(self) -> None:
         where = self.identity

@@ -31,8 +31,8 @@ from typing import IO, cast
 import structlog
 from msgspec import Struct, field, structs
 
-from gpushare_agent.core.model.errors import NotFound, Unavailable
-from gpushare_agent.sandbox.change_signal import ChangeSignal
+from gpushare_agent.core.kit.supervision import ChangeSignal
+from gpushare_agent.core.model.errors import NotFound, Unavailable, os_errors_as
 from gpushare_agent.sandbox.pod_manifest import timestamp
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
 
@@ -252,10 +252,8 @@ class ContainerRuntime:
 
     def make_pod_cgroup(self, pod_uid: str) -> None:
         """What a kubelet does before it prepares the first container. Raises Unavailable."""
-        try:
+        with os_errors_as(Unavailable, f"no cgroup can be made for pod {pod_uid}"):
             self._tree.add_pod(pod_uid)
-        except OSError as error:
-            raise Unavailable(f"no cgroup can be made for pod {pod_uid}: {error.strerror or error}") from error
 
     def start(self, config: ContainerConfig) -> Container:
         """Raises Unavailable if the machine gives no process or no cgroup, or if no process can have such an argument or

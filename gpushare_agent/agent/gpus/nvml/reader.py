@@ -255,18 +255,11 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class _Kind(Struct, kw_only=True):
-    """What does not change of a GPU in the `opening` of NVML in which it was read; and how many polls went by it."""
+    """A GPU with what does not change of it in the `opening` of NVML in which it was read; and how many polls went by it."""
 
     opening: int
     polls: int = 0
-    bus_id: str
-    minor: int
-    name: str
-    numa_node: int | None
-    pcie_root: str
-    host_memory: HostMemory | None
-    compute_capability: tuple[int, int] | None
-    brand: str
+    gpu: Gpu
 
 
 class NvmlReader(Struct, eq=False):
@@ -365,19 +358,12 @@ class NvmlReader(Struct, eq=False):
         fabric, has_joined, not_joined = _fabric(handle)
         # A GPU that has MIG goes on having it, also where one call fails: its instances are not given with it as a whole.
         mode, known = mig_mode(handle), self._known.get(found.uuid)
-        gpu = Gpu(
+        gpu = replace(
+            kind,
             index=index,
             driver_index=found.nvml_index,
-            minor=kind.minor,
-            uuid=found.uuid,
-            bus_id=kind.bus_id,
-            name=kind.name,
             memory_mib=self.unified_memory_mib if memory_mib is None else memory_mib,
             host_memory=HostMemory.UNIFIED if memory_mib is None else kind.host_memory,
-            numa_node=kind.numa_node,
-            pcie_root=kind.pcie_root,
-            compute_capability=kind.compute_capability,
-            brand=kind.brand,
             is_exclusive_process=ask("nvmlDeviceGetComputeMode", handle) == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             mig_mode=mode if mode is not None or known is None else known.mig_mode,
             fabric=fabric,
@@ -389,8 +375,8 @@ class NvmlReader(Struct, eq=False):
             return _unhealthy(gpu, reason)
         return _withheld(gpu, not_joined) if not_joined else gpu
 
-    def _kind_of(self, found: FoundGpu) -> _Kind:
-        """As last read, if the GPU has answered since. Raises CallError, DriverLostError."""
+    def _kind_of(self, found: FoundGpu) -> Gpu:
+        """What does not change of it, as last read, if the GPU has answered since. Raises CallError, DriverLostError."""
         kind, opening = self._kinds.get(found.uuid), self.session.openings
         is_known = found.uuid in self._answering and kind is not None and kind.opening == opening
         if kind is None or not is_known or kind.polls >= POLLS_OF_KIND:
@@ -402,17 +388,22 @@ class NvmlReader(Struct, eq=False):
             kind = self._kinds[found.uuid] = _Kind(
                 opening=opening,
                 polls=0 if is_whole else POLLS_OF_KIND,  # it may be readable a moment later
-                bus_id=bus_id,
-                minor=minor,
-                name=_optional("nvmlDeviceGetName", found.handle) or _UNNAMED,
-                numa_node=numa_node,
-                pcie_root=pcie_root,
-                host_memory=_host_memory(found.handle),
-                compute_capability=(capability[0], capability[1]) if capability is not None else None,
-                brand=_BRANDS.get(brand or 0, ""),
+                gpu=Gpu(
+                    index=found.nvml_index,
+                    minor=minor,
+                    uuid=found.uuid,
+                    bus_id=bus_id,
+                    name=_optional("nvmlDeviceGetName", found.handle) or _UNNAMED,
+                    memory_mib=0,
+                    numa_node=numa_node,
+                    pcie_root=pcie_root,
+                    host_memory=_host_memory(found.handle),
+                    compute_capability=(capability[0], capability[1]) if capability is not None else None,
+                    brand=_BRANDS.get(brand or 0, ""),
+                ),
             )
         kind.polls += 1
-        return kind
+        return kind.gpu
 
     def _names(self, found: FoundGpu) -> tuple[str, int]:
         """The bus ID and the minor number, else those that the kernel module says; empty and -1 where there are none. Raises

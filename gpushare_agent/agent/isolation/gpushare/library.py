@@ -20,7 +20,7 @@ from gpushare_agent.agent.isolation.directories import opened_root, step
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
 from gpushare_agent.agent.runtime.node_probes import require_writable
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, replace_file, status_of
-from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
+from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable, os_errors_as
 from gpushare_agent.core.settings.settings import Settings
 
 SETTING = "libgpushare.directory"
@@ -63,12 +63,10 @@ class Library:
         stamp = self.check_source()
         if stamp == _NO_LIBRARY:
             return stamp
-        try:
+        with os_errors_as(StartupError, f"isolation gpushare: {self.directory} cannot be read"):
             # The directory may not be there yet: its file system is that of the nearest one above.
             place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             is_noexec = bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
-        except OSError as e:
-            raise StartupError(f"isolation gpushare: {self.directory} cannot be read: {e.strerror or e}") from e
         if is_noexec:
             raise StartupError(
                 f"isolation gpushare: {place} is on a file system mounted noexec, from which no program can load the"
@@ -117,11 +115,8 @@ class Library:
         if self.missing_note:
             return b""
         self._status()
-        try:
-            with self.source.open("rb") as file:
-                content = file.read(MAX_LIBRARY_BYTES + 1)
-        except OSError as e:
-            raise Unavailable(f"{self.source} cannot be used: {e.strerror or e}") from e
+        with os_errors_as(Unavailable, f"{self.source} cannot be used"), self.source.open("rb") as file:
+            content = file.read(MAX_LIBRARY_BYTES + 1)
         # An empty file is a copy that was cut off; the loader would print a line in every program.
         if not 0 < len(content) <= MAX_LIBRARY_BYTES:
             raise Unavailable(f"{self.source} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
@@ -161,10 +156,8 @@ class Library:
             )
 
     def _status(self) -> os.stat_result:
-        try:
+        with os_errors_as(Unavailable, f"{self.source} cannot be used"):
             status = self.source.stat()
-        except OSError as e:
-            raise Unavailable(f"{self.source} cannot be used: {e.strerror or e}") from e
         if not stat.S_ISREG(status.st_mode):
             raise Unavailable(f"{self.source} cannot be used: it is no regular file")
         return status

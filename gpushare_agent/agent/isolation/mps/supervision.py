@@ -33,7 +33,7 @@ from msgspec import Struct, field
 from gpushare_agent.agent.isolation.mps.control import MpsControl
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import at_most
-from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import StartupError, Unavailable, os_errors_as
 
 log = structlog.get_logger(__name__)
 
@@ -268,7 +268,7 @@ class MpsDaemonProcess:
                 f"| CUDA_MPS_PIPE_DIRECTORY={files.pipe} {program}`, or choose another mps.pipe_directory"
             )
         removed = files.remove_stale()
-        try:
+        with os_errors_as(Unavailable, f"{program} cannot be run"):
             self._process = await asyncio.create_subprocess_exec(
                 *(program, "-f", *self._options),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -277,8 +277,6 @@ class MpsDaemonProcess:
                 env=self._control.environment(),
                 start_new_session=True,
             )
-        except OSError as error:
-            raise Unavailable(f"{program} cannot be run: {error.strerror or error}") from error
         self._had_one = True
         return removed
 
