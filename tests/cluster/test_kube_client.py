@@ -149,6 +149,36 @@ async def test_the_servers_own_words_are_in_the_error() -> None:
             await api.get_pod("default", "p", timeout_s=DEADLINE_S)
 
 
+async def _in_parts(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+    content = json.dumps(raw_status(422, "spec is immutable")).encode()
+    response = web.StreamResponse(status=422, headers={"Content-Length": str(len(content))})
+    await response.prepare(request)
+    for byte in content:  # each in a packet of its own, as far as the system does as it is asked
+        await response.write(bytes([byte]))
+        await asyncio.sleep(0)
+    return response
+
+
+async def _breaks_off(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(status=422, headers={"Content-Length": "500"})
+    await response.prepare(request)
+    await response.write(b"spec is immutable")
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+LONG = raw_status(422, f"{'x' * 400}: spec is immutable") | {"details": {"causes": [{"message": "x" * 5000}]}}
+
+
+@pytest.mark.parametrize("behaviour", [answers(422, LONG), _in_parts, _breaks_off])
+async def test_a_refusal_is_read_to_its_end(behaviour: Behaviour) -> None:
+    """However long its text is and however it comes; where it breaks off its status counts all the same."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        with pytest.raises(Rejected, match=r"answered 422: (x{400}: )?spec is immutable$"):
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
+
+
 async def test_an_endless_answer_is_cut_off() -> None:
     """An object larger than etcd can store is refused instead of filling the memory."""
     huge = json.dumps({"x": "y" * (5 << 20)}).encode()
@@ -350,6 +380,29 @@ async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest
         token.write_text("new\n")
         await api.get_pod("default", "p", timeout_s=DEADLINE_S)
     assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.seen] == ["old", "old", "old", "new"]
+
+
+async def test_a_token_that_ends_is_read_again_once_for_all_requests(tmp_path: Path) -> None:
+    """Of many requests that are refused at once one reads the token again, and all are repeated with it."""
+    token = tmp_path / "token"
+    token.write_text("old")
+    all_seen = asyncio.Event()
+
+    async def only_new(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.headers["authorization"] == "Bearer new":
+            return await answers(200, {})(server, seen, request)
+        if len(server.seen) == 3:
+            all_seen.set()
+        await all_seen.wait()
+        return await answers(401, raw_status(401))(server, seen, request)
+
+    async with fake_api(others=[only_new]) as server, opened(server.url, user={"tokenFile": str(token)}) as api:
+        api._session._loaded_at = float("-inf")
+        token.write_text("new")
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(api.get_pod("default", f"p{number}", timeout_s=DEADLINE_S))
+    assert len(server.seen) == 6
 
 
 async def test_an_exec_plugin_supplies_the_token(tmp_path: Path) -> None:

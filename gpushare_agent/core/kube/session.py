@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 4 << 20
 """etcd holds at most 1.5 MiB of an object."""
+MAX_STATUS_BYTES = 64 << 10
+"""A proxy's page of HTML need not be read to its end."""
 RELOAD_INTERVAL_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -140,10 +142,12 @@ class KubeSession:
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncIterator[ClientResponse]:
         """The response with its status checked and its body unread. Runs under the caller's `renamed` and timeout."""
+        client = self._client
         response = await self._send(request)
         try:
-            # Once: tokens and client certificates are renewed while the process runs.
-            if response.status == 401 and await self._reload():
+            # Once: tokens and client certificates are renewed while the process runs. Of many requests that fail at once one
+            # reloads, and the others find another client than they began with.
+            if response.status == 401 and (await self._reload() or self._client is not client):
                 response.close()
                 response = await self._send(request)
             if not 200 <= response.status < 300:
@@ -187,7 +191,6 @@ class KubeSession:
     async def _reload(self) -> bool:
         """Load the credentials again; False where that was tried a moment ago or does not work."""
         async with self._reload_lock:
-            # Many requests fail at once when a token ends: the first of them reloads, the others find this.
             if time.monotonic() - self._loaded_at < RELOAD_INTERVAL_S:
                 return False
             # Before the load: a plugin that fails must not be started by each request.
@@ -256,8 +259,13 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
 
 async def _status_error(response: ClientResponse, what: str, advice: str, through: str) -> AgentError:
     """The error that a refused request becomes; the server's own message is in it."""
-    # A Status is short; a proxy's page of HTML need not be read.
-    content = await response.content.read(4096)
+    from aiohttp import ClientError
+
+    # Once in its text and once more in its causes. A body that breaks off must not hide the status, which is known.
+    content = bytearray()
+    with suppress(ClientError):
+        while len(content) < MAX_STATUS_BYTES and (part := await response.content.read(MAX_STATUS_BYTES)):
+            content += part
     message = status_message(content) or f"{excerpt(content)}{through}"
     error = error_for_status(response.status, what, message, advice=advice)
     if response.status == 429:
@@ -285,7 +293,7 @@ def error_for_status(status: int, what: str, message: str, *, advice: str = AGEN
     return Unavailable(text)
 
 
-def status_message(content: bytes) -> str:
+def status_message(content: bytes | bytearray) -> str:
     """The message of a Kubernetes Status object, empty where this is none."""
     return decoded_or(STATUS, content, Status).message[:500]
 
