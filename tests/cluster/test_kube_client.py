@@ -286,7 +286,7 @@ async def test_watch_yields_events_and_bookmarks_in_order() -> None:
         (streams({"type": "ERROR", "object": raw_status(500, "etcd")}), Unavailable, "etcd"),
         (answers_html_502, Unavailable, "Bad Gateway"),
         (stalls_before_headers, Unavailable, "in time"),
-        (stalls_after_headers, Unavailable, "in time"),
+        (stalls_after_headers, Conflict, "in time"),
         (streams(bookmark("8"), then="cuts"), Unavailable, "inside a line"),
         (streams(bookmark("8"), then="drops"), Unavailable, "cannot watch"),
         (streams_bytes(b"<html>\n"), Corrupt, "no event"),

@@ -201,6 +201,10 @@ class Informer(Struct, kw_only=True, eq=False):
             return ""
 
     def _apply(self, event: WatchEvent) -> None:
+        version = object_meta(event.object, self.kind).version
+        # An earlier state, which would stay: of a pod that is deleted nothing else will come.
+        if 0 < version_number(version) < version_number(self._version):
+            raise Conflict(f"cannot watch {self.watched.what}: version {version} came after {self._version}")
         if event.type == "DELETED":
             # By the key alone: what a deleted object asks for may be unreadable.
             self._remove(self.handler.key(event.object))
@@ -209,7 +213,7 @@ class Informer(Struct, kw_only=True, eq=False):
         elif event.type != "BOOKMARK":
             raise Corrupt(f"cannot watch {self.watched.what}: unknown event type {event.type[:80]!r}")
         # Every event moves the place to go on from, bookmarks above all: they are sent for that.
-        self._version = object_meta(event.object, self.kind).version or self._version
+        self._version = version or self._version
 
     def _put(self, raw: Raw) -> None:
         try:

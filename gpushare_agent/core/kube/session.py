@@ -442,7 +442,7 @@ class KubeLists:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
-        old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
+        old (HTTP or ERROR event 410) or nothing comes, Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
         # Jittered, so that the agents of a cluster do not all come back in one second.
@@ -468,8 +468,13 @@ class KubeLists:
         # Once for all events: what they cost comes with every change of a pod.
         with renamed(what, self._session.through):
             while True:
-                async with asyncio.timeout(self._timeouts.watch_idle_s):
-                    line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+                try:
+                    async with asyncio.timeout(self._timeouts.watch_idle_s):
+                        line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+                # So a server answers for hours that does not have the version yet, because its etcd was restored from a
+                # backup (seen on Kubernetes 1.36).
+                except TimeoutError as e:
+                    raise Conflict(f"cannot {what}: not even a bookmark came in time{self._session.through}") from e
                 if not line:
                     return
                 # The event may be half an object: the watch begins again after the last whole one.
