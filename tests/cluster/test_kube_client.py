@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from msgspec import Raw
 
-from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
+from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node, slices_of_node
 from gpushare_agent.core.kube.configuration import (
     ConfigurationSource,
     environment_proxy,
@@ -87,6 +87,7 @@ async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
         (answers_gone, Conflict),
         (answers(409, raw_status(409)), Conflict),
         (answers(404, raw_status(404)), NotFound),
+        (answers(404, b"404 page not found\n", "text/plain"), Unavailable),
         (answers(401, raw_status(401)), Rejected),
         (answers(403, raw_status(403)), Rejected),
         (answers(422, raw_status(422)), Rejected),
@@ -756,6 +757,16 @@ async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
         ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
         ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
     ]
+
+
+async def test_a_kind_that_is_not_served_is_not_found() -> None:
+    """An API server answers so without a Status; of a single object that says nothing."""
+    async with (
+        fake_api(others=[answers(404, b"404 page not found\n", "text/plain")]) as server,
+        opened(server.url) as api,
+    ):
+        with pytest.raises(NotFound, match="404 page not found"):
+            await api.list_all(slices_of_node("n", "d"), lambda raw: raw)
 
 
 async def test_any_answer_shows_that_the_server_is_there() -> None:

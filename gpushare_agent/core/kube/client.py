@@ -27,10 +27,11 @@ from gpushare_agent.core.kube.session import (
     KubeSession,
     KubeTimeouts,
     ListLimits,
+    NotServed,
     Request,
     Watched,
 )
-from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
@@ -224,15 +225,22 @@ class KubeApi(KubeLists):
         return decoded_or(_REVIEW, raw_review, _Review).status.allowed
 
     async def _get(self, what: str, path: str, *, timeout_s: float | None = None) -> Raw:
-        request = Request(what=what, method="GET", path=path)
-        return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
+        return await self._object(Request(what=what, method="GET", path=path), timeout_s)
 
     async def _send(self, method: str, what: str, path: str, body: object, *, is_tried: bool = False) -> Raw:
         # A merge patch: None removes a key, and what is not named stays.
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         query = (("dryRun", "All"),) if is_tried else ()
-        request = Request(what=what, method=method, path=path, query=query, body=body, content_type=content_type)
-        return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
+        return await self._object(
+            Request(what=what, method=method, path=path, query=query, body=body, content_type=content_type)
+        )
+
+    async def _object(self, request: Request, timeout_s: float | None = None) -> Raw:
+        try:
+            return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
+        # Of a load balancer, say, with no API server behind it: a pod that runs would be forgotten, a bind taken for failed.
+        except NotServed as e:
+            raise Unavailable(str(e)) from e
 
 
 def pod_path(namespace: str, name: str) -> str:

@@ -52,6 +52,10 @@ class TooLong(Corrupt):
     """The answer is longer than the caller allows: ask for less."""
 
 
+class NotServed(NotFound):
+    """404 from whoever answers without a Status: no object is said to be gone."""
+
+
 class Throttled(Unavailable):
     """The server has too much to do (HTTP 429) and did nothing: come back after `retry_after_s`."""
 
@@ -266,8 +270,10 @@ async def _status_error(response: ClientResponse, what: str, advice: str, throug
     with suppress(ClientError):
         while len(content) < MAX_STATUS_BYTES and (part := await response.content.read(MAX_STATUS_BYTES)):
             content += part
-    message = status_message(content) or f"{excerpt(content)}{through}"
-    error = error_for_status(response.status, what, message, advice=advice)
+    said = status_message(content)
+    error = error_for_status(response.status, what, said or f"{excerpt(content)}{through}", advice=advice)
+    if isinstance(error, NotFound) and not said:
+        return NotServed(str(error))
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
     return error
