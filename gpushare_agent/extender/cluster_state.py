@@ -131,6 +131,8 @@ class ClusterState:
 
         self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
         """By node the pods without a node that are nominated for it: the room is theirs."""
+        self._evicted: dict[PodUid, tuple[float, Pod]] = {}
+        """Pods of `preempted` since when, as they were put down then."""
 
     # --- from the informers ---
 
@@ -449,14 +451,22 @@ class ClusterState:
         memory_mib = ledger.free.memory_mib + sum(one.memory_mib for one in amounts)
         return pod.host_request.cpu_milli > cpu_milli or pod.host_request.memory_mib > memory_mib
 
-    def preempted(self, pod: Pod, node: str, victims: Iterable[PodUid]) -> None:
+    def preempted(self, pod: Pod, node: str, victims: Iterable[PodUid], now: float) -> None:
         """These are evicted for the pod. The watch shows both later; the next pod may be decided in between."""
         if pod.uid not in self._pods:
             self._end_nomination(pod.uid)
             self._nominated[node][pod.uid] = replace(pod, rank=pod.rank._replace(nominated_node=node))
         for uid in victims:
-            if uid in self._pods:
-                self._pods[uid] = replace(self._pods[uid][0], is_deleting=True), self._pods[uid][1]
+            if uid in self._pods and not self._pods[uid][0].is_deleting:
+                marked = replace(self._pods[uid][0], is_deleting=True)
+                self._pods[uid], self._evicted[uid] = (marked, self._pods[uid][1]), (now, marked)
+
+    def not_evicted(self, before: float) -> None:
+        """Pods that were to be evicted so long ago, and of which the watch has shown nothing since, do not end."""
+        for uid in [uid for uid, (at, _) in self._evicted.items() if at <= before]:
+            _, marked = self._evicted.pop(uid)
+            if uid in self._pods and self._pods[uid][0] is marked:
+                self._pods[uid] = replace(marked, is_deleting=False), self._pods[uid][1]
 
     def victims(self, uids: Iterable[PodUid], protected: Set[PodUid] = frozenset()) -> list[Victim]:
         """Of these pods those that can be evicted: bound, and no mirror pod, whose end ends nothing."""
