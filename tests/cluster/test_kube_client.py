@@ -97,9 +97,10 @@ async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
         (stalls_before_headers, Unavailable),
         (stalls_after_headers, Unavailable),
         (resets, Unavailable),
-        (answers_garbage, Corrupt),
-        (answers(200, []), Corrupt),
-        (answers(200, b"[" * 100_000), Corrupt),
+        (answers_garbage, Unavailable),
+        (answers(200, b'{"metadata": {"name": "\xc3'), Unavailable),
+        (answers(200, []), Unavailable),
+        (answers(200, b"[" * 100_000), Unavailable),
     ],
 )
 async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[Exception]) -> None:

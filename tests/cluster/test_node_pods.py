@@ -245,7 +245,7 @@ async def test_fetch_of_a_pod_that_is_not_here_is_none(behaviour: Behaviour) -> 
         (answers_gone, Unavailable),
         (stalls_after_headers, Unavailable),
         (answers(403, raw_status(403)), Rejected),
-        (answers_garbage, Corrupt),
+        (answers_garbage, Unavailable),
         (answers(200, {}), Corrupt),
         (answers(200, raw_pod("a", cores="many")), Corrupt),
     ],

@@ -1,6 +1,6 @@
 """Requests of the agent and the extender about single objects, answered as undecoded JSON. Lists: session.py.
 
-All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
+All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or TooLong. All are
 bounded in time and size, and may be cancelled at any await. `KubeApi` is what the agent may do; `ClusterApi` adds what only
 the extender does: binds, labels of pods, leases, ResourceClaimTemplates. Formats: Kubernetes core/v1 Binding,
 coordination.k8s.io/v1 Lease.
@@ -29,6 +29,7 @@ from gpushare_agent.core.kube.session import (
     ListLimits,
     NotServed,
     Request,
+    TooLong,
     Watched,
 )
 from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
@@ -141,7 +142,7 @@ class KubeApi(KubeLists):
 
     async def check_answers(self, *, timeout_s: float) -> None:
         """Raises Unavailable: the API server does not answer in time. Any answer is one."""
-        with suppress(Rejected, NotFound, Corrupt):
+        with suppress(Rejected, NotFound):
             await self._get("ask the API server for its version", "/version", timeout_s=timeout_s)
 
     async def get_node(self, name: str) -> Raw:
@@ -238,8 +239,11 @@ class KubeApi(KubeLists):
     async def _object(self, request: Request, timeout_s: float | None = None) -> Raw:
         try:
             return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
-        # Of a load balancer, say, with no API server behind it: a pod that runs would be forgotten, a bind taken for failed.
-        except NotServed as e:
+        except TooLong:
+            raise
+        # Half an answer, or a load balancer's with no API server behind it: a claim would be refused for good, a pod that
+        # runs forgotten, a bind taken for failed.
+        except (Corrupt, NotServed) as e:
             raise Unavailable(str(e)) from e
 
 
