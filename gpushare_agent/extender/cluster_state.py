@@ -131,8 +131,8 @@ class ClusterState:
 
         self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
         """By node the pods without a node that are nominated for it: the room is theirs."""
-        self._evicted: dict[PodUid, tuple[float, Pod]] = {}
-        """Pods of `preempted` since when, as they were put down then."""
+        self._evicted: dict[PodUid, float] = {}
+        """Since when, by `preempted`."""
 
     # --- from the informers ---
 
@@ -457,29 +457,27 @@ class ClusterState:
             self._end_nomination(pod.uid)
             self._nominated[node][pod.uid] = replace(pod, rank=pod.rank._replace(nominated_node=node))
         for uid in victims:
-            if uid in self._pods and not self._pods[uid][0].is_deleting:
-                marked = replace(self._pods[uid][0], is_deleting=True)
-                self._pods[uid], self._evicted[uid] = (marked, self._pods[uid][1]), (now, marked)
+            self._evicted.setdefault(uid, now)
 
     def not_evicted(self, before: float) -> None:
-        """Pods that were to be evicted so long ago, and of which the watch has shown nothing since, do not end."""
-        for uid in [uid for uid, (at, _) in self._evicted.items() if at <= before]:
-            _, marked = self._evicted.pop(uid)
-            if uid in self._pods and self._pods[uid][0] is marked:
-                self._pods[uid] = replace(marked, is_deleting=False), self._pods[uid][1]
+        """Of pods that were evicted until then the watch has shown the end, or they do not end."""
+        self._evicted = {uid: at for uid, at in self._evicted.items() if at > before}
+
+    def is_ending(self, pod: Pod) -> bool:
+        return pod.is_deleting or pod.uid in self._evicted
 
     def victims(self, uids: Iterable[PodUid], protected: Set[PodUid] = frozenset()) -> list[Victim]:
         """Of these pods those that can be evicted: bound, and no mirror pod, whose end ends nothing."""
         found = ((uid, self.pod(uid), self._reservations.get(uid)) for uid in uids)
         return [
-            Victim(uid, pod.rank, held.plan.charges, uid in protected, pod.is_deleting)
+            Victim(uid, pod.rank, held.plan.charges, uid in protected, self.is_ending(pod))
             for uid, pod, held in found
             if pod and held and pod.node_name and not pod.is_static
         ]
 
     def _ending(self, ledger: NodeLedger) -> list[Mapping[int, Charge]]:
         """What the pods have that are being deleted."""
-        return [one.plan.charges for uid, one in ledger.reservations.items() if self._pods[uid][0].is_deleting]
+        return [one.plan.charges for uid, one in ledger.reservations.items() if self.is_ending(self._pods[uid][0])]
 
     def _gpus_for(self, pod: Pod, ledger: NodeLedger) -> Sequence[GpuAccount]:
         """The node's GPUs as the pod may use them: not what nominated pods of its priority or a higher one wait for."""

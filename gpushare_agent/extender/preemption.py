@@ -99,7 +99,7 @@ class Preemption(Struct, kw_only=True, eq=False):
 
     async def _is_protected(self, uid: PodUid) -> bool:
         pod = self.state.pod(uid)
-        if pod is None or pod.is_deleting:
+        if pod is None or self.state.is_ending(pod):
             return False
         try:
             await self.writes.evict(pod, is_tried=True)
@@ -148,8 +148,8 @@ class Preemption(Struct, kw_only=True, eq=False):
         name = f"{pod.namespace}/{pod.name}"
         try:
             # Those that end already last: without the right to evict, the room would be kept for a pod that never has it.
-            for one in sorted(known, key=lambda one: one.is_deleting):
-                if not one.is_deleting:
+            for one in sorted(known, key=self.state.is_ending):
+                if not self.state.is_ending(one):
                     await self.writes.evict(one)
                     ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
                     text = f"Preempted by pod {pod.uid} on node {node}"
