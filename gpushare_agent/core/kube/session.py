@@ -270,7 +270,7 @@ async def _status_error(response: ClientResponse, what: str, advice: str, throug
     with suppress(ClientError):
         while len(content) < MAX_STATUS_BYTES and (part := await response.content.read(MAX_STATUS_BYTES)):
             content += part
-    said = status_message(content)
+    said = decoded_or(STATUS, content, Status).message[:500]  # empty where this is none
     error = error_for_status(response.status, what, said or f"{excerpt(content)}{through}", advice=advice)
     if isinstance(error, NotFound) and not said:
         return NotServed(str(error))
@@ -297,11 +297,6 @@ def error_for_status(status: int, what: str, message: str, *, advice: str = AGEN
         return Rejected(text)
     # 429, 5xx, and whatever is not known: trying again does no harm.
     return Unavailable(text)
-
-
-def status_message(content: bytes | bytearray) -> str:
-    """The message of a Kubernetes Status object, empty where this is none."""
-    return decoded_or(STATUS, content, Status).message[:500]
 
 
 def excerpt(content: bytes | bytearray) -> str:
