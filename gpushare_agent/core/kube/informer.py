@@ -138,7 +138,7 @@ class Informer(Struct, kw_only=True, eq=False):
         | lasted HEALTHY_S and ended cleanly | 1           | none                        |
         | lasted HEALTHY_S and broke         | 1           | the first step of back-off  |
         | ended cleanly after an event       | 1           | the first step of back-off  |
-        | gone (410) where it went on        | 1           | the first step of back-off  |
+        | gone or silent where it went on    | 1           | the first step of back-off  |
         | any other, and a failed list       | one more    | the next step               |
         """
         # Infinite: the watch never began.
@@ -151,7 +151,7 @@ class Informer(Struct, kw_only=True, eq=False):
                 await self._list(api)
             async with api.watch_all(self.watched, self._version) as stream:
                 began_at, self.lost = self.clock(), None
-                # The stream has its own limits (session.py): a silent one ends as Unavailable.
+                # The stream has its own limits (session.py): a silent one ends as Conflict.
                 async for event in stream:
                     events += 1
                     self.last_message_at = self.clock()
