@@ -24,7 +24,7 @@ import structlog
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import bounded, wait_while
+from gpushare_agent.core.kit.supervision import ReportOnce, bounded, wait_while
 from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.kube.objects import object_meta, pod_uid
 from gpushare_agent.core.kube.pods import read_pod_json
@@ -127,6 +127,7 @@ class Binder(Struct, kw_only=True, eq=False):
     timing: BindTiming
     _under_way: set[PodUid] = field(default_factory=set)
     _left: dict[PodUid, tuple[Left, Reservation]] = field(default_factory=dict)
+    _unresolved: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_RECONCILED))
 
     @property
     def open_binds(self) -> int:
@@ -236,10 +237,10 @@ class Binder(Struct, kw_only=True, eq=False):
                     async with bounded(self.timing.bind_s, NO_ANSWER):
                         await (self._resolve if left is Left.OPEN else self._clean)(uid, reservation)
             except AgentError as e:
-                # Each time, not once: as long as a bind is open, no other pod gets its GPUs.
-                log.warning(
-                    "bind_unresolved", pod=_name(reservation), error=str(e), then="retried, its GPUs stay reserved"
-                )
+                # By pod, because no other one gets its GPUs meanwhile.
+                if self._unresolved.is_new(str(e), uid):
+                    then = "retried, its GPUs stay reserved" if left is Left.OPEN else "retried"
+                    log.warning("bind_unresolved", pod=_name(reservation), error=str(e), then=then)
 
     def _expire(self) -> None:
         for uid, reservation in [(uid, one) for uid, (left, one) in self._left.items() if left is Left.PROMISED]:
@@ -373,6 +374,7 @@ class Binder(Struct, kw_only=True, eq=False):
                     raise
         if self._is_left(uid, Left.OPEN):  # else its annotations are left
             del self._left[uid]
+        self._unresolved.is_over(uid)
         is_bound = self.state.reservation(uid) is not None
         self.metrics.count("binds_settled", "bound" if is_bound else "not-bound")
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)

@@ -131,6 +131,8 @@ class ClusterState:
 
         self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
         """By node the pods without a node that are nominated for it: the room is theirs."""
+        self._evicted: dict[PodUid, float] = {}
+        """Since when, by `preempted`."""
 
     # --- from the informers ---
 
@@ -449,27 +451,33 @@ class ClusterState:
         memory_mib = ledger.free.memory_mib + sum(one.memory_mib for one in amounts)
         return pod.host_request.cpu_milli > cpu_milli or pod.host_request.memory_mib > memory_mib
 
-    def preempted(self, pod: Pod, node: str, victims: Iterable[PodUid]) -> None:
+    def preempted(self, pod: Pod, node: str, victims: Iterable[PodUid], now: float) -> None:
         """These are evicted for the pod. The watch shows both later; the next pod may be decided in between."""
         if pod.uid not in self._pods:
             self._end_nomination(pod.uid)
             self._nominated[node][pod.uid] = replace(pod, rank=pod.rank._replace(nominated_node=node))
         for uid in victims:
-            if uid in self._pods:
-                self._pods[uid] = replace(self._pods[uid][0], is_deleting=True), self._pods[uid][1]
+            self._evicted.setdefault(uid, now)
+
+    def not_evicted(self, before: float) -> None:
+        """Of pods that were evicted until then the watch has shown the end, or they do not end."""
+        self._evicted = {uid: at for uid, at in self._evicted.items() if at > before}
+
+    def is_ending(self, pod: Pod) -> bool:
+        return pod.is_deleting or pod.uid in self._evicted
 
     def victims(self, uids: Iterable[PodUid], protected: Set[PodUid] = frozenset()) -> list[Victim]:
         """Of these pods those that can be evicted: bound, and no mirror pod, whose end ends nothing."""
         found = ((uid, self.pod(uid), self._reservations.get(uid)) for uid in uids)
         return [
-            Victim(uid, pod.rank, held.plan.charges, uid in protected, pod.is_deleting)
+            Victim(uid, pod.rank, held.plan.charges, uid in protected, self.is_ending(pod))
             for uid, pod, held in found
             if pod and held and pod.node_name and not pod.is_static
         ]
 
     def _ending(self, ledger: NodeLedger) -> list[Mapping[int, Charge]]:
         """What the pods have that are being deleted."""
-        return [one.plan.charges for uid, one in ledger.reservations.items() if self._pods[uid][0].is_deleting]
+        return [one.plan.charges for uid, one in ledger.reservations.items() if self.is_ending(self._pods[uid][0])]
 
     def _gpus_for(self, pod: Pod, ledger: NodeLedger) -> Sequence[GpuAccount]:
         """The node's GPUs as the pod may use them: not what nominated pods of its priority or a higher one wait for."""

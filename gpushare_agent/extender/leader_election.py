@@ -33,7 +33,7 @@ from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.json_schema import NULL, Lenient, decoded
-from gpushare_agent.core.kit.supervision import ChangeSignal, at_most, bounded
+from gpushare_agent.core.kit.supervision import ChangeSignal, ReportOnce, at_most, bounded
 from gpushare_agent.core.kube.client import ClusterApi, pods
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.objects import ObjectMeta, OwnerReference, object_meta, pod_uid
@@ -125,6 +125,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     _leads_until: float = LONG_AGO
     _was_leading: bool = False
     _changes: ChangeSignal = field(default_factory=ChangeSignal)
+    _failure: ReportOnce = field(default_factory=ReportOnce)
     term: int = 0
     """Counts the times that this replica became the leader."""
     holder: str = ""
@@ -146,10 +147,13 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         while True:
             try:
                 await self.try_acquire_or_renew()
+                self._failure.is_over()
             except AgentError as e:
                 # A missing right stays missing; an API server that is away comes back.
                 level = log.error if isinstance(e, Rejected) else log.warning
-                level("lease_not_renewed" if self.leads() else "lease_not_read", error=str(e), leads=self.leads())
+                event = "lease_not_renewed" if self.leads() else "lease_not_read"
+                if self._failure.is_new(f"{event}: {e}"):
+                    level(event, error=str(e), leads=self.leads())
             # Twice: the request may have won or lost the lease, and during the pause the time to lead may have run out.
             self.report_transition()
             await self._pause()

@@ -40,6 +40,8 @@ MAX_REFUSED = 1000
 MOST_NODES = 100
 """As kube-scheduler, which ends its search with so many nodes: each takes up to 15 ms with 8 GPUs and 100 pods."""
 GRACE_S, LOOK_S = 2.0, 0.5
+EVICTED_S = 30.0
+"""The watch shows the end of a pod long before. A scheduler that is killed, or whose request fails, evicts none."""
 TRIED_S = 2.0
 """For all evictions that are tried for one answer: the scheduler waits for it."""
 PREEMPTED = "Preempted"
@@ -97,7 +99,7 @@ class Preemption(Struct, kw_only=True, eq=False):
 
     async def _is_protected(self, uid: PodUid) -> bool:
         pod = self.state.pod(uid)
-        if pod is None or pod.is_deleting:
+        if pod is None or self.state.is_ending(pod):
             return False
         try:
             await self.writes.evict(pod, is_tried=True)
@@ -117,6 +119,7 @@ class Preemption(Struct, kw_only=True, eq=False):
 
     async def preempt_due(self) -> None:
         """Evicts for those that were refused GRACE_S ago."""
+        self.state.not_evicted(self.clock() - EVICTED_S)
         due = [uid for uid, (due_at, _) in self._refused.items() if due_at <= self.clock()]
         least = self.state.least_priority() if due else 0
         for uid in due:
@@ -145,8 +148,8 @@ class Preemption(Struct, kw_only=True, eq=False):
         name = f"{pod.namespace}/{pod.name}"
         try:
             # Those that end already last: without the right to evict, the room would be kept for a pod that never has it.
-            for one in sorted(known, key=lambda one: one.is_deleting):
-                if not one.is_deleting:
+            for one in sorted(known, key=self.state.is_ending):
+                if not self.state.is_ending(one):
                     await self.writes.evict(one)
                     ended = ObjectReference(kind="Pod", namespace=one.namespace, name=one.name, uid=one.uid)
                     text = f"Preempted by pod {pod.uid} on node {node}"
@@ -155,7 +158,7 @@ class Preemption(Struct, kw_only=True, eq=False):
                 if self.unscheduled(pod.uid) is None:  # deleted meanwhile: no event would end the nomination
                     return
                 # After each, because a budget may forbid the next one's end: whoever replaces this one would take its room.
-                self.state.preempted(pod, node, [one.uid])
+                self.state.preempted(pod, node, [one.uid], self.clock())
                 if pod.rank.nominated_node != node:
                     await self.writes.nominate(pod, node)
                     pod = replace(pod, rank=pod.rank._replace(nominated_node=node))

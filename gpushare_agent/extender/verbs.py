@@ -125,7 +125,7 @@ class Extender(Struct, kw_only=True, eq=False):
             # was deleted meanwhile would be kept without end.
             if len(victims) == 1 and self.preemption.unscheduled(args.pod.uid) is not None:
                 [(node, uids)] = victims.items()
-                self.state.preempted(args.pod, node, uids)
+                self.state.preempted(args.pod, node, uids, self.preemption.clock())
         return Result(await in_steps(preemption_result(victims, violations)))
 
     # --- filter ---

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from msgspec import Raw
 
-from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
+from gpushare_agent.core.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node, slices_of_node
 from gpushare_agent.core.kube.configuration import (
     ConfigurationSource,
     environment_proxy,
@@ -87,6 +87,7 @@ async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
         (answers_gone, Conflict),
         (answers(409, raw_status(409)), Conflict),
         (answers(404, raw_status(404)), NotFound),
+        (answers(404, b"404 page not found\n", "text/plain"), Unavailable),
         (answers(401, raw_status(401)), Rejected),
         (answers(403, raw_status(403)), Rejected),
         (answers(422, raw_status(422)), Rejected),
@@ -96,9 +97,10 @@ async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
         (stalls_before_headers, Unavailable),
         (stalls_after_headers, Unavailable),
         (resets, Unavailable),
-        (answers_garbage, Corrupt),
-        (answers(200, []), Corrupt),
-        (answers(200, b"[" * 100_000), Corrupt),
+        (answers_garbage, Unavailable),
+        (answers(200, b'{"metadata": {"name": "\xc3'), Unavailable),
+        (answers(200, []), Unavailable),
+        (answers(200, b"[" * 100_000), Unavailable),
     ],
 )
 async def test_each_bad_answer_has_its_error(behaviour: Behaviour, error: type[Exception]) -> None:
@@ -146,6 +148,36 @@ async def test_the_servers_own_words_are_in_the_error() -> None:
     refusal = raw_status(403, 'pods "p" is forbidden: User cannot get')
     async with fake_api(others=[answers(403, refusal)]) as server, opened(server.url) as api:
         with pytest.raises(Rejected, match=r"answered 403: .* is forbidden: User cannot get.*ClusterRole"):
+            await api.get_pod("default", "p", timeout_s=DEADLINE_S)
+
+
+async def _in_parts(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+    content = json.dumps(raw_status(422, "spec is immutable")).encode()
+    response = web.StreamResponse(status=422, headers={"Content-Length": str(len(content))})
+    await response.prepare(request)
+    for byte in content:  # each in a packet of its own, as far as the system does as it is asked
+        await response.write(bytes([byte]))
+        await asyncio.sleep(0)
+    return response
+
+
+async def _breaks_off(_server: FakeApiServer, _seen: Seen, request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(status=422, headers={"Content-Length": "500"})
+    await response.prepare(request)
+    await response.write(b"spec is immutable")
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+LONG = raw_status(422, f"{'x' * 400}: spec is immutable") | {"details": {"causes": [{"message": "x" * 5000}]}}
+
+
+@pytest.mark.parametrize("behaviour", [answers(422, LONG), _in_parts, _breaks_off])
+async def test_a_refusal_is_read_to_its_end(behaviour: Behaviour) -> None:
+    """However long its text is and however it comes; where it breaks off its status counts all the same."""
+    async with fake_api(others=[behaviour]) as server, opened(server.url) as api:
+        with pytest.raises(Rejected, match=r"answered 422: (x{400}: )?spec is immutable$"):
             await api.get_pod("default", "p", timeout_s=DEADLINE_S)
 
 
@@ -256,7 +288,7 @@ async def test_watch_yields_events_and_bookmarks_in_order() -> None:
         (streams({"type": "ERROR", "object": raw_status(500, "etcd")}), Unavailable, "etcd"),
         (answers_html_502, Unavailable, "Bad Gateway"),
         (stalls_before_headers, Unavailable, "in time"),
-        (stalls_after_headers, Unavailable, "in time"),
+        (stalls_after_headers, Conflict, "in time"),
         (streams(bookmark("8"), then="cuts"), Unavailable, "inside a line"),
         (streams(bookmark("8"), then="drops"), Unavailable, "cannot watch"),
         (streams_bytes(b"<html>\n"), Corrupt, "no event"),
@@ -350,6 +382,29 @@ async def test_a_refused_token_is_read_again(tmp_path: Path, monkeypatch: pytest
         token.write_text("new\n")
         await api.get_pod("default", "p", timeout_s=DEADLINE_S)
     assert [r.headers["authorization"].removeprefix("Bearer ") for r in server.seen] == ["old", "old", "old", "new"]
+
+
+async def test_a_token_that_ends_is_read_again_once_for_all_requests(tmp_path: Path) -> None:
+    """Of many requests that are refused at once one reads the token again, and all are repeated with it."""
+    token = tmp_path / "token"
+    token.write_text("old")
+    all_seen = asyncio.Event()
+
+    async def only_new(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        if seen.headers["authorization"] == "Bearer new":
+            return await answers(200, {})(server, seen, request)
+        if len(server.seen) == 3:
+            all_seen.set()
+        await all_seen.wait()
+        return await answers(401, raw_status(401))(server, seen, request)
+
+    async with fake_api(others=[only_new]) as server, opened(server.url, user={"tokenFile": str(token)}) as api:
+        api._session._loaded_at = float("-inf")
+        token.write_text("new")
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(api.get_pod("default", f"p{number}", timeout_s=DEADLINE_S))
+    assert len(server.seen) == 6
 
 
 async def test_an_exec_plugin_supplies_the_token(tmp_path: Path) -> None:
@@ -703,6 +758,16 @@ async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
         ("/api/v1/pods", {"fieldSelector": "status.phase!=Failed", "limit": "500"}),
         ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500"}),
     ]
+
+
+async def test_a_kind_that_is_not_served_is_not_found() -> None:
+    """An API server answers so without a Status; of a single object that says nothing."""
+    async with (
+        fake_api(others=[answers(404, b"404 page not found\n", "text/plain")]) as server,
+        opened(server.url) as api,
+    ):
+        with pytest.raises(NotFound, match="404 page not found"):
+            await api.list_all(slices_of_node("n", "d"), lambda raw: raw)
 
 
 async def test_any_answer_shows_that_the_server_is_there() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.agent.dra import slices
 from gpushare_agent.agent.dra.slices import SlicePublisher, slice_name
@@ -322,14 +323,17 @@ async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read
 
 
 async def test_a_slice_that_somebody_else_has_is_not_published() -> None:
-    """By another driver or for another node, its name is taken and the watch never shows it."""
+    """By another driver or for another node, its name is taken and the watch never shows it. One line says what to do."""
     published = Published(devices(inventory(1)))
     published.api.error = Conflict("already exists")
-    async with published.running():
-        await eventually(lambda: published.api.writes > 0)
-        published.publisher.changed()
-        await eventually(lambda: published.api.writes > 1)
-        assert not published.publisher.published.is_set()
+    with capture_logs() as logs:
+        async with published.running():
+            await eventually(lambda: published.api.writes > 0)
+            published.publisher.changed()
+            await eventually(lambda: published.api.writes > 1)
+            assert not published.publisher.published.is_set()
+    [error] = [one["error"] for one in logs if one["event"] == "slice_not_published"]
+    assert error.startswith(f"already exists; if this stays, delete the ResourceSlice {NODE}-{DRIVER}")
 
 
 async def test_a_slice_that_may_not_be_written_is_not_published_and_one_that_was_stays_so() -> None:

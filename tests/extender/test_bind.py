@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from gpushare_agent.agent.admission.decisions.decide import hinted_gpus
 from gpushare_agent.agent.admission.decisions.ledger import Policy
@@ -142,8 +143,11 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         assert "stay reserved until it is known" in error
         assert replica.binder.open_binds == 1
         assert "60 cores" in await replica.bind(pods[1], "n1")
-        await replica.binder.reconcile()
+        with capture_logs() as logs:
+            for _ in range(3):
+                await replica.binder.reconcile()
         assert replica.binder.open_binds == 1, "the API server does not answer yet"
+        assert [one["event"] for one in logs] == ["bind_unresolved"], "it may not answer for hours"
         cluster.faults = []
         await replica.binder.reconcile()
         assert replica.binder.open_binds == 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpushare_agent.core.kube.client import ClusterApi
 from gpushare_agent.core.model.errors import Conflict, NotFound, Unavailable
@@ -21,6 +22,7 @@ from gpushare_agent.extender.app import lease_owner
 from gpushare_agent.extender.leader_election import LeaderElection, LeaseTerms, boot_time_s
 from tests.cluster.support_kube import running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster
+from tests.fakes.api_server import raw_status
 from tests.fakes.clock import FakeClock
 
 TERMS = LeaseTerms(namespace="ns", name="lease", duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
@@ -146,6 +148,17 @@ async def test_an_api_server_that_is_down_ends_leadership_at_the_deadline() -> N
             cluster.is_down = False
             await election.wait_change(1, False)
             assert (election.term, election.leads()) == (2, True)
+
+
+async def test_a_lease_that_cannot_be_read_is_logged_once() -> None:
+    """It is asked for every two seconds, and an API server may be away for days."""
+    async with fake_cluster() as cluster, cluster.opened_api() as api:
+        cluster.script.answers["/apis/coordination.k8s.io/v1/namespaces/ns/leases/lease"] = 503, raw_status(503)
+        election = LeaderElection(api=api, identity="r0", terms=QUICK)
+        with capture_logs() as logs:
+            async with running(election.run):
+                await cluster.wait_for(lambda seen: len(seen) >= 5)
+        assert [one["event"] for one in logs] == ["lease_not_read"]
 
 
 async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() -> None:

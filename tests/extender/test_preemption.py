@@ -16,7 +16,7 @@ from gpushare_agent.core.model.resources import ResourceNames
 from gpushare_agent.extender.bind import PodWrites
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.preemption import MOST_TRIED
-from gpushare_agent.extender.preemption import GRACE_S, MOST_NODES
+from gpushare_agent.extender.preemption import EVICTED_S, GRACE_S, MOST_NODES
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from tests.extender.support_extender import (
@@ -407,6 +407,19 @@ async def test_the_room_of_one_is_kept_while_a_budget_forbids_the_next_ones_end(
         assert len(written(cluster, "/s0/eviction")) == 2, "tried, and done"
         assert cluster.pod("default", "urgent")["status"]["nominatedNodeName"] == "n1"
         assert "default/s1" in cluster.objects["pods"]
+
+
+async def test_one_that_the_scheduler_does_not_evict_ends_no_more() -> None:
+    """It was killed after the answer, say: what counted as ending would never be evicted, and the pod would wait for it."""
+    async with with_shares(raw_ranked("urgent", 60, 9)) as (cluster, asker, clock):
+        assert await proposed(asker, cluster, n1=["s1"]) == {"n1": (["s1"], 0)}
+        await refused(asker, cluster)
+        await after_grace(asker, clock)
+        assert not written(cluster, "/eviction"), "it ends already"
+        clock.now += EVICTED_S
+        await refused(asker, cluster)
+        await after_grace(asker, clock)
+        assert written(cluster, "/eviction") == ["/api/v1/namespaces/default/pods/s1/eviction"] * 2, "tried, and done"
 
 
 async def test_nobody_else_ends_where_others_end_already_for_the_pod() -> None:

@@ -200,8 +200,9 @@ async def _open_stream(request: web.Request) -> web.StreamResponse:
 # --- the server ---
 
 GOOD = "good"
-FAULTS = ("409", "429", "500", "500-done", "silent", "silent-done", "late")
-"""Not carried out, but for -done; `late` is carried out, by `carry_out_late`, after the client was cut off."""
+FAULTS = ("409", "429", "500", "500-done", "half", "half-done", "silent", "silent-done", "late")
+"""Not carried out, but for -done; `late` is carried out, by `carry_out_late`, after the client was cut off. `half` is an
+answer that breaks off where nothing says so."""
 
 
 @dataclass
@@ -353,6 +354,8 @@ class FakeApiServer(EmbeddedApiServer):
             self._changed.set()
         if fault in ("late", "silent"):
             return await resets(self, seen, request)
+        if fault == "half":
+            return await answers(200, b'{"metadata": {"name": "\xc3')(self, seen, request)
         refuse = answers(int(fault), raw_status(int(fault)), headers={"Retry-After": self.retry_after})
         return await refuse(self, seen, request)
 

@@ -194,6 +194,8 @@ class SlicePublisher(Handler):
         try:
             answer = await (api.create_slice(made) if seen is None else api.replace_slice(name, made))
         except (Conflict, NotFound) as e:
+            if seen is None:  # of another driver, or for another node: no watch of ours shows it
+                raise Conflict(f"{e}; if this stays, delete the ResourceSlice {name}, which is not this agent's") from e
             log.debug("slice_changed_meanwhile", error=str(e))
             return False
         written = decoded(_SLICE, answer, "a ResourceSlice")

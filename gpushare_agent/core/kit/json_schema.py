@@ -54,7 +54,7 @@ def converted(raw: Any, schema: type[T], where: str = "") -> T:
         raise Corrupt(f"{where}: {e}" if where else str(e)) from e
 
 
-def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D]) -> T | D:
+def decoded_or(decoder: Decoder[T], content: bytes | bytearray | Raw, absent: Callable[[], D]) -> T | D:
     """The content, read by the schema; else the result of `absent`."""
     try:
         return decoder.decode(content)

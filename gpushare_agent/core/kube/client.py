@@ -1,6 +1,6 @@
 """Requests of the agent and the extender about single objects, answered as undecoded JSON. Lists: session.py.
 
-All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
+All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or TooLong. All are
 bounded in time and size, and may be cancelled at any await. `KubeApi` is what the agent may do; `ClusterApi` adds what only
 the extender does: binds, labels of pods, leases, ResourceClaimTemplates. Formats: Kubernetes core/v1 Binding,
 coordination.k8s.io/v1 Lease.
@@ -27,10 +27,12 @@ from gpushare_agent.core.kube.session import (
     KubeSession,
     KubeTimeouts,
     ListLimits,
+    NotServed,
     Request,
+    TooLong,
     Watched,
 )
-from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.core.model.names import PodUid
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
@@ -140,7 +142,7 @@ class KubeApi(KubeLists):
 
     async def check_answers(self, *, timeout_s: float) -> None:
         """Raises Unavailable: the API server does not answer in time. Any answer is one."""
-        with suppress(Rejected, NotFound, Corrupt):
+        with suppress(Rejected, NotFound):
             await self._get("ask the API server for its version", "/version", timeout_s=timeout_s)
 
     async def get_node(self, name: str) -> Raw:
@@ -224,15 +226,25 @@ class KubeApi(KubeLists):
         return decoded_or(_REVIEW, raw_review, _Review).status.allowed
 
     async def _get(self, what: str, path: str, *, timeout_s: float | None = None) -> Raw:
-        request = Request(what=what, method="GET", path=path)
-        return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
+        return await self._object(Request(what=what, method="GET", path=path), timeout_s)
 
     async def _send(self, method: str, what: str, path: str, body: object, *, is_tried: bool = False) -> Raw:
         # A merge patch: None removes a key, and what is not named stays.
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         query = (("dryRun", "All"),) if is_tried else ()
-        request = Request(what=what, method=method, path=path, query=query, body=body, content_type=content_type)
-        return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
+        return await self._object(
+            Request(what=what, method=method, path=path, query=query, body=body, content_type=content_type)
+        )
+
+    async def _object(self, request: Request, timeout_s: float | None = None) -> Raw:
+        try:
+            return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
+        except TooLong:
+            raise
+        # Half an answer, or a load balancer's with no API server behind it: a claim would be refused for good, a pod that
+        # runs forgotten, a bind taken for failed.
+        except (Corrupt, NotServed) as e:
+            raise Unavailable(str(e)) from e
 
 
 def pod_path(namespace: str, name: str) -> str:

@@ -138,7 +138,7 @@ class Informer(Struct, kw_only=True, eq=False):
         | lasted HEALTHY_S and ended cleanly | 1           | none                        |
         | lasted HEALTHY_S and broke         | 1           | the first step of back-off  |
         | ended cleanly after an event       | 1           | the first step of back-off  |
-        | gone (410) where it went on        | 1           | the first step of back-off  |
+        | gone or silent where it went on    | 1           | the first step of back-off  |
         | any other, and a failed list       | one more    | the next step               |
         """
         # Infinite: the watch never began.
@@ -151,7 +151,7 @@ class Informer(Struct, kw_only=True, eq=False):
                 await self._list(api)
             async with api.watch_all(self.watched, self._version) as stream:
                 began_at, self.lost = self.clock(), None
-                # The stream has its own limits (session.py): a silent one ends as Unavailable.
+                # The stream has its own limits (session.py): a silent one ends as Conflict.
                 async for event in stream:
                     events += 1
                     self.last_message_at = self.clock()
@@ -201,6 +201,10 @@ class Informer(Struct, kw_only=True, eq=False):
             return ""
 
     def _apply(self, event: WatchEvent) -> None:
+        version = object_meta(event.object, self.kind).version
+        # An earlier state, which would stay: of a pod that is deleted nothing else will come.
+        if 0 < version_number(version) < version_number(self._version):
+            raise Conflict(f"cannot watch {self.watched.what}: version {version} came after {self._version}")
         if event.type == "DELETED":
             # By the key alone: what a deleted object asks for may be unreadable.
             self._remove(self.handler.key(event.object))
@@ -209,7 +213,7 @@ class Informer(Struct, kw_only=True, eq=False):
         elif event.type != "BOOKMARK":
             raise Corrupt(f"cannot watch {self.watched.what}: unknown event type {event.type[:80]!r}")
         # Every event moves the place to go on from, bookmarks above all: they are sent for that.
-        self._version = object_meta(event.object, self.kind).version or self._version
+        self._version = version or self._version
 
     def _put(self, raw: Raw) -> None:
         try:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 4 << 20
 """etcd holds at most 1.5 MiB of an object."""
+MAX_STATUS_BYTES = 64 << 10
+"""A proxy's page of HTML need not be read to its end."""
 RELOAD_INTERVAL_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -48,6 +50,10 @@ NO_ANSWER = "the API server did not answer in time"
 
 class TooLong(Corrupt):
     """The answer is longer than the caller allows: ask for less."""
+
+
+class NotServed(NotFound):
+    """404 from whoever answers without a Status: no object is said to be gone."""
 
 
 class Throttled(Unavailable):
@@ -140,10 +146,12 @@ class KubeSession:
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncIterator[ClientResponse]:
         """The response with its status checked and its body unread. Runs under the caller's `renamed` and timeout."""
+        client = self._client
         response = await self._send(request)
         try:
-            # Once: tokens and client certificates are renewed while the process runs.
-            if response.status == 401 and await self._reload():
+            # Once: tokens and client certificates are renewed while the process runs. Of many requests that fail at once one
+            # reloads, and the others find another client than they began with.
+            if response.status == 401 and (await self._reload() or self._client is not client):
                 response.close()
                 response = await self._send(request)
             if not 200 <= response.status < 300:
@@ -187,7 +195,6 @@ class KubeSession:
     async def _reload(self) -> bool:
         """Load the credentials again; False where that was tried a moment ago or does not work."""
         async with self._reload_lock:
-            # Many requests fail at once when a token ends: the first of them reloads, the others find this.
             if time.monotonic() - self._loaded_at < RELOAD_INTERVAL_S:
                 return False
             # Before the load: a plugin that fails must not be started by each request.
@@ -256,10 +263,17 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
 
 async def _status_error(response: ClientResponse, what: str, advice: str, through: str) -> AgentError:
     """The error that a refused request becomes; the server's own message is in it."""
-    # A Status is short; a proxy's page of HTML need not be read.
-    content = await response.content.read(4096)
-    message = status_message(content) or f"{excerpt(content)}{through}"
-    error = error_for_status(response.status, what, message, advice=advice)
+    from aiohttp import ClientError
+
+    # Once in its text and once more in its causes. A body that breaks off must not hide the status, which is known.
+    content = bytearray()
+    with suppress(ClientError):
+        while len(content) < MAX_STATUS_BYTES and (part := await response.content.read(MAX_STATUS_BYTES)):
+            content += part
+    said = decoded_or(STATUS, content, Status).message[:500]  # empty where this is none
+    error = error_for_status(response.status, what, said or f"{excerpt(content)}{through}", advice=advice)
+    if isinstance(error, NotFound) and not said:
+        return NotServed(str(error))
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
     return error
@@ -283,11 +297,6 @@ def error_for_status(status: int, what: str, message: str, *, advice: str = AGEN
         return Rejected(text)
     # 429, 5xx, and whatever is not known: trying again does no harm.
     return Unavailable(text)
-
-
-def status_message(content: bytes) -> str:
-    """The message of a Kubernetes Status object, empty where this is none."""
-    return decoded_or(STATUS, content, Status).message[:500]
 
 
 def excerpt(content: bytes | bytearray) -> str:
@@ -434,7 +443,7 @@ class KubeLists:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
-        old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
+        old (HTTP or ERROR event 410) or nothing comes, Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
         # Jittered, so that the agents of a cluster do not all come back in one second.
@@ -460,8 +469,13 @@ class KubeLists:
         # Once for all events: what they cost comes with every change of a pod.
         with renamed(what, self._session.through):
             while True:
-                async with asyncio.timeout(self._timeouts.watch_idle_s):
-                    line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+                try:
+                    async with asyncio.timeout(self._timeouts.watch_idle_s):
+                        line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
+                # So a server answers for hours that does not have the version yet, because its etcd was restored from a
+                # backup (seen on Kubernetes 1.36).
+                except TimeoutError as e:
+                    raise Conflict(f"cannot {what}: not even a bookmark came in time{self._session.through}") from e
                 if not line:
                     return
                 # The event may be half an object: the watch begins again after the last whole one.
