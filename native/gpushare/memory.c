@@ -272,12 +272,19 @@ static CUdevice device_of_node(int node)
     return has_nodes && is_without_processors(node) ? UNSEEN_DEVICE : -1;
 }
 
+/* Of one that is not there, or before cuInit, the driver has the right error. */
+static CUdevice device_of_id(int id)
+{
+    int count = 0;
+    return REAL(cuDeviceGetCount)(&count) == CUDA_SUCCESS && id < count ? id : -1;
+}
+
 CUdevice device_at(CUmemLocationType type, int id)
 {
     CUdevice current;
     switch ((int)type) {
-    case CU_MEM_LOCATION_TYPE_DEVICE: return id;
-    case CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN: return id & 0xff; /* the domain's number is in the next byte */
+    case CU_MEM_LOCATION_TYPE_DEVICE: return device_of_id(id);
+    case CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN: return device_of_id(id & 0xff); /* the domain's number is in the next byte */
     case CU_MEM_LOCATION_TYPE_HOST:
     case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT: return -1; /* that of the thread's processor, and no GPU's node has one */
     case CU_MEM_LOCATION_TYPE_HOST_NUMA: return device_of_node(id);
