@@ -403,6 +403,7 @@ static struct known_pool {
     int gpu;
     enum kind kind;
     bool has_grown; /* by more than it lacked: what is free in it is in pieces, or of a stream that is not so far */
+    bool is_ended;  /* by the program; by the driver, as soon as nothing is in it */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -440,17 +441,27 @@ static void read_pool(struct known_pool *known)
                       ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
 }
 
+static CUresult end_of(struct known_pool *known, __typeof__(cuMemPoolDestroy) *destroy)
+{
+    CUresult result = destroy(known->pool);
+    if (result == CUDA_SUCCESS)
+        *known = pools[--pools_count];
+    return result;
+}
+
 void read_pools(int gpu, bool trims)
 {
     if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0)
         return;
     hold(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
-    for (struct known_pool *known = pools; known < pools + pools_count; known++)
+    for (struct known_pool *known = pools + pools_count; known-- > pools;) /* in the place of one that ends comes the last */
         if ((known->gpu == gpu || gpu == EVERY_GPU) && known->reserved) { /* it gets more by allocations, which read it */
-            if (trims)
+            if (trims || known->is_ended)
                 REAL(cuMemPoolTrimTo)(known->pool, 0);
             read_pool(known);
+            if (known->is_ended && !known->reserved)
+                end_of(known, REAL(cuMemPoolDestroy));
         }
     restore_capture(mode);
     release(&reserves_guard);
@@ -575,8 +586,10 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         return true;
     read_pool(use->pool);
     bool is_taken = take_lacking_in(use, bytes);
-    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) /* trimmed, this pool may lack more than before */
+    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
+        use->pool = find_pool(pool);                                    /* and have another place */
         is_taken = take_lacking_in(use, bytes);
+    }
     if (!is_taken)
         release(&reserves_guard);
     else
@@ -645,20 +658,29 @@ HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
     return result;
 }
 
-/* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
+/* The driver keeps one until its last address is freed and each free is done, and nobody could ask it any more. So it is destroyed then;
+   what a destroy does at once is done at once. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
+    CUmemoryPool first;
+    CUresult result = CUDA_SUCCESS;
     hold(&reserves_guard);
     struct known_pool *known = find_pool(pool);
     if (known) {
         CUstreamCaptureMode mode = relax_capture();
-        REAL(cuMemPoolTrimTo)(pool, 0); /* as its end does */
+        REAL(cuMemPoolTrimTo)(pool, 0);
         read_pool(known);
         restore_capture(mode);
     }
-    CUresult result = real(pool);
-    if (known && result == CUDA_SUCCESS)
-        *known = pools[--pools_count];
+    if (!known) {
+        result = real(pool);
+    } else if (known->device < 0 || !known->reserved || owner_of(pool, -1) >= 0) {
+        result = end_of(known, real);
+    } else {
+        known->is_ended = true;
+        if (pool_of_device(known->device) == pool && REAL(cuDeviceGetDefaultMemPool)(&first, known->device) == CUDA_SUCCESS)
+            REAL(cuDeviceSetMemPool)(known->device, first);
+    }
     release(&reserves_guard);
     return result;
 }

@@ -22,7 +22,7 @@
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
  *   contexts               twice as many contexts as fit
  *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
- *   ended                  pools that are destroyed with 512 bytes in them
+ *   ended                  pools that are destroyed with 512 bytes in them, the current one of the GPU; these are then freed, and once more
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -321,16 +321,23 @@ static int take_of_pools(const char *program, const char *kind)
     if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
                                 cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
         return 3;
-    for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
-        if (is(kind, "ended") && cuMemPoolCreate(&pool, &properties))
-            return 3;
-        result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
-        if (result == CUDA_SUCCESS && is(kind, "ordered"))
-            cuMemFreeAsync(taken[count], NULL);
-        if (is(kind, "ended") && cuMemPoolDestroy(pool))
-            return 4;
+    for (int round = is(kind, "ordered"); round < 2; round++) {
+        result = CUDA_SUCCESS;
+        for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
+            CUmemoryPool now;
+            if (is(kind, "ended") && (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool)))
+                return 3;
+            result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
+            if (result == CUDA_SUCCESS && is(kind, "ordered"))
+                cuMemFreeAsync(taken[count], NULL);
+            if (is(kind, "ended") && (cuMemPoolDestroy(pool) || cuDeviceGetMemPool(&now, target) || now == pool))
+                return 4;
+        }
+        say(program, "take", result);
+        for (int i = 0; i < count && is(kind, "ended"); i++)
+            cuMemFreeAsync(taken[i], NULL);
+        cuCtxSynchronize();
     }
-    say(program, "take", result);
     return 0;
 }
 
