@@ -685,6 +685,18 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     return result;
 }
 
+/* Of a GPU whose context has ended, or was reset: their names may be nobody's now. */
+static void forget_ended_pools(CUdevice device)
+{
+    hold(&reserves_guard);
+    for (struct known_pool *known = pools + pools_count; known-- > pools;)
+        if (known->is_ended && known->device == device) {
+            give_bytes(known->gpu, known->kind, known->reserved);
+            *known = pools[--pools_count];
+        }
+    release(&reserves_guard);
+}
+
 /* ---- virtual memory: it is the handle's, and stays while the handle is held or mapped ---- */
 
 HOOK(cuMemCreate,
@@ -1084,6 +1096,7 @@ static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
     if (context && (has_ended || is_reset)) {
         forget_launches_of(context);
         give_all_of(context, has_ended);
+        forget_ended_pools(device);
     }
     if (has_ended) {
         read_pools(gpu_of_device(device), false);

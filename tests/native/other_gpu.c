@@ -22,7 +22,8 @@
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
  *   contexts               twice as many contexts as fit
  *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
- *   ended                  pools that are destroyed with 512 bytes in them, the current one of the GPU; these are then freed, and once more
+ *   ended                  pools that are destroyed with 512 bytes in them, each as the current one of the GPU; again when these are freed,
+ *                          and when the context was reset with them
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -321,7 +322,9 @@ static int take_of_pools(const char *program, const char *kind)
     if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
                                 cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
         return 3;
-    for (int round = is(kind, "ordered"); round < 2; round++) {
+    for (int round = 0; round < (is(kind, "ended") ? 3 : 1); round++) {
+        if (round == 2)
+            cuDevicePrimaryCtxReset_v2(target), cuDevicePrimaryCtxRetain(&contexts[0], target), cuCtxSetCurrent(contexts[0]);
         result = CUDA_SUCCESS;
         for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
             CUmemoryPool now;
@@ -334,7 +337,7 @@ static int take_of_pools(const char *program, const char *kind)
                 return 4;
         }
         say(program, "take", result);
-        for (int i = 0; i < count && is(kind, "ended"); i++)
+        for (int i = 0; i < count && is(kind, "ended") && round == 0; i++)
             cuMemFreeAsync(taken[i], NULL);
         cuCtxSynchronize();
     }
