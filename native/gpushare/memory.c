@@ -715,7 +715,6 @@ HOOK(cuMemCreate,
 
 static void unbind(uint64_t object, int gpu, uint64_t offset);
 
-/* Another process's memory is not in the table, so nothing happens to it here. */
 static void drop_handle(uint64_t handle)
 {
     struct allocation freed;
@@ -752,12 +751,18 @@ HOOK(cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle *handle, void *a
     return result;
 }
 
+/* What has no memory of this process: an object, or what another process has. So its end is noticed, with what is bound to it. */
+static void remember_object(CUmemGenericAllocationHandle handle)
+{ remember(&(struct allocation){.value = handle, .class = HANDLE, .gpu = -1, .references = 1}); }
+
 /* What the process has exported itself comes back as the handle that it has. */
 HOOK(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type),
      (handle, shared, type))
 {
     CUresult result = real(handle, shared, type);
-    hold_handle(result, handle);
+    struct allocation unused;
+    if (result == CUDA_SUCCESS && !refer(HANDLE, *handle, 1, &unused))
+        remember_object(*handle);
     return result;
 }
 
@@ -842,8 +847,8 @@ static CUresult end_binding(CUresult result, uint64_t object, int gpu, uint64_t 
 HOOK(cuMulticastCreate, (CUmemGenericAllocationHandle *object, const CUmulticastObjectProp *properties), (object, properties))
 {
     CUresult result = real(object, properties);
-    if (result == CUDA_SUCCESS) /* so its end is noticed; it has no memory */
-        remember(&(struct allocation){.value = *object, .class = HANDLE, .gpu = -1, .references = 1});
+    if (result == CUDA_SUCCESS)
+        remember_object(*object);
     return result;
 }
 

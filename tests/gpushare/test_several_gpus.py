@@ -104,7 +104,7 @@ def share_of_several(machine: Machine, cores: Sequence[int] = (10000, 10000, 100
 OWN_KINDS = ("alloc", "managed", "pitch", "array", "mipmapped", "stack", "heap", "fifo")
 """Of the current context's GPU, whichever the thread has had current before."""
 KINDS = ("async", "chosen", "pool", "own", "managedpool", "anywhere", "vmm", "mapped", "domain")
-BOUND = ("sparse", "sparse2", "bound", "bound2", "address", "address2", "endpoint", "place")
+BOUND = ("sparse", "sparse2", "bound", "bound2", "bound3", "address", "address2", "endpoint", "place")
 GRAPHS = ("node", "captured", "uploaded")
 
 
