@@ -403,7 +403,7 @@ static struct known_pool {
     int gpu;
     enum kind kind;
     bool has_grown; /* by more than it lacked: what is free in it is in pieces, or of a stream that is not so far */
-    bool is_ended;  /* by the program; by the driver, as soon as nothing is in it */
+    bool is_ended; /* by the program; by the driver, as soon as nothing is in it */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -587,7 +587,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
     read_pool(use->pool);
     bool is_taken = take_lacking_in(use, bytes);
     if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
-        use->pool = find_pool(pool);                                    /* and have another place */
+        use->pool = find_pool(pool); /* and have another place */
         is_taken = take_lacking_in(use, bytes);
     }
     if (!is_taken)
