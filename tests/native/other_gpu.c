@@ -345,7 +345,6 @@ static int take_of_pools(const char *program, const char *kind)
         say(program, "take", result);
         for (int i = 0; i < count && is(kind, "ended") && round == 0; i++)
             cuMemFreeAsync(taken[i], NULL);
-        cuCtxSynchronize();
     }
     return 0;
 }
