@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-enum { MOST_GPU_ORDINALS = 64, MOST_NODES = 1 << 20, DEEPEST = 8 };
+enum { MOST_GPU_ORDINALS = 64 };
 static uint64_t reserved[MOST_GPU_ORDINALS];
 
 static uint64_t ask_graphs(CUdevice device, CUgraphMem_attribute attribute)
@@ -74,9 +74,9 @@ static void add_range(struct ranges *to, struct range range)
     to->all[to->count++] = range;
 }
 
-static void add_graph(struct ranges *to, CUgraph graph, unsigned depth);
+static void add_graph(struct ranges *to, CUgraph graph);
 
-static void add_node(struct ranges *to, CUgraphNode node, unsigned depth)
+static void add_node(struct ranges *to, CUgraphNode node)
 {
     CUgraphNodeType type;
     CUDA_MEM_ALLOC_NODE_PARAMS memory;
@@ -89,18 +89,18 @@ static void add_node(struct ranges *to, CUgraphNode node, unsigned depth)
         add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize,
                                      device < MOST_GPU_ORDINALS ? (unsigned)device : MOST_GPU_ORDINALS - 1});
     if (type == CU_GRAPH_NODE_TYPE_GRAPH && REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
-        add_graph(to, child, depth + 1);
+        add_graph(to, child);
 }
 
-static void add_graph(struct ranges *to, CUgraph graph, unsigned depth)
+static void add_graph(struct ranges *to, CUgraph graph)
 {
     size_t count = 0;
-    if (depth > DEEPEST || REAL(cuGraphGetNodes)(graph, NULL, &count) != CUDA_SUCCESS || !count || count > MOST_NODES)
+    if (REAL(cuGraphGetNodes)(graph, NULL, &count) != CUDA_SUCCESS)
         return;
     CUgraphNode *nodes = calloc(count, sizeof *nodes);
     if (nodes && REAL(cuGraphGetNodes)(graph, nodes, &count) == CUDA_SUCCESS)
         for (size_t i = 0; i < count; i++)
-            add_node(to, nodes[i], depth);
+            add_node(to, nodes[i]);
     free(nodes);
 }
 
@@ -143,7 +143,7 @@ static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph
     if (result != CUDA_SUCCESS)
         return result;
     executable = (uintptr_t)*made;
-    add_graph(&found, from, 0);
+    add_graph(&found, from);
     if (found.count)
         qsort(found.all, found.count, sizeof *found.all, by_begin);
     FOR_EACH_DEVICE(device, found.devices)

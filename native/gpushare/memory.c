@@ -272,12 +272,19 @@ static CUdevice device_of_node(int node)
     return has_nodes && is_without_processors(node) ? UNSEEN_DEVICE : -1;
 }
 
+/* Of one that is not there, or before cuInit, the driver has the right error. */
+static CUdevice device_of_id(int id)
+{
+    int count = 0;
+    return REAL(cuDeviceGetCount)(&count) == CUDA_SUCCESS && id < count ? id : -1;
+}
+
 CUdevice device_at(CUmemLocationType type, int id)
 {
     CUdevice current;
     switch ((int)type) {
-    case CU_MEM_LOCATION_TYPE_DEVICE: return id;
-    case CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN: return id & 0xff; /* the domain's number is in the next byte */
+    case CU_MEM_LOCATION_TYPE_DEVICE: return device_of_id(id);
+    case CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN: return device_of_id(id & 0xff); /* the domain's number is in the next byte */
     case CU_MEM_LOCATION_TYPE_HOST:
     case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT: return -1; /* that of the thread's processor, and no GPU's node has one */
     case CU_MEM_LOCATION_TYPE_HOST_NUMA: return device_of_node(id);
@@ -396,6 +403,7 @@ static struct known_pool {
     int gpu;
     enum kind kind;
     bool has_grown; /* by more than it lacked: what is free in it is in pieces, or of a stream that is not so far */
+    bool is_ended; /* by the program; by the driver, as soon as nothing is in it */
     uint64_t reserved;
 } pools[MOST_POOLS];
 static _Atomic unsigned pools_count;
@@ -433,17 +441,27 @@ static void read_pool(struct known_pool *known)
                       ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
 }
 
+static CUresult end_of(struct known_pool *known, __typeof__(cuMemPoolDestroy) *destroy)
+{
+    CUresult result = destroy(known->pool);
+    if (result == CUDA_SUCCESS)
+        *known = pools[--pools_count];
+    return result;
+}
+
 void read_pools(int gpu, bool trims)
 {
     if (atomic_load_explicit(&pools_count, memory_order_relaxed) == 0)
         return;
     hold(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
-    for (struct known_pool *known = pools; known < pools + pools_count; known++)
+    for (struct known_pool *known = pools + pools_count; known-- > pools;) /* in the place of one that ends comes the last */
         if ((known->gpu == gpu || gpu == EVERY_GPU) && known->reserved) { /* it gets more by allocations, which read it */
-            if (trims)
+            if (trims || known->is_ended)
                 REAL(cuMemPoolTrimTo)(known->pool, 0);
             read_pool(known);
+            if (known->is_ended && !known->reserved)
+                end_of(known, REAL(cuMemPoolDestroy));
         }
     restore_capture(mode);
     release(&reserves_guard);
@@ -568,8 +586,10 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         return true;
     read_pool(use->pool);
     bool is_taken = take_lacking_in(use, bytes);
-    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) /* trimmed, this pool may lack more than before */
+    if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
+        use->pool = find_pool(pool); /* and have another place */
         is_taken = take_lacking_in(use, bytes);
+    }
     if (!is_taken)
         release(&reserves_guard);
     else
@@ -638,22 +658,43 @@ HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
     return result;
 }
 
-/* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
+/* The driver keeps one until its last address is freed and each free is done, and nobody could ask it any more. So it is destroyed then;
+   what a destroy does at once is done at once. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
+    CUmemoryPool first;
+    CUresult result = CUDA_SUCCESS;
     hold(&reserves_guard);
     struct known_pool *known = find_pool(pool);
     if (known) {
         CUstreamCaptureMode mode = relax_capture();
-        REAL(cuMemPoolTrimTo)(pool, 0); /* as its end does */
+        REAL(cuMemPoolTrimTo)(pool, 0);
         read_pool(known);
         restore_capture(mode);
     }
-    CUresult result = real(pool);
-    if (known && result == CUDA_SUCCESS)
-        *known = pools[--pools_count];
+    if (!known) {
+        result = real(pool);
+    } else if (known->device < 0 || !known->reserved || owner_of(pool, -1) >= 0) {
+        result = end_of(known, real);
+    } else {
+        known->is_ended = true;
+        if (pool_of_device(known->device) == pool && REAL(cuDeviceGetDefaultMemPool)(&first, known->device) == CUDA_SUCCESS)
+            REAL(cuDeviceSetMemPool)(known->device, first);
+    }
     release(&reserves_guard);
     return result;
+}
+
+/* Of a GPU whose context has ended, or was reset: their names may be nobody's now. */
+static void forget_ended_pools(CUdevice device)
+{
+    hold(&reserves_guard);
+    for (struct known_pool *known = pools + pools_count; known-- > pools;)
+        if (known->is_ended && known->device == device) {
+            give_bytes(known->gpu, known->kind, known->reserved);
+            *known = pools[--pools_count];
+        }
+    release(&reserves_guard);
 }
 
 /* ---- virtual memory: it is the handle's, and stays while the handle is held or mapped ---- */
@@ -674,7 +715,6 @@ HOOK(cuMemCreate,
 
 static void unbind(uint64_t object, int gpu, uint64_t offset);
 
-/* Another process's memory is not in the table, so nothing happens to it here. */
 static void drop_handle(uint64_t handle)
 {
     struct allocation freed;
@@ -711,12 +751,18 @@ HOOK(cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle *handle, void *a
     return result;
 }
 
+/* What has no memory of this process: an object, or what another process has. So its end is noticed, with what is bound to it. */
+static void remember_object(CUmemGenericAllocationHandle handle)
+{ remember(&(struct allocation){.value = handle, .class = HANDLE, .gpu = -1, .references = 1}); }
+
 /* What the process has exported itself comes back as the handle that it has. */
 HOOK(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type),
      (handle, shared, type))
 {
     CUresult result = real(handle, shared, type);
-    hold_handle(result, handle);
+    struct allocation unused;
+    if (result == CUDA_SUCCESS && !refer(HANDLE, *handle, 1, &unused))
+        remember_object(*handle);
     return result;
 }
 
@@ -801,8 +847,8 @@ static CUresult end_binding(CUresult result, uint64_t object, int gpu, uint64_t 
 HOOK(cuMulticastCreate, (CUmemGenericAllocationHandle *object, const CUmulticastObjectProp *properties), (object, properties))
 {
     CUresult result = real(object, properties);
-    if (result == CUDA_SUCCESS) /* so its end is noticed; it has no memory */
-        remember(&(struct allocation){.value = *object, .class = HANDLE, .gpu = -1, .references = 1});
+    if (result == CUDA_SUCCESS)
+        remember_object(*object);
     return result;
 }
 
@@ -1055,6 +1101,7 @@ static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
     if (context && (has_ended || is_reset)) {
         forget_launches_of(context);
         give_all_of(context, has_ended);
+        forget_ended_pools(device);
     }
     if (has_ended) {
         read_pools(gpu_of_device(device), false);

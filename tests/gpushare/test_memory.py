@@ -28,7 +28,7 @@ from tests.native.gpu_program import finish
 
 pytestmark = pytest.mark.isolation
 
-OUT_OF_MEMORY = 2
+OUT_OF_MEMORY, INVALID_DEVICE = 2, 101
 KINDS = ("alloc", "managed", "pitch", "async", "pool", "vmm", "mapped", "array", "array3d", "mipmapped", "graphmem")
 V1, V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
 WAYS = (("link", 0), ("dlsym", 0), ("next", 0), ("deepbind", 0), (V1, 11080), (V2, 11080), (V2, 12080), (V2, 13000))
@@ -127,6 +127,11 @@ def test_the_node_of_another_gpu_is_refused(
     assert ("names another GPU than the program uses" in ended.error) == (blocks == 0)
 
 
+def test_of_a_gpu_that_is_not_there_the_driver_s_error_is_shown(share: Container) -> None:
+    ended = share.run("at:1:7", f"alloc:vmm:{BLOCK_MIB}:1")
+    assert (ended.step("alloc")["result"], ended.error) == (INVALID_DEVICE, "")
+
+
 @pytest.mark.parametrize("place", [ANY_HOST, NODE_0, NODE_1])
 def test_a_pool_of_managed_memory_counts_wherever_it_begins(share: Container, place: str) -> None:
     ended = share.run(f"{place}:2", f"alloc:pool:{BLOCK_MIB}:20", "free", TAKE)
@@ -181,6 +186,7 @@ THREE_BLOCKS = f"alloc:alloc:{BLOCK_MIB}:3"
         ([FOUR_PARTS_AFTER_EACH_OTHER, THREE_BLOCKS, "replay:0", "trim", "replay:0"], [0, 0], 1),
         ([f"alloc:graphmem:{4 * BLOCK_MIB}:1", GRAPH_OF_4, "replay:0", "trim", "replay:0"], [0, 0], 0),
         ([f"{GRAPH_OF_6}:child", "replay:0", "trim", THREE_BLOCKS, "replay:0"], [0, 2], 5),
+        ([f"{GRAPH_OF_6}{':child' * 10}", THREE_BLOCKS, "replay:0"], [2], 5),
     ],
 )
 def test_a_graph_that_is_launched_has_its_memory_of_the_share(

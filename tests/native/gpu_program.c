@@ -20,7 +20,8 @@
  *   at:TYPE:ID[:ALLOCATION]   a CUmemLocationType, its ID and a CUmemAllocationType: where vmm, mapped and pool, a new one, take from then on
  *   churn:COUNT               takes COUNT blocks of all kinds that are given back, some of them at a time, and keeps some at the end
  *   free                      gives all of it back
- *   graph:MIB:COUNT[:child]   makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child
+ *   graph:MIB:COUNT[:child…]  makes an executable graph that takes and frees MIB COUNT times, one after the other; within a child,
+ *                             or within a child of a child
  *   upload, replay, destroy:INDEX   uploads, launches, ends one of these graphs, the first made being 0
  *   uploaded:MIB              as graph:MIB:1, uploaded as it is instantiated
  *   limit:NUMBER:MIB          cuCtxSetLimit; 2 is the heap of the GPU's malloc
@@ -240,7 +241,7 @@ static void make_graph(const char *arguments, unsigned long long flags)
         result = add_memory(graph, &pointer, mib << 20);
         result = result ? result : CALL(cuGraphAddMemFreeNode, &node, graph, NULL, 0, pointer);
     }
-    if (result == 0 && strstr(arguments, "child")) {
+    for (const char *at = arguments; result == 0 && (at = strstr(at, "child")) != NULL; at++) {
         result = CALL(cuGraphCreate, &parent, 0);
         result = result ? result : CALL(cuGraphAddChildGraphNode, &node, parent, NULL, 0, graph);
         graph = parent;

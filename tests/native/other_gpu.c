@@ -9,8 +9,9 @@
  *   pool, own              cuMemAllocFromPoolAsync in a stream of CURRENT, of a pool that was made there, or of TARGET's own
  *   managedpool, anywhere  of a managed pool that prefers TARGET; or no GPU, in a stream of TARGET
  *   vmm, mapped, domain    cuMemCreate; held, mapped alone, of a locality domain
- *   bound, bound2, address, address2, endpoint, place    bound alone, to an object or an endpoint: as memory or by its address. It
- *                          goes back when it is unbound, or with the object (bound2) or the endpoint (place)
+ *   bound, bound2, bound3, address, address2, endpoint, place    bound alone, to an object or an endpoint: as memory or by its
+ *                          address. It goes back when it is unbound, or with the object (bound2; bound3: another process's) or the
+ *                          endpoint (place)
  *   sparse, sparse2        in tiles of a sparse array alone, until they are mapped no more, or until the array ends
  *   node, captured, uploaded    memory of a graph's node on TARGET, launched or uploaded in a stream of CURRENT
  *   stack, heap, fifo      limits of TARGET's context, which is current for the call
@@ -22,7 +23,8 @@
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
  *   contexts               twice as many contexts as fit
  *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
- *   ended                  pools that are destroyed with 512 bytes in them
+ *   ended                  pools that are destroyed with 512 bytes in them, each as the current one of the GPU; again when these are freed,
+ *                          and when the context was reset with them
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -101,6 +103,12 @@ static CUresult make_sparse(void)
     return cuArray3DCreate_v2(&sparse, &of);
 }
 
+static CUresult make_object(const char *kind)
+{
+    return is(kind, "bound3") ? cuMemImportFromShareableHandle(&object, (void *)(intptr_t)-1, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+                              : cuMulticastCreate(&object, &multicast);
+}
+
 static CUresult take_mapped(CUdeviceptr *address, CUmemGenericAllocationHandle handle, const char *kind)
 {
     CUresult result = CUDA_SUCCESS;
@@ -108,7 +116,7 @@ static CUresult take_mapped(CUdeviceptr *address, CUmemGenericAllocationHandle h
     int is_mapped = is(kind, "mapped address address2 place");
     if (is_mapped && (cuMemAddressReserve(address, BLOCK, 0, 0, 0) || cuMemMap(*address, BLOCK, 0, handle, 0)))
         return CUDA_ERROR_UNKNOWN;
-    if (is(kind, "bound bound2"))
+    if (is(kind, "bound bound2 bound3"))
         result = is(kind, "bound") ? cuMulticastBindMem(object, at, handle, 0, BLOCK, 0)
                                    : cuMulticastBindMem_v2(object, target, at, handle, 0, BLOCK, 0);
     if (is(kind, "address address2"))
@@ -170,7 +178,7 @@ static CUresult take(const char *kind)
                                                      : cuMemPoolCreate(&pool, &properties);
         return result ? result : cuMemAllocFromPoolAsync(address, BLOCK, pool, stream);
     }
-    if (is(kind, "vmm mapped sparse sparse2 domain bound bound2 address address2 endpoint place")) {
+    if (is(kind, "vmm mapped sparse sparse2 domain bound bound2 bound3 address address2 endpoint place")) {
         CUmemGenericAllocationHandle handle;
         if (strcmp(kind, "domain") == 0) {
             of.location.type = CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN;
@@ -206,10 +214,9 @@ static void give(const char *kind, int i)
         (void)(cuArrayDestroy(sparse) || make_sparse());
     else if (i == 0 && is(kind, "place"))
         cuLogicalEndpointDestroy(1);
-    else if (i == 0 && is(kind, "bound2")) {
-        cuMemRelease(object);
-        cuMulticastCreate(&object, &multicast);
-    } else if (is(kind, "place bound2 sparse2"))
+    else if (i == 0 && is(kind, "bound2 bound3"))
+        (void)(cuMemRelease(object) || make_object(kind));
+    else if (is(kind, "place bound2 bound3 sparse2"))
         ;
     else if (is(kind, "stack heap fifo")) {
         make_current(target);
@@ -321,16 +328,24 @@ static int take_of_pools(const char *program, const char *kind)
     if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
                                 cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
         return 3;
-    for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
-        if (is(kind, "ended") && cuMemPoolCreate(&pool, &properties))
-            return 3;
-        result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
-        if (result == CUDA_SUCCESS && is(kind, "ordered"))
-            cuMemFreeAsync(taken[count], NULL);
-        if (is(kind, "ended") && cuMemPoolDestroy(pool))
-            return 4;
+    for (int round = 0; round < (is(kind, "ended") ? 3 : 1); round++) {
+        if (round == 2)
+            cuDevicePrimaryCtxReset_v2(target), cuDevicePrimaryCtxRetain(&contexts[0], target), cuCtxSetCurrent(contexts[0]);
+        result = CUDA_SUCCESS;
+        for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
+            CUmemoryPool now;
+            if (is(kind, "ended") && (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool)))
+                return 3;
+            result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
+            if (result == CUDA_SUCCESS && is(kind, "ordered"))
+                cuMemFreeAsync(taken[count], NULL);
+            if (is(kind, "ended") && (cuMemPoolDestroy(pool) || cuDeviceGetMemPool(&now, target) || now == pool))
+                return 4;
+        }
+        say(program, "take", result);
+        for (int i = 0; i < count && is(kind, "ended") && round == 0; i++)
+            cuMemFreeAsync(taken[i], NULL);
     }
-    say(program, "take", result);
     return 0;
 }
 
@@ -405,7 +420,7 @@ int main(int words, char **word)
     }
     if (is(word[1], "sparse sparse2") && make_sparse())
         return 3;
-    if (is(word[1], "bound bound2 address address2") && cuMulticastCreate(&object, &multicast))
+    if (is(word[1], "bound bound2 bound3 address address2") && make_object(word[1]))
         return 3;
     make_current(target);
     if (is(word[1], "stack heap fifo"))

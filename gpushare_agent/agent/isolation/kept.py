@@ -41,7 +41,8 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
     NotKept.GRAPHS: "compute of CUDA graphs",
     NotKept.MANAGED_MEMORY: "memory from cuMemAllocManaged (of `driver`: NVIDIA's own words, not measured)",
     NotKept.MUSL: "what the library keeps, in programs for musl (Alpine) or statically linked: `driver` limits their memory",
-    NotKept.OTHER_APIS: "what the library keeps, of Vulkan, OpenGL, NVENC, NVDEC (read): `driver` limits their memory",
+    NotKept.OTHER_APIS: "what the library keeps, of OpenCL, Vulkan, OpenGL, NVENC, NVDEC (read): `driver` limits their"
+    " memory",
     NotKept.PER_PROCESS: "the sum over several processes of a container: MPS gives each the whole limit",
     NotKept.POOLS: "memory from memory pools",
     NotKept.SMALL_LAUNCHES: "compute of kernels with few thread blocks",

@@ -46,8 +46,9 @@ CODE_BYTES = 128 * MIB
 ENDED_BYTES = 1024 * MIB
 """Above the limit by more, a container's processes are ended although all have a slot."""
 NO_LIBRARY = (
-    "a program uses the GPU without libgpushare: it is static, of musl (Alpine), of 32 bits, in a chroot, or older"
-    " than the isolation. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older pod again"
+    "a program uses the GPU without libgpushare: it is static, of musl (Alpine), of 32 bits, in a chroot, older than the"
+    " isolation, or computes by OpenCL. Use an image with glibc, isolation gpushare+driver or a whole GPU; create an older"
+    " pod again"
 )
 ABOVE = (
     "its processes have more memory of a GPU than its limit: a program takes it past libgpushare, as by Vulkan, OpenGL or"
