@@ -238,7 +238,7 @@ class Claims(Struct, kw_only=True, eq=False):
     def _again(self) -> Callable[[PreparedClaim], PreparedClaim | Refused]:
         """Makes a claim again by what the node has now, which is looked up once."""
         inventory, policy, places = self.node.gpus(), self.policy(), self.mig.gpus
-        gpus = inventory.by_uuid()
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.is_gone}
 
         def again(claim: PreparedClaim) -> PreparedClaim | Refused:
             made = prepare_again(claim, gpus, policy, places)
@@ -448,7 +448,7 @@ class Claims(Struct, kw_only=True, eq=False):
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory, pool = self.node.gpus(), self.node.settings.node_name
-        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus} | dict(self.mig.gpus)
+        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus if not gpu.is_gone} | dict(self.mig.gpus)
         mine = self.node.gpu_split.claimable
         for result in claim.results:
             gpu = gpus.get(result.device)
