@@ -342,6 +342,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
             if is_ending(allocation, pods):
                 continue
+            # Before the list the pods that ask for a claim's size may be missing: it stays.
+            if allocation.claim is not None and not self.node.pods.is_synced:
+                continue
             asked = asked_size(allocation, pods)
             if asked is None and allocation.key not in self.node.cache.resized:
                 continue
