@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from functools import partial
@@ -615,6 +616,19 @@ async def test_after_a_boot_the_host_is_prepared_again_before_the_containers_sta
         await prepared(driver), await prepared(driver)
         assert driver.prepared_keys == [key] * prepares
         assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_a_record_without_a_boot_is_of_this_one_unless_it_is_older(driver: Driver, is_older: bool) -> None:
+    """Of an agent before that was noted: the containers that run with its files keep them."""
+    made = await prepared(driver)
+    driver.files.save(replace(made, boot_id=""))
+    if is_older:
+        os.utime(driver.directory / "records" / f"{uid_of(1)}.json", (0, 0))
+    await driver.restart()
+    driver.prepared_keys.clear()
+    await prepared(driver), await prepared(driver)
+    assert driver.prepared_keys == [made.results[0].key] * is_older
 
 
 async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> None:
