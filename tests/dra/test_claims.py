@@ -30,6 +30,7 @@ from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.cluster.support_kube import running
 from tests.dra.support_claims import (
     Driver,
+    RawClaim,
     admin,
     edit_policy,
     prepared,
@@ -616,6 +617,27 @@ async def test_after_a_boot_the_host_is_prepared_again_before_the_containers_sta
         await prepared(driver), await prepared(driver)
         assert driver.prepared_keys == [key] * prepares
         assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
+
+
+@pytest.mark.parametrize(("isolation", "device"), [("vcuda", result()), ("vcuda", whole()), ("none", result())])
+async def test_after_a_boot_a_share_is_not_prepared_without_its_isolation(
+    tmp_path: Path, isolation: str, device: RawClaim
+) -> None:
+    """The node has another one since: nobody would make its files, and those of the boot before limit by another clock. What
+    runs goes on with them; what is not limited needs none."""
+    driver = Driver(tmp_path, raw_claim(device))
+    driver.policy = edit_policy(isolation)
+    await prepared(driver)
+    driver.policy = edit_policy("mps")
+    await prepared(driver)
+    driver.claims.boot_id = "the next boot"
+    if (isolation, device) == ("vcuda", result()):
+        why = await refused(driver)
+        assert (
+            why.startswith("isolation vcuda, which limits") and "setting isolations_allowed), or delete the pod" in why
+        )
+        driver.policy = edit_policy("mps", "vcuda")
+    assert (await prepared(driver)).boot_id == "the next boot"
 
 
 @pytest.mark.parametrize("is_older", [False, True])

@@ -38,6 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
     prepare_again,
     prepare_claim,
 )
+from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances, not_yet
 from gpushare_agent.agent.node import Node
@@ -388,6 +389,14 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare_host(self, made: PreparedClaim) -> None:
         """Raises Unavailable."""
+        # The files of a share that is prepared again are those of its isolation: nobody makes them where it is not in use.
+        policy = self.policy()
+        shares = {one.isolation for one in made.charged if not one.is_whole and ISOLATIONS[one.isolation].limits}
+        if unkept := shares - {policy.isolation, *policy.allowed}:
+            raise Unavailable(
+                f"isolation {min(unkept)}, which limits its share, is not in use on this node any more. Allow it (setting"
+                " isolations_allowed), or delete the pod and create it again"
+            )
         # The names of a new instance: the check that its appearance has requested may not have run yet.
         if made.places and self.isolation.cdi_watch is not None:
             await self.isolation.cdi_watch.check()
