@@ -333,17 +333,16 @@ def _numbers(gpus: Iterable[Gpu], places: Mapping[str, Gpu]) -> tuple[tuple[str,
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
     """Why a container cannot use the claim together with another one; empty where each can."""
     by_name = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
-    for pod in pods:
-        for container in pod.containers:
-            used = pod.used_claims(container)
-            own = _use(made, used.get(made.ref.name, ()))
-            for name in sorted(used.keys() & by_name.keys() - {made.ref.name}):
-                if both := own.lost_with(_use(by_name[name], used[name])):
-                    by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
-                    return (
-                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
-                        f" for both. Ask for all of a container's GPUs by requests of one claim{by_list}"
-                    )
+    for pod, container in _users(made.ref.name, {one.name for one in made.results}, pods):
+        used = pod.used_claims(container)
+        own = _use(made, used[made.ref.name])
+        for name in sorted(used.keys() & by_name.keys() - {made.ref.name}):
+            if both := own.lost_with(_use(by_name[name], used[name])):
+                by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
+                return (
+                    f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]} for"
+                    f" both. Ask for all of a container's GPUs by requests of one claim{by_list}"
+                )
     return ""
 
 
