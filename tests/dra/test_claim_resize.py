@@ -64,6 +64,19 @@ async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_info
     assert world.statuses == {"p": None, "q": None}
 
 
+async def test_after_a_restart_the_size_stays_until_the_pods_are_listed() -> None:
+    """Also where one of them is known already, as it asks for another share of a device plugin."""
+    before, world = World(raw_claim(result())), World(raw_claim(result()))
+    await before.resized("g:cores=10,memory=8")
+    world.store.is_synced = False
+    world.cache.restore_resized(before.cache.resized.values())
+    world.pod("q")
+    for is_synced, size in ((False, ShareSize(cores=10, memory=8)), (True, HELD)):
+        world.store.is_synced = is_synced
+        await world.resizing.reconcile()
+        assert world.sizes == {"gpu": size}
+
+
 async def test_a_share_does_not_grow_beyond_what_the_scheduler_counts() -> None:
     """Whatever the GPU has free: it is the next claim's."""
     world = World(raw_claim(result()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from functools import partial
@@ -29,6 +30,7 @@ from gpushare_agent.core.settings.sections import DriverVolumeSettings
 from tests.cluster.support_kube import running
 from tests.dra.support_claims import (
     Driver,
+    RawClaim,
     admin,
     edit_policy,
     prepared,
@@ -615,6 +617,40 @@ async def test_after_a_boot_the_host_is_prepared_again_before_the_containers_sta
         await prepared(driver), await prepared(driver)
         assert driver.prepared_keys == [key] * prepares
         assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
+
+
+@pytest.mark.parametrize(("isolation", "device"), [("vcuda", result()), ("vcuda", whole()), ("none", result())])
+async def test_after_a_boot_a_share_is_not_prepared_without_its_isolation(
+    tmp_path: Path, isolation: str, device: RawClaim
+) -> None:
+    """The node has another one since: nobody would make its files, and those of the boot before limit by another clock. What
+    runs goes on with them; what is not limited needs none."""
+    driver = Driver(tmp_path, raw_claim(device))
+    driver.policy = edit_policy(isolation)
+    await prepared(driver)
+    driver.policy = edit_policy("mps")
+    await prepared(driver)
+    driver.claims.boot_id = "the next boot"
+    if (isolation, device) == ("vcuda", result()):
+        why = await refused(driver)
+        assert (
+            why.startswith("isolation vcuda, which limits") and "setting isolations_allowed), or delete the pod" in why
+        )
+        driver.policy = edit_policy("mps", "vcuda")
+    assert (await prepared(driver)).boot_id == "the next boot"
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_a_record_without_a_boot_is_of_this_one_unless_it_is_older(driver: Driver, is_older: bool) -> None:
+    """Of an agent before that was noted: the containers that run with its files keep them."""
+    made = await prepared(driver)
+    driver.files.save(replace(made, boot_id=""))
+    if is_older:
+        os.utime(driver.directory / "records" / f"{uid_of(1)}.json", (0, 0))
+    await driver.restart()
+    driver.prepared_keys.clear()
+    await prepared(driver), await prepared(driver)
+    assert driver.prepared_keys == [made.results[0].key] * is_older
 
 
 async def test_limits_follow_their_gpus_into_another_order(tmp_path: Path) -> None:

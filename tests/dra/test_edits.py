@@ -120,6 +120,27 @@ def test_vcuda_limits_one_container_where_the_driver_lists_no_other_processes() 
         prepared(raw_claim(result()), user("p", ""), policy=policy)
 
 
+@pytest.mark.parametrize(
+    ("isolation", "changes", "why"),
+    [
+        ("gpushare", {"mounts": ("/etc",)}, "container c1 mounts a volume at /etc"),
+        ("gpushare", {"env": {"LD_PRELOAD": "/lib/libcuda.so.1"}}, "container c1 sets LD_PRELOAD (libcuda.so)"),
+        ("gpushare", {"env": {"NVIDIA_VISIBLE_DEVICES": "all"}}, ""),
+        ("vcuda", {"mounts": ("/etc/vcuda",)}, "container c1 mounts a volume at /etc/vcuda"),
+    ],
+)
+def test_a_spec_that_would_lift_a_limit_is_refused(isolation: str, changes: dict[str, Any], why: str) -> None:
+    """By the name of its container. A variable that the edits set replaces the spec's, so it lifts nothing; nor does what
+    another container has, or one with a whole GPU."""
+    one = raw_claim(result("a"), result("b", 1))
+    main, side = using("c0", ("g", "b")), replace(using("c1", ("g", "a")), **changes)
+    made = prepare(one, pod("p", main, side, claims={"g": "claim-1"}), policy=edit_policy(isolation))
+    assert made.detail.startswith(why) if isinstance(made, Refused) else not why, made
+    prepared(raw_claim(whole("a")), pod("p", side, claims={"g": "claim-1"}), policy=edit_policy(isolation))
+    other = pod("p", main, replace(side, claims=()), claims={"g": "claim-1"})
+    prepared(raw_claim(result("b")), other, policy=edit_policy(isolation))
+
+
 def test_containers_whose_requests_overlap_are_refused() -> None:
     """One has both GPUs, the other the second alone: no set of variables fits both."""
     made = prepare(raw_claim(result("a", 0), result("b", 1)), user("p", "", "b"), policy=edit_policy("mps"))

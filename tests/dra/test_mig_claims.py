@@ -329,12 +329,18 @@ def with_instance(driver: Driver) -> None:
 STATIC = "mig-8f3e2b1c-0000-4000-8000-000000000009"
 
 
-async def test_a_static_instance_that_is_gone_is_nobody_elses(tmp_path: Path) -> None:
-    """It says what to do: an instance that is made again is another one."""
+@pytest.mark.parametrize("is_listed", [False, True])
+async def test_a_static_instance_that_is_gone_is_nobody_elses(tmp_path: Path, is_listed: bool) -> None:
+    """It says what to do: an instance that is made again is another one. While a claim has it, it is listed, with nodes that
+    may be those of a new one."""
     driver = driver_of(tmp_path, raw_claim(at(6) | {"device": STATIC}), raw_claim(at(6) | {"device": STATIC}, number=2))
     with_instance(driver)
     assert (await prepared(driver)).results[0].gpu.startswith("MIG-8f3e") and driver.mig.held == {}
-    driver.node.inventory.current = driver.gpus
+    listed = driver.node.gpus()
+    lost = [replace(gpu, mig=replace(gpu.mig, is_gone=True)) for gpu in listed.gpus if gpu.mig is not None]
+    driver.node.inventory.current = replace(listed, gpus=(*driver.gpus.gpus, *(lost if is_listed else ())))
+    await driver.claims.refresh()
+    assert driver.specs() == []
     for number in (1, 2):
         why = await refused(driver, number)
         assert why.reason is RefusalReason.UNKNOWN_DEVICE and "MIG instance MIG-8f3e" in why.detail

@@ -339,8 +339,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         for allocation in [one for uid in sorted(uids) for one in self.node.cache.of_pod(uid)]:
             uid = allocation.key.pod_uid
             pods = self.node.claim_pods.using(uid)
-            # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
-            if is_ending(allocation, pods):
+            # It ends: what it has is freed as a whole, and a smaller size would be for nothing. Before the list the pods
+            # that ask for a claim's size may be missing: it stays.
+            if is_ending(allocation, pods) or (allocation.claim is not None and not self.node.pods.is_synced):
                 continue
             asked = asked_size(allocation, pods)
             if asked is None and allocation.key not in self.node.cache.resized:

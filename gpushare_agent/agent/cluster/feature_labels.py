@@ -108,7 +108,7 @@ def _of_strategy(
     by_profile: dict[str, list[tuple[Gpu, MigPlace]]] = {}
     for gpu in inventory.gpus:
         # An instance that was destroyed stays listed while a pod has it.
-        if gpu.mig is not None and not gpu.mig.is_gone:
+        if gpu.mig is not None and not gpu.is_gone:
             by_profile.setdefault(gpu.mig.profile, []).append((gpu, gpu.mig))
     models = {gpu.uuid: gpu.name for gpu in gpus}
     partitioned = [gpu for gpu in gpus if gpu.mig_mode]

@@ -11,6 +11,7 @@ owned: the files.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,9 +19,11 @@ from pathlib import Path
 import structlog
 from msgspec import Raw, Struct, json
 from msgspec.json import Decoder
+from msgspec.structs import replace
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, encode_spec
 from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
@@ -99,6 +102,9 @@ class ClaimFiles:
                 with opened(place, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
                     content = read_content(directory, path.name, MAX_RECORD_BYTES)
                 claim = _claim_of(content)
+                # Of an agent that noted no boot: containers run with its files, unless the boot came later.
+                if not claim.boot_id and path.stat().st_mtime > time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
+                    claim = replace(claim, boot_id=this_boot())
             except (OSError, Corrupt) as e:
                 log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
                 continue

@@ -38,6 +38,7 @@ from gpushare_agent.agent.dra.decisions.edits import (
     prepare_again,
     prepare_claim,
 )
+from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.mig.instances import HOLD_S, MigInstances, not_yet
 from gpushare_agent.agent.node import Node
@@ -238,7 +239,7 @@ class Claims(Struct, kw_only=True, eq=False):
     def _again(self) -> Callable[[PreparedClaim], PreparedClaim | Refused]:
         """Makes a claim again by what the node has now, which is looked up once."""
         inventory, policy, places = self.node.gpus(), self.policy(), self.mig.gpus
-        gpus = inventory.by_uuid()
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.is_gone}
 
         def again(claim: PreparedClaim) -> PreparedClaim | Refused:
             made = prepare_again(claim, gpus, policy, places)
@@ -387,6 +388,14 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare_host(self, made: PreparedClaim) -> None:
         """Raises Unavailable."""
+        # The files of a share that is prepared again are those of its isolation: nobody makes them where it is not in use.
+        policy = self.policy()
+        shares = {one.isolation for one in made.charged if not one.is_whole and ISOLATIONS[one.isolation].limits}
+        if unkept := shares - {policy.isolation, *policy.allowed}:
+            raise Unavailable(
+                f"isolation {min(unkept)}, which limits its share, is not in use on this node any more. Allow it (setting"
+                " isolations_allowed), or delete the pod and create it again"
+            )
         # The names of a new instance: the check that its appearance has requested may not have run yet.
         if made.places and self.isolation.cdi_watch is not None:
             await self.isolation.cdi_watch.check()
@@ -447,7 +456,7 @@ class Claims(Struct, kw_only=True, eq=False):
     ) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory, pool = self.node.gpus(), self.node.settings.node_name
-        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus} | dict(self.mig.gpus)
+        gpus = {device_name(gpu.uuid): gpu for gpu in inventory.gpus if not gpu.is_gone} | dict(self.mig.gpus)
         mine = self.node.gpu_split.claimable
         for result in claim.results:
             gpu = gpus.get(result.device)

@@ -195,7 +195,7 @@ def _slices(node: Node, mig: MigInstances, claims: Iterable[PreparedClaim]) -> l
     # One that is gone stays in the inventory while the ledger has it. Of a place it had no device of its own, and one for
     # that moment would have the whole pool written twice.
     named = {one.gpu for claim in claims for one in claim.results if not is_placement_name(one.device)}
-    gone = {gpu.uuid for gpu in gpus.gpus if gpu.mig is not None and gpu.mig.is_gone} - named
+    gone = {gpu.uuid for gpu in gpus.gpus if gpu.is_gone} - named
     mine = [gpu for gpu in gpus.gpus if gpu.uuid in claimable - gone]
     parents = tuple(gpu for gpu in gpus.mig_partitioned if not gpu.is_selected(excluded))
     return pool_slices(

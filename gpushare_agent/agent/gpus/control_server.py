@@ -249,7 +249,7 @@ def select_gpus(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     if requested.isdecimal():
         return [gpu for gpu in gpus if str(gpu.index) == (requested.lstrip("0") or "0")]
     if ":" in requested:
-        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == requested]
+        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.is_gone and gpu.label == requested]
     exact = [gpu for gpu in gpus if gpu.uuid.lower() == requested]
     begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((requested, PREFIX.lower() + requested))]
     # A whole UUID is unambiguous, also where it is the beginning of another.

@@ -257,7 +257,7 @@ class GpuInventoryState:
         """An instance that waits for a reset and is removed leaves that to its GPU: another one may lie in its place."""
         for gpu in self._seen.gpus:
             now, health = found.get(gpu.uuid), self._healths[gpu.uuid]
-            is_gone = now is None or (now.mig is not None and now.mig.is_gone)
+            is_gone = now is None or now.is_gone
             if gpu.mig is None or not is_gone or health.state is not HealthState.NEEDS_RESET:
                 continue
             of_gpu = self._healths.get(gpu.mig.parent, GpuHealth())

@@ -109,7 +109,7 @@ class MigInstances:
     @property
     def gpus(self) -> Mapping[str, Gpu]:
         """The instances that are there and whole, made here, by the name of their place: as the inventory has them."""
-        found = {gpu.uuid: gpu for gpu in self._node.gpus().gpus if gpu.mig is not None and not gpu.mig.is_gone}
+        found = {gpu.uuid: gpu for gpu in self._node.gpus().gpus if gpu.mig is not None and not gpu.is_gone}
         return {_name(one): found[one.uuid] for one in self._made.values() if one.is_ready and one.uuid in found}
 
     @property

@@ -174,6 +174,11 @@ class Gpu(Struct, frozen=True, kw_only=True):
     def is_healthy(self) -> bool:
         return self.health is Health.HEALTHY
 
+    @property
+    def is_gone(self) -> bool:
+        """It is an instance that no longer exists: another one may have its nodes."""
+        return self.mig is not None and self.mig.is_gone
+
     def is_selected(self, selectors: Iterable[str]) -> bool:
         """Whether a setting names it: by `all`, its index (of an instance `0:1`), its UUID, or its model, which may be a
         glob pattern. An instance is named by its GPU's index and UUID too."""

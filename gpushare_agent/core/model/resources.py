@@ -124,7 +124,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         kinds: dict[str, list[str]] = {}
         for gpu in gpus:
             # An instance that is gone serves nobody new: it must not stop the others.
-            if gpu.is_selected(self.gpus) and not (gpu.mig is not None and gpu.mig.is_gone):
+            if gpu.is_selected(self.gpus) and not gpu.is_gone:
                 without = "GPUs in MIG mode without instances" if gpu.mig_mode else "GPUs that MIG does not divide"
                 kind = without if gpu.mig is None else f"instances of {gpu.mig.profile}"
                 kinds.setdefault(kind, []).append(gpu.label)

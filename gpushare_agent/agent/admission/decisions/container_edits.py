@@ -137,7 +137,7 @@ def renumbered(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], extra: Colle
     loaded again, its GPU may be gone, or another one may have its numbers. `extra` are nodes that every container gets."""
     shown = [gpu for uuid in allocation.gpus if (gpu := gpus.get(uuid)) is not None]
     # The nodes of a MIG instance that is gone may be those of a new one.
-    found = [gpu for gpu in shown if gpu.mig is None or not gpu.mig.is_gone]
+    found = [gpu for gpu in shown if not gpu.is_gone]
     own = {name for gpu in found for name in (gpu.uuid, gpu.number_label, *gpu.nodes)}
     others = (allocation.gpu_names or frozenset()) - own - set(extra)
     if len(found) == len(allocation.gpus) and not others:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, count
 from types import MappingProxyType
@@ -30,8 +30,15 @@ from gpushare_agent.core.model.allocations import ClaimRef, ContainerEdits, Cont
 from gpushare_agent.core.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.core.model.gpus import Gpu
 from gpushare_agent.core.model.isolation import DeviceListStrategy
-from gpushare_agent.core.model.names import CORES_PER_GPU, ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.core.model.names import (
+    CORES_PER_GPU,
+    ENV_LIBRARY_PATH,
+    ENV_PRELOAD,
+    ENV_VISIBLE_DEVICES,
+    GpuUuid,
+    PodUid,
+)
+from gpushare_agent.core.model.pods import ClaimUser, ContainerKind, ContainerSpec, Pod
 from gpushare_agent.core.model.resources import cores_of_part
 
 
@@ -237,7 +244,8 @@ def prepare_claim(
         # The isolation's files for the view are those of its first share, because what is not limited has none.
         view = next((one.key for one in mine if one.is_limited), mine[0].key)
         shown = _in_order([*seen, *(one.gpu for one in mine)])
-        edits = _view_edits(view, mine, shown, isolation, policy, policy.handlers_of(pods))
+        users = [container for _, container in _users(claim.ref.name, requests, pods)]
+        edits = _view_edits(view, mine, shown, isolation, policy, policy.handlers_of(pods), users)
         if isinstance(edits, Refused):
             return edits
         numbers = _numbers(shown, gpus)
@@ -325,17 +333,16 @@ def _numbers(gpus: Iterable[Gpu], places: Mapping[str, Gpu]) -> tuple[tuple[str,
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
     """Why a container cannot use the claim together with another one; empty where each can."""
     by_name = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
-    for pod in pods:
-        for container in pod.containers:
-            used = pod.used_claims(container)
-            own = _use(made, used.get(made.ref.name, ()))
-            for name in sorted(used.keys() & by_name.keys() - {made.ref.name}):
-                if both := own.lost_with(_use(by_name[name], used[name])):
-                    by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
-                    return (
-                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
-                        f" for both. Ask for all of a container's GPUs by requests of one claim{by_list}"
-                    )
+    for pod, container in _users(made.ref.name, {one.name for one in made.results}, pods):
+        used = pod.used_claims(container)
+        own = _use(made, used[made.ref.name])
+        for name in sorted(used.keys() & by_name.keys() - {made.ref.name}):
+            if both := own.lost_with(_use(by_name[name], used[name])):
+                by_list = _OR_BY_LIST if both == [ENV_VISIBLE_DEVICES] else ""
+                return (
+                    f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]} for"
+                    f" both. Ask for all of a container's GPUs by requests of one claim{by_list}"
+                )
     return ""
 
 
@@ -385,27 +392,32 @@ def _view_edits(
     isolation: str,
     policy: EditPolicy,
     handlers: tuple[str, ...] = (),
+    users: Sequence[ContainerSpec] = (),
 ) -> ContainerEdits | Refused:
     """What a container gets that has these results, in order of GPU index. `gpus` are theirs, and those of other claims that
-    the containers of the view see too."""
+    the containers of the view see too; `users` are these containers."""
     shares = _shares(parts)
     container = ContainerSpec(name=key.container, kind=ContainerKind.MAIN, position=0)
-    isolated = ISOLATIONS[isolation].edits(
-        IsolationRequest(
-            pod_uid=key.pod_uid,
-            container=container,
-            shares=shares,
-            config=policy.config,
-            core_limit=max(0 if one.is_whole else one.result.config.core_limit for one in parts),
-            pod_memory_mib=sum(share.memory_mib for share in shares),
-            memory_unit_mib=policy.names.gpu_mem_unit_mib,
-            handlers=handlers,
-        )
+    request = IsolationRequest(
+        pod_uid=key.pod_uid,
+        container=container,
+        shares=shares,
+        config=policy.config,
+        core_limit=max(0 if one.is_whole else one.result.config.core_limit for one in parts),
+        pod_memory_mib=sum(share.memory_mib for share in shares),
+        memory_unit_mib=policy.names.gpu_mem_unit_mib,
+        handlers=handlers,
     )
+    isolated = ISOLATIONS[isolation].edits(request)
+    # The spec of each may lift the limit, but not by a variable that the edits set.
+    for user in users:
+        user = replace(user, env={name: value for name, value in user.env.items() if name == ENV_PRELOAD})
+        checked = ISOLATIONS[isolation].edits(replace(request, container=user))
+        isolated = checked if isinstance(checked, Refused) else isolated
     if isinstance(isolated, Refused):
         return isolated
-    request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
-    devices = device_edits(request, tuple(map(_by_cdi, policy.strategies)))
+    listed = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
+    devices = device_edits(listed, tuple(map(_by_cdi, policy.strategies)))
     return merged(devices, ISOLATIONS[isolation].driver_files(container, policy.config), isolated)
 
 
@@ -464,19 +476,20 @@ def _seen_of_others(
     their order, which another claim would change. One specification is for all containers of a view. If they differ, or a
     claim limits, nothing is added, and `conflict` refuses them."""
     found: set[frozenset[Gpu]] = set()
+    for pod, container in _users(name, requests, pods):
+        used = pod.used_claims(container)
+        mine = used.keys() & others.keys()
+        seen = [one for other in mine for one in others[other] if {"", one.result.name} & used[other]]
+        found.add(frozenset() if any(one.is_limited for one in seen) else frozenset(one.gpu for one in seen))
+    return found.pop() if len(found) == 1 else frozenset()
+
+
+def _users(name: str, requests: Collection[str], pods: Iterable[Pod]) -> Iterator[ClaimUser]:
+    """The containers that use one of these requests of the claim of this name."""
     for pod in pods:
         for container in pod.containers:
-            used = pod.used_claims(container)
-            if not {"", *requests}.intersection(used.get(name, ())):
-                continue
-            seen = [
-                one
-                for other in used.keys() & others.keys()
-                for one in others[other]
-                if {"", one.result.name} & used[other]
-            ]
-            found.add(frozenset() if any(one.is_limited for one in seen) else frozenset(one.gpu for one in seen))
-    return found.pop() if len(found) == 1 else frozenset()
+            if {"", *requests}.intersection(pod.used_claims(container).get(name, ())):
+                yield pod, container
 
 
 def _isolation(parts: Sequence[_Part], policy: EditPolicy) -> str | Refused:
