@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from bench.containers import Containers
-from bench.node import RESOURCES, BenchNode, open_node
+from bench.node import AGED_S, RESOURCES, BenchNode, open_node
 from bench.pods import bench_pod
 from bench.results import Row, row
 from bench.vdevice import wait_sockets
@@ -22,8 +22,6 @@ SHARES = (100, 500, 1500)
 _GPUS = 16
 _CORES, _BLOCKS = 1, 2
 _SEEN_S, _AFTER_S = 0.05, 0.35
-_AGED_S = 10.0
-"""A younger kubelet is asked about every pod again, because it may still be admitting them."""
 _STILL_S, _STILL = 120.0, 0.8
 """It is idle when a window costs more than this part of the one before."""
 _FIRST_PID = 900_000
@@ -51,7 +49,7 @@ async def growth_rows(shares: int, pods: int, restarts: int, settle_s: float) ->
     """On a node with `shares` running containers, `pods` that come and go. Raises RuntimeError, RefusedPodError."""
     async with open_node(flags={"simulated.gpus": _GPUS}) as node:
         node.fill(shares, _CORES, _BLOCKS, gpus=_GPUS, foreign=0)
-        await asyncio.sleep(_AGED_S)
+        await asyncio.sleep(AGED_S)
         # Started again once it has written files and annotations of each share, as it finds them on a node that is in use.
         await _start(node, shares, settle_s)
         await node.agent.stop()

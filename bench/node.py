@@ -30,6 +30,8 @@ FIRST_PID, PROCESSES = 200_000, 20
 RESOURCES = (VCORE_RESOURCE, VMEMORY_RESOURCE)
 PODS, POD_CORES, POD_BLOCKS, POD_FOREIGN = 100, 5, 20, 25
 """100 pods with 50 IDs each: 5,000 listed, with 300 cores and 560 memory blocks left to offer."""
+AGED_S = 10.0
+"""A younger kubelet is asked about every pod again half a minute later, because it may still be admitting them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from bench.containers import Containers
 from bench.node import (
+    AGED_S,
     FIRST_PID,
     GPU_MEMORY_MIB,
     GPUS,
@@ -73,9 +74,8 @@ async def nvml_idle_rows(settle_s: float, window_s: float) -> list[Row]:
                 node = await stack.enter_async_context(open_node(flags=flags, environment=environment))
                 if pods:
                     node.fill()
-                await node.start_agent()
                 nodes.append(node)
-            await asyncio.sleep(settle_s)
+            await _start_all(nodes, settle_s)
             empty, filled = await _shares_of_a_core(nodes, window_s)
             note = f"of one CPU, over {window_s:g} s, {settle_s:g} s after the start, isolation vcuda"
             what = f"{PODS} shares with {PROCESSES} processes each"
@@ -103,10 +103,9 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
                 )
                 node.fill()
                 _put_files(node)
-                await node.start_agent()
                 nodes.append(node)
             launching = group.create_task(_launch(nodes[1]), name="launches")
-            await asyncio.sleep(settle_s)
+            await _start_all(nodes, settle_s)
             before = [_times_told(node) for node in nodes]
             began = time.perf_counter()
             idle, computing = await _shares_of_a_core(nodes, window_s)
@@ -132,6 +131,14 @@ async def gpushare_rows(settle_s: float, window_s: float) -> list[Row]:
                 row("  all compute", [computing], unit="%", target_median=_COMPUTING_PERCENT, note=note),
                 row("  · wrote to each share what it uses", [one / took_s for one in told], unit="a second", note=note),
             ]
+
+
+async def _start_all(nodes: list[BenchNode], settle_s: float) -> None:
+    """Next to a kubelet that has been there for a while."""
+    await asyncio.sleep(AGED_S)
+    for node in nodes:
+        await node.start_agent()
+    await asyncio.sleep(settle_s)
 
 
 def _put_volume(directory: Path) -> Path:

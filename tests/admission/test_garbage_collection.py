@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,14 +20,17 @@ from tests.support_node import node_of
 
 
 class Checkpoint:
-    """Keeps the pods whose device IDs were read."""
+    """Keeps the pods whose entries were made, and whose device IDs were read."""
 
     def __init__(self) -> None:
         self.entries: list[CheckpointEntry] = []
+        self.made_of: set[PodUid] = set()
         self.read_of: set[PodUid] = set()
 
-    async def read(self) -> Sequence[CheckpointEntry]:
-        return self.entries
+    async def read(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+        found = [one for one in self.entries if one.pod_uid not in left]
+        self.made_of = {one.pod_uid for one in found}
+        return found
 
     def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
         found = list(entries)
@@ -148,18 +151,21 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:
     """The first reconcile asks about all, each later one about five; after two every pod was asked about again. The
-    device IDs of the others are not read in the checkpoint, which takes longer than all else."""
+    checkpoint's entries of the others are not made, which takes longer than all else; one of a pod that is gone is, because
+    its name may be another's by now."""
     node = ReconciledNode()
     everything = {one.name for one in node.pods}
     assert await node.asked() == everything
-    for one in node.pods:
+    gone = pod("p0", uid="gone")
+    for one in (*node.pods, gone):
         entry = CheckpointEntry(
             pod_uid=one.uid, container="main", resource=VCORE_RESOURCE,
             device_ids=frozenset(ids(0, range(5))),
         )  # fmt: skip
         node.checkpoint.entries.append(entry)
     later = [await node.asked() for _ in range(2)]
-    assert node.checkpoint.read_of == {one.uid for one in node.pods if one.name in later[-1]}
+    asked = {one.uid for one in node.pods if one.name in later[-1]}
+    assert (node.checkpoint.made_of, node.checkpoint.read_of) == ({*asked, gone.uid}, asked)
     assert [len(asked) for asked in later] == [5, 5]
     assert set().union(*later) == everything
     assert len(node.cache) == 8

@@ -23,7 +23,7 @@ from gpushare_agent.agent.isolation.vdevice import virtual_manager
 from gpushare_agent.agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
 from gpushare_agent.agent.isolation.vdevice.files import BoundSocket, VDeviceFiles
 from gpushare_agent.agent.isolation.vdevice.reconcile import DesiredDirectory, Directories, VDeviceConfigs
-from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
+from gpushare_agent.agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager, build_virtual_manager
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 from gpushare_agent.core.kit.sockets import FileIdentity, is_served
@@ -33,11 +33,14 @@ from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.core.model.pods import Pod
+from gpushare_agent.core.settings.settings import Settings
 from tests.agent.support_agent import poll_until
 from tests.cluster.support_kube import running
+from tests.isolation.support_host import host_of
 from tests.isolation.support_vdevice import ID, KEY, OTHER_ID, POD, register, share_config
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_deadline import DEADLINE_S
+from tests.support_node import node_of
 
 
 class HookedFiles(VDeviceFiles):
@@ -320,6 +323,21 @@ async def test_a_container_that_ended_soon_is_not_polled_as_a_recent_one(world: 
         await poll_until(lambda: world.pids == (7, 11), "a poll of it")
         world.allocations.clear()
         await poll_until(lambda: not manager._prepared_at, "the end of its polls")
+
+
+@pytest.mark.parametrize(("allowed", "listed"), [((), ()), (("vcuda",), (7, 11))])
+async def test_processes_of_recent_containers_are_followed_where_an_isolation_in_use_reads_them(
+    world: World, allowed: tuple[str, ...], listed: tuple[int, ...]
+) -> None:
+    """Else the next poll of all lists them, which here never comes."""
+    node = node_of(settings=Settings(node_name="node", isolation="gpushare", isolations_allowed=allowed))
+    chosen = build_virtual_manager(host_of(node, cgroups=Cgroups()), None)._intervals
+    manager = world.manager(replace(chosen, poll_s=3600.0, ids_s=3600.0, recent_poll_s=0.001), clock=time.monotonic)
+    async with running(manager.run):
+        await poll_until((world.directory / "vcuda.sock").exists, "the first poll")
+        assert await manager.prepare([KEY]) is None
+        await poll_until(lambda: world.pids or not manager._prepared_at, "the end of its polls")
+        assert world.pids == listed
 
 
 async def test_the_id_of_a_container_is_not_asked_for_before_it_can_have_started(world: World) -> None:

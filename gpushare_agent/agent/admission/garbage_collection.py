@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -202,10 +202,10 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             # Like an empty List, which releases nothing: recovered pods get their names, those that end are freed.
             self._apply(self._decide([], await self._read_checkpoint(), None))
             return
-        checkpoint = await self._read_checkpoint()
         try:
             # None counts as having it: trying is how it becomes known.
-            if self.pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
+            if self.pod_resources.has_get is False or not await self._reconcile_by_get():
+                checkpoint = await self._read_checkpoint()
                 async with self.gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
         except AgentError as e:
@@ -220,7 +220,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self.node.pods.get(allocation.key.pod_uid) is None for allocation in self.node.cache
         )
 
-    async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
+    async def _reconcile_by_get(self) -> bool:
         """False if the kubelet has no Get. Pods with allocations that change meanwhile are left for the next time."""
         if not self.node.pods.is_synced:
             return False
@@ -234,6 +234,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         self._changed_pods.clear()
         listed = list(known.values())
         asked = self._pods_to_ask()
+        # Not only of these: a pod that was deleted may have had the name of one that is there now.
+        left = {pod.uid for pod in self.node.pods.pods()}.difference(pod.uid for pod in asked)
+        checkpoint = await self._read_checkpoint(left)
         for number, pod in enumerate([pod for pod in asked if pod.uid not in known], start=1):
             try:
                 listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
@@ -341,9 +344,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def _known_pods(self) -> tuple[Pod, ...] | None:
         return self.node.pods.pods() if self.node.pods.is_synced else None
 
-    async def _read_checkpoint(self) -> Sequence[CheckpointEntry]:
+    async def _read_checkpoint(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
         try:
-            return await self.checkpoint.read()
+            return await self.checkpoint.read(left)
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()

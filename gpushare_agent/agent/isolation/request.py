@@ -148,6 +148,8 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     """Containers get the driver's libraries from the driver directory."""
     follows_processes: bool = False
     """The agent has to find the processes of containers: by their IDs, from the container runtime."""
+    reads_processes: bool = False
+    """What is in the container reads the list of its processes all the time."""
 
     @property
     def limits(self) -> bool:
@@ -240,5 +242,6 @@ def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
         mounts_vdevice=any(part.mounts_vdevice for part in parts),
         mounts_driver=any(part.mounts_driver for part in parts),
         follows_processes=any(part.follows_processes for part in parts),
+        reads_processes=any(part.reads_processes for part in parts),
         memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),
     )

@@ -81,15 +81,15 @@ class KubeletCheckpoint:
         self._ids = ids
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
-    async def read(self) -> Sequence[CheckpointEntry]:
-        """All entries in file order, their device IDs as they are written.
+    async def read(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+        """All entries in file order but those of the pods that are `left` out, their device IDs as they are written.
 
         Raises:
             Unavailable: no such file, not readable, or not within a second.
             Corrupt: not the format.
         """
         what = f"reading the kubelet checkpoint {self._path}"
-        read = partial(read_checkpoint, self._path, self._former)
+        read = partial(read_checkpoint, self._path, self._former, left)
         return await self._thread.call(read, what, READ_TIMEOUT_S)
 
     def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
@@ -99,11 +99,12 @@ class KubeletCheckpoint:
         return [replace(e, device_ids=ids) for e, ids in held if ids or e.gpu_names or e.vdevice]
 
 
-def read_checkpoint(path: Path, former: Path | None = None) -> Sequence[CheckpointEntry]:
-    """Read and check the file; its device IDs as they are written. Raises Unavailable, Corrupt."""
+def read_checkpoint(path: Path, former: Path | None = None, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+    """Read and check the file, as `KubeletCheckpoint.read`. Raises Unavailable, Corrupt."""
     data = _read_json(path)
     try:
-        entries = [_entry(raw) for raw in data["Data"]["PodDeviceEntries"] or []]
+        # An entry takes ten times as long as its JSON: of a full node's, those that nobody asks about are not made.
+        entries = [_entry(raw) for raw in data["Data"]["PodDeviceEntries"] or [] if raw["PodUID"] not in left]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
     lacking = {(e.pod_uid, e.container) for e in entries if is_former(e.device_ids)}

@@ -78,6 +78,7 @@ ISOLATION = Isolation(
     mounts_vdevice=True,
     mounts_driver=True,
     follows_processes=True,
+    reads_processes=True,
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
     # that makes one of these calls follows, which cannot be known before.
     cores_follow=Follows.NEW_PROCESSES,

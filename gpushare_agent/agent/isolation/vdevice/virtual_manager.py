@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.agent.delivery.volume_directory import installed_driver_version
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
-from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation import ISOLATIONS, isolations_in_use
 from gpushare_agent.agent.isolation.ahead import PreparedAhead
 from gpushare_agent.agent.isolation.container_ids import ContainerIds
 from gpushare_agent.agent.isolation.part import IsolationHost
@@ -95,6 +95,11 @@ class Intervals(Struct, frozen=True, kw_only=True):
         # PreStartContainer waits for a poll under way: of 100 starts at once it took 80 to 128 ms before polls had a fifth
         # of the time, 25 to 46 ms with it.
         return max(self.recent_poll_s, min(age_s / 2, self.recent_poll_max_s), (POLLED_SHARE - 1) * took_s)
+
+
+UNREAD = Intervals(settled_poll_s=30.0, polls_of_all=1, recent_for_s=0.0)
+"""Where no isolation in use reads lists of processes: polls of all alone. For containers of one that was in use before, and
+all programs that register."""
 
 
 class VirtualManager:
@@ -631,6 +636,7 @@ class _Refreshes(Struct):
 def build_virtual_manager(host: IsolationHost, module: KernelModule | None) -> VirtualManager:
     """Not started."""
     node = host.node
+    is_read = any(one.reads_processes for one in isolations_in_use(node.settings))
     return VirtualManager(
         files=VDeviceFiles(node.settings.virtual_manager.path),
         allocations=node.claim_pods.shares,
@@ -650,6 +656,7 @@ def build_virtual_manager(host: IsolationHost, module: KernelModule | None) -> V
         ),
         registered=node.metrics.vdevice_registered,
         clock=time.monotonic,
+        intervals=Intervals() if is_read else UNREAD,
     )
 
 
