@@ -15,8 +15,9 @@ from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.cli.render_text import counted, plain, print_as
 from gpushare_agent.core.kube.budgets import BUDGETS, Budget, read_budget
 from gpushare_agent.core.kube.session import KubeLists
-from gpushare_agent.core.model.errors import NotFound, Rejected
+from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.model.names import PodUid
+from gpushare_agent.core.settings.settings import SettingsError
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import gpus_text
@@ -32,10 +33,10 @@ _HOW = (
 
 
 async def run(call: Invocation) -> int:
-    """Raises AgentError: it only advises, or nodes, pods or budgets cannot be read."""
+    """Raises SettingsError without --dry-run, and AgentError where nodes, pods or budgets cannot be read."""
     settings, form = call.settings(), call.options.output
     if not call.options.dry_run:
-        raise Rejected("defragment only advises, it moves no pod: run it with --dry-run")
+        raise SettingsError(["defragment only advises, it moves no pod: run it with --dry-run"])
     async with open_cluster(settings) as api:
         read = await read_cluster_view(api, settings)
         budgets = await _read_budgets(api)

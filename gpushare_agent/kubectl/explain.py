@@ -24,6 +24,7 @@ from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Rejected
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
+from gpushare_agent.core.settings.settings import SettingsError
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
@@ -173,12 +174,14 @@ _ASKED_FOR_S = 10.0
 
 
 async def run(call: Invocation) -> int:
-    """Raises AgentError, NotFound where nothing was decided about the pod."""
+    """Raises SettingsError for what names no pod, AgentError, NotFound where nothing was decided about the pod."""
     options, settings, node = call.options, call.settings(), node_of(call)
     is_remote = call.program == KUBECTL
     named, slash, pod = options.pod.rpartition("/")
     if named in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
-        slash = ""
+        named = slash = ""
+    if not pod or "/" in named or (slash and (not named or options.namespace not in ("", named))):
+        raise SettingsError([f"{options.pod!r}: name one pod, as POD or NAMESPACE/POD, and no other namespace by -n"])
     # The agent searches its decisions by name alone; through the API server the pod is fetched first, which needs a
     # namespace: kubectl's own default.
     is_in_default = (is_remote or node) and not options.all_namespaces
