@@ -1,6 +1,6 @@
 """The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
-A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay. A high one gets
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST and DROPPED_LAST; the first column stays. A high one gets
 the GPUs' curves.
 """
 
@@ -49,6 +49,8 @@ SM_BAR, MEMORY_BAR = "", " "
 """Columns without a name."""
 COLUMNS = (FIRST, STATE, CORES_COLUMN, SM, SM_BAR, MEMORY_COLUMN, MEMORY_BAR, ALLOC, TEMP, POWER)
 DROPPED_FIRST = (ALLOC, MEMORY_BAR, SM_BAR, POWER, TEMP, STATE)
+DROPPED_LAST = (CORES_COLUMN, SM, MEMORY_COLUMN)
+"""Where even the shortest names leave no room: a part of a number would be read as another number."""
 BEFORE_NAMES = (POWER, TEMP, STATE)
 """Worth more than the whole length of the names: these are cut to KEPT_FIRST_WIDTH before one of them goes."""
 SHORT_NAMES = {TEMP: "°C", POWER: "W"}
@@ -320,6 +322,10 @@ def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> 
         if _needs(widths) - cut <= width:
             break
         widths.pop(name, None)
+    for name in DROPPED_LAST:
+        if _needs(widths) - widths[FIRST] + MIN_FIRST_WIDTH <= width:
+            break
+        del widths[name]
     # What is left is the first column's: a cut name is better than no use.
     rest = _needs(widths) - widths[FIRST]
     widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - rest))
