@@ -18,7 +18,7 @@ from gpushare_agent.core.kube.session import KubeLists
 from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.settings.settings import SettingsError
-from gpushare_agent.kubectl.cluster_nodes import open_cluster
+from gpushare_agent.kubectl.cluster_nodes import NO_NODE, open_cluster
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import gpus_text
 from gpushare_agent.kubectl.decisions.defragment import Advice, Freed, defragment
@@ -80,6 +80,8 @@ def _freed_document(freed: Freed, read: ReadCluster) -> dict[str, object]:
 
 
 def _lines(advice: Advice, read: ReadCluster, *, is_wide: bool) -> list[RenderableType]:
+    if not read.view.nodes:
+        return [Text(NO_NODE)]
     moves = sum(len(one.moves) for one in advice.freed)
     now = f"{counted(advice.whole, 'GPU')} {'is' if advice.whole == 1 else 'are'} whole now"
     if advice.freed:
