@@ -196,7 +196,7 @@ async def run(call: Invocation) -> int:
         decisions = await read_decisions(agent, pod=pod, namespace=namespace)
         chosen = newest_of_containers(decisions, options.container)
         if not chosen:
-            place = "" if decisions else await _place_of(call, pod, namespace)
+            place = "" if decisions else await _place_of(call, pod, namespace, node)
             if place is None:
                 return 0
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
@@ -262,9 +262,9 @@ async def _nothing_known(
     )
 
 
-async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
+async def _place_of(call: Invocation, pod: str, namespace: str, asked: str) -> str | None:
     """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig. None:
-    it is on no node, and why is printed, as `kubectl gpushare` does."""
+    it is on no node, and why is printed, as `kubectl gpushare` does. `asked` is the node asked, empty for this host."""
     settings = call.settings()
     try:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
@@ -286,7 +286,7 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
     if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
         return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (
-        f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
-        "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "
-        f"{found.meta.namespace} {pod}."
+        ("" if node == asked else f"it is on node {node}. If that is this one, ")
+        + "its claims are being prepared, it requests no share of a GPU, or the decision was before the agent started or too "
+        f"long ago. What it has: {call.program} inspect -d; its Events: kubectl describe pod -n {found.meta.namespace} {pod}."
     )
