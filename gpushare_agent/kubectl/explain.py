@@ -287,6 +287,6 @@ async def _place_of(call: Invocation, pod: str, namespace: str, asked: str) -> s
         return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (
         ("" if node == asked else f"it is on node {node}. If that is this one, ")
-        + "its claims are being prepared, it requests no share of a GPU, or the decision was before the agent started or too "
-        f"long ago. What it has: {call.program} inspect -d; its Events: kubectl describe pod -n {found.meta.namespace} {pod}."
+        + "its claims are being prepared, it requests no share of a GPU, or the decision was before the agent started or too"
+        f" long ago. What it has: {call.program} inspect -d; Events: kubectl describe pod -n {found.meta.namespace} {pod}."
     )

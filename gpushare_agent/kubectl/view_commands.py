@@ -59,12 +59,9 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     """The commands as one of the two programs has them."""
     # A person's machine has no agent, so web.addr and web.port say nothing there.
     agent_settings = _CLUSTER_SETTINGS if is_plugin else (*_CLUSTER_SETTINGS, "web")
-    through = "whose agent to ask, through the API server"
-    whose = (
-        *(() if is_plugin else (_SERVER,)),
-        arg("--node NODE", through if is_plugin else "ask another node's agent, through the API server"),
-    )
+    whose = (*(() if is_plugin else (_SERVER,)), arg("--node NODE", "whose agent to ask, through the API server"))
     node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *whose)
+    others = (_AGENT_NAMESPACE, add_output)
     all_nodes = () if is_plugin else (arg("--all-nodes", "every node of the cluster, by the API server"),)
     commands = (
         Command(
@@ -83,8 +80,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 arg("--sort", "what comes first: the highest, or by GPU (gpu)", choices=SORTS, default="gpu"),
                 _CONTAINERS,
                 one_of(*node),
-                _AGENT_NAMESPACE,
-                add_output,
+                *others,
             ),
             settings=agent_settings,
         ),
@@ -97,8 +93,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 arg("-d --details", "list the containers as well"),
                 _CONTAINERS,
                 one_of(*all_nodes, *node),
-                _AGENT_NAMESPACE,
-                add_output,
+                *others,
             ),
             settings=(*agent_settings, *_SUMS_SETTINGS),
         ),
@@ -120,8 +115,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 ),
                 arg("-c --container NAME", "only this container of it"),
                 one_of(*whose),
-                _AGENT_NAMESPACE,
-                add_output,
+                *others,
             ),
             settings=agent_settings,
         ),

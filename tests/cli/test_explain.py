@@ -375,7 +375,7 @@ async def test_an_agent_that_has_started_again_leads_to_what_the_pod_has(short_d
         "/api/v1/namespaces/default/pods/train": raw_pod("train", spec={"nodeName": "n1"}),
         AGENTS: raw_list([raw_agent_pod("n1")]),
     }
-    said = "about pod default/train: its claims are being prepared, .* What it has: kubectl gpushare inspect -d; its Events"
+    said = "about pod default/train: its claims are being prepared, .* What it has: kubectl gpushare inspect -d; Events"
     async with api_server(short_dir, answers) as (_, settings):
         with pytest.raises(NotFound, match=said):
             await call("explain", settings, "train", line=PLUGIN_LINE)

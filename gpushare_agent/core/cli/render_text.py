@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -121,10 +121,10 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right:
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for place, name in enumerate(columns):
         is_number = name in right
-        cells = [name, *(str(row[place]) for row in rows)]
-        least = min(MIN_TEXT_WIDTH, width_of(cells))
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=is_number, min_width=least)
+        least = min(MIN_TEXT_WIDTH, width_of([name, *(str(row[place]) for row in rows)]))
+        table.add_column(
+            name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number, min_width=least
+        )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(plain_cell(cell)) for cell in row))
     return table
