@@ -214,7 +214,7 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
         where = f"on node {node}" if node else "on any node"
         raise NotFound(
             f"no agent runs {where}: no running pod {place}; check `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
-            "name its namespace with --agent-namespace"
+            "name its namespace with --agent-namespace; if there is none, install it (docs/how-to/install.md)"
         )
     # Two on one node are an upgrade's, and either shows the node.
     if len(agents) > 1 and not node:

@@ -40,6 +40,10 @@ from gpushare_agent.core.placement.gpu_account import account_of
 from gpushare_agent.core.settings.resource_names import resource_names
 from gpushare_agent.core.settings.settings import Settings
 
+NO_NODE = (
+    "no node has GPUs: none has the annotation gpushare-agent/gpus, or a capacity of the resources; is the agent installed"
+    " (docs/how-to/install.md)?"
+)
 _LIST_TIMEOUT_S = 120.0
 _REMEDY = "check your own credentials and their rights; docs/reference/cli.md lists those that are needed"
 

@@ -15,9 +15,10 @@ from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.cli.render_text import counted, plain, print_as
 from gpushare_agent.core.kube.budgets import BUDGETS, Budget, read_budget
 from gpushare_agent.core.kube.session import KubeLists
-from gpushare_agent.core.model.errors import NotFound, Rejected
+from gpushare_agent.core.model.errors import NotFound
 from gpushare_agent.core.model.names import PodUid
-from gpushare_agent.kubectl.cluster_nodes import open_cluster
+from gpushare_agent.core.settings.settings import SettingsError
+from gpushare_agent.kubectl.cluster_nodes import NO_NODE, open_cluster
 from gpushare_agent.kubectl.cluster_reading import ReadCluster, read_cluster_view
 from gpushare_agent.kubectl.decisions.changes import gpus_text
 from gpushare_agent.kubectl.decisions.defragment import Advice, Freed, defragment
@@ -32,10 +33,10 @@ _HOW = (
 
 
 async def run(call: Invocation) -> int:
-    """Raises AgentError: it only advises, or nodes, pods or budgets cannot be read."""
+    """Raises SettingsError without --dry-run, and AgentError where nodes, pods or budgets cannot be read."""
     settings, form = call.settings(), call.options.output
     if not call.options.dry_run:
-        raise Rejected("defragment only advises, it moves no pod: run it with --dry-run")
+        raise SettingsError(["defragment only advises, it moves no pod: run it with --dry-run"])
     async with open_cluster(settings) as api:
         read = await read_cluster_view(api, settings)
         budgets = await _read_budgets(api)
@@ -79,6 +80,8 @@ def _freed_document(freed: Freed, read: ReadCluster) -> dict[str, object]:
 
 
 def _lines(advice: Advice, read: ReadCluster, *, is_wide: bool) -> list[RenderableType]:
+    if not read.view.nodes:
+        return [Text(NO_NODE)]
     moves = sum(len(one.moves) for one in advice.freed)
     now = f"{counted(advice.whole, 'GPU')} {'is' if advice.whole == 1 else 'are'} whole now"
     if advice.freed:

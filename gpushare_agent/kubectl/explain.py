@@ -24,6 +24,7 @@ from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Rejected
 from gpushare_agent.core.model.names import CORES_PER_GPU
 from gpushare_agent.core.node_report.documents import Candidate, DecisionDocument
+from gpushare_agent.core.settings.settings import SettingsError
 from gpushare_agent.kubectl.agent_client import AgentClient, node_of, open_agent, read_decisions, read_node, read_pod
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.explain_waiting import SCHEMA, explain_waiting
@@ -173,12 +174,14 @@ _ASKED_FOR_S = 10.0
 
 
 async def run(call: Invocation) -> int:
-    """Raises AgentError, NotFound where nothing was decided about the pod."""
+    """Raises SettingsError for what names no pod, AgentError, NotFound where nothing was decided about the pod."""
     options, settings, node = call.options, call.settings(), node_of(call)
     is_remote = call.program == KUBECTL
     named, slash, pod = options.pod.rpartition("/")
     if named in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
-        slash = ""
+        named = slash = ""
+    if not pod or "/" in named or (slash and (not named or options.namespace not in ("", named))):
+        raise SettingsError([f"{options.pod!r}: name one pod, as POD or NAMESPACE/POD, and no other namespace by -n"])
     # The agent searches its decisions by name alone; through the API server the pod is fetched first, which needs a
     # namespace: kubectl's own default.
     is_in_default = (is_remote or node) and not options.all_namespaces
@@ -193,7 +196,7 @@ async def run(call: Invocation) -> int:
         decisions = await read_decisions(agent, pod=pod, namespace=namespace)
         chosen = newest_of_containers(decisions, options.container)
         if not chosen:
-            place = "" if decisions else await _place_of(call, pod, namespace)
+            place = "" if decisions else await _place_of(call, pod, namespace, node)
             if place is None:
                 return 0
             raise NotFound(await _nothing_known(call, agent, pod, namespace, decisions, place))
@@ -259,9 +262,9 @@ async def _nothing_known(
     )
 
 
-async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
+async def _place_of(call: Invocation, pod: str, namespace: str, asked: str) -> str | None:
     """Where the API server has the pod, a sentence; empty where it cannot be asked, as on a host without a kubeconfig. None:
-    it is on no node, and why is printed, as `kubectl gpushare` does."""
+    it is on no node, and why is printed, as `kubectl gpushare` does. `asked` is the node asked, empty for this host."""
     settings = call.settings()
     try:
         async with asyncio.timeout(_ASKED_FOR_S), open_cluster(settings) as api:
@@ -283,7 +286,7 @@ async def _place_of(call: Invocation, pod: str, namespace: str) -> str | None:
     if said := ": ".join(filter(None, (found.status.reason, found.status.message))):
         return f"it is on node {node}, and its status says: {plain(said[:MAX_MESSAGE_CHARS]).rstrip('.')}."
     return (
-        f"it is on node {node}. If that is this one, its claims are being prepared, it requests no share of a GPU, or the "
-        "decision was before the agent started or too long ago. Its Events: kubectl describe pod -n "
-        f"{found.meta.namespace} {pod}."
+        ("" if node == asked else f"it is on node {node}. If that is this one, ")
+        + "its claims are being prepared, it requests no share of a GPU, or the decision was before the agent started or too"
+        f" long ago. What it has: {call.program} inspect -d; Events: kubectl describe pod -n {found.meta.namespace} {pod}."
     )

@@ -39,7 +39,7 @@ from gpushare_agent.core.cli.render_text import (
 from gpushare_agent.core.model.gpus import HOST_MEMORY_TEXTS
 from gpushare_agent.core.node_report.documents import Cores, GpuDocument, Memory, NodeDocument, ReportedGpu
 from gpushare_agent.kubectl.agent_client import node_of, open_agent, read_node
-from gpushare_agent.kubectl.cluster_nodes import InspectedNode, inspected_container, open_cluster, read_cluster
+from gpushare_agent.kubectl.cluster_nodes import NO_NODE, InspectedNode, inspected_container, open_cluster, read_cluster
 
 SCHEMA = 2
 
@@ -205,12 +205,6 @@ def _cluster_line(document: InspectionDocument) -> Text:
     return Text(f"{gpus} {where}{more}: {allocated}", style="bold")
 
 
-_NO_NODE = (
-    "no node has GPUs: none has the annotation gpushare-agent/gpus, or a capacity of the resources; is the agent installed"
-    " (docs/how-to/install.md)?"
-)
-
-
 async def run(call: Invocation) -> int:
     """Raises AgentError."""
     options, settings, node = call.options, call.settings(), node_of(call)
@@ -227,7 +221,7 @@ async def run(call: Invocation) -> int:
         one["containers"] = in_namespace(one["containers"], options.namespace)
     is_wide = options.output == "wide"
     show = partial(inspection_tables, document, with_details=options.details, is_wide=is_wide)
-    print_as(options.output, document, lambda width: show(width=width) if nodes else [Text(_NO_NODE)])
+    print_as(options.output, document, lambda width: show(width=width) if nodes else [Text(NO_NODE)])
     return 0
 
 

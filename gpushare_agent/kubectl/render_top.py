@@ -1,7 +1,7 @@
 """The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
-A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay. A high one gets
-the GPUs' curves.
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column stays. A high one gets the GPUs'
+curves.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLO
 SM_BAR, MEMORY_BAR = "", " "
 """Columns without a name."""
 COLUMNS = (FIRST, STATE, CORES_COLUMN, SM, SM_BAR, MEMORY_COLUMN, MEMORY_BAR, ALLOC, TEMP, POWER)
-DROPPED_FIRST = (ALLOC, MEMORY_BAR, SM_BAR, POWER, TEMP, STATE)
-BEFORE_NAMES = (POWER, TEMP, STATE)
-"""Worth more than the whole length of the names: these are cut to KEPT_FIRST_WIDTH before one of them goes."""
+DROPPED_FIRST = (ALLOC, MEMORY_BAR, SM_BAR, POWER, TEMP, STATE, CORES_COLUMN, SM, MEMORY_COLUMN)
+"""As a whole: a part of a number would be read as another number."""
+MIN_FIRST_WIDTH = 15
+BEFORE_NAMES = dict.fromkeys((POWER, TEMP, STATE), 20) | dict.fromkeys(
+    (CORES_COLUMN, SM, MEMORY_COLUMN), MIN_FIRST_WIDTH
+)
+"""Worth more than the whole length of the names: these are cut to so much before one of them goes."""
 SHORT_NAMES = {TEMP: "°C", POWER: "W"}
 BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
 """Each draws the value to its left."""
 BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
-MIN_FIRST_WIDTH, KEPT_FIRST_WIDTH = 15, 20
 PAID = "*"
 """Follows the compute of a container that the driver does not report."""
 PAID_NOTE = "* paid, as libgpushare counts: of several that compute the driver's samples name one"
@@ -316,7 +319,7 @@ def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> 
             widths[name] = width_of([short, *(cells.get(name, "") for cells in rows)])
     # One at a time, so that a wide terminal loses as little as it must.
     for name in DROPPED_FIRST:
-        cut = max(0, widths[FIRST] - KEPT_FIRST_WIDTH) if name in BEFORE_NAMES else 0
+        cut = max(0, widths[FIRST] - BEFORE_NAMES.get(name, widths[FIRST]))
         if _needs(widths) - cut <= width:
             break
         widths.pop(name, None)

@@ -59,15 +59,10 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
     """The commands as one of the two programs has them."""
     # A person's machine has no agent, so web.addr and web.port say nothing there.
     agent_settings = _CLUSTER_SETTINGS if is_plugin else (*_CLUSTER_SETTINGS, "web")
-    through = "whose agent to ask, through the API server"
-    target = (
-        *(() if is_plugin else (_SERVER,)),
-        arg("--node NODE", through if is_plugin else "ask another node's agent, through the API server"),
-        _AGENT_NAMESPACE,
-        add_output,
-    )
-    node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *target)
-    all_nodes = arg("--all-nodes", "every node of the cluster, by the API server")
+    whose = (*(() if is_plugin else (_SERVER,)), arg("--node NODE", "whose agent to ask, through the API server"))
+    node = (arg("node_name NODE", "the same as --node NODE", nargs="?"), *whose)
+    others = (_AGENT_NAMESPACE, add_output)
+    all_nodes = () if is_plugin else (arg("--all-nodes", "every node of the cluster, by the API server"),)
     commands = (
         Command(
             name="top",
@@ -84,7 +79,8 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                 ),
                 arg("--sort", "what comes first: the highest, or by GPU (gpu)", choices=SORTS, default="gpu"),
                 _CONTAINERS,
-                *node,
+                one_of(*node),
+                *others,
             ),
             settings=agent_settings,
         ),
@@ -94,10 +90,10 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             run=lazy("kubectl.inspect:run"),
             examples=("inspect -d", "inspect gpu-1" if is_plugin else "inspect --all-nodes"),
             arguments=(
-                *(() if is_plugin else (all_nodes,)),
                 arg("-d --details", "list the containers as well"),
                 _CONTAINERS,
-                *node,
+                one_of(*all_nodes, *node),
+                *others,
             ),
             settings=(*agent_settings, *_SUMS_SETTINGS),
         ),
@@ -118,7 +114,8 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
                     "the pod of this name in any namespace",
                 ),
                 arg("-c --container NAME", "only this container of it"),
-                *target,
+                one_of(*whose),
+                *others,
             ),
             settings=agent_settings,
         ),

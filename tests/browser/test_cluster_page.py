@@ -309,7 +309,7 @@ async def test_every_colour_of_a_pod_can_be_seen(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [375, 900, 1024, 1920])
+@pytest.mark.parametrize("width", [375, 740, 900, 1024, 1920])
 async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
     """Nothing is wider than the window, every text has contrast, and whatever a screen reader announces has a name."""
     async with opened(width=width, prefers_color_scheme=scheme) as (browser, _):
@@ -323,6 +323,11 @@ async def test_it_is_whole_readable_and_named(width: int, scheme: str) -> None:
         # A short name has one line, also next to two badges.
         name = "const one = document.querySelector(\"[data-node='gpu-3'] .node-name\"), style = getComputedStyle(one);"
         assert await browser.script(f"{name} return one.clientHeight < 1.9 * parseFloat(style.lineHeight)")
+        # The arrow of a column's order stands next to its name, and the filter next to the choices.
+        assert await browser.of("[aria-sort=ascending] button", "offsetHeight") < 30
+        if width >= 900:
+            tops = await browser.each(".choices > *", "getBoundingClientRect().top")
+            assert max(tops) - min(tops) < 10
         tiles = await browser.each(".tile", "getBoundingClientRect().top")
         assert len({tiles.count(top) for top in tiles}) == 1
         clipped = await browser.script(

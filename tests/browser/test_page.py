@@ -196,12 +196,20 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
         assert cut == []
 
 
-@pytest.mark.parametrize("width", [400, 900, 1280, 1400])
+@pytest.mark.parametrize("width", [400, 740, 800, 1060, 1280, 1400])
 async def test_each_width_shows_everything(width: int) -> None:
-    """Rows of tiles are full, the table and the topology are not clipped, no name is cut, and the state stays in sight."""
+    """Rows of tiles are full and even, the table and the topology are not clipped, no name is cut, and the state stays in
+    sight.
+    """
     async with opened(SampleNode(gpus=8, containers=12), width=width) as (browser, _):
         tiles = await browser.each(".tile", "getBoundingClientRect().top")
         assert len({tiles.count(top) for top in tiles}) == 1
+        for part in ("strong", ".quiet", ".gauge"):
+            heights = await browser.each(
+                f".tile {part}",
+                "getBoundingClientRect().top - one.closest('.tile').getBoundingClientRect().top",
+            )
+            assert max(heights) - min(heights) < 1, (part, heights)
         clipped = await browser.script(
             "return [...document.querySelectorAll('#containers-table, #topology, #topology > *, .gpu-name, .legend-name')]"
             ".filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && one.clientWidth).map(nameOf)"

@@ -214,11 +214,13 @@ async def test_the_moves_as_json(short_dir: Path, capsys: pytest.CaptureFixture[
 
 
 async def test_it_only_advises(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --dry-run one line; without the right to read budgets, none of whose pods may be named, the right."""
-    assert await ran(halves("", "", ""), short_dir, "defragment") == 1
+    """Without --dry-run or GPUs one line; without the right to read budgets, none of whose pods may be named, the right."""
+    assert await ran(halves("", "", ""), short_dir, "defragment") == 2
     assert capsys.readouterr().err == (
         "kubectl gpushare: defragment only advises, it moves no pod: run it with --dry-run\n"
     )
+    assert await ran(Cluster([], []), short_dir, "defragment", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("no node has GPUs: ")
     denied = {"/apis/policy/v1/poddisruptionbudgets": (403, {"kind": "Status", "message": "forbidden"})}
     assert await ran(halves("", "", ""), short_dir, "defragment", "--dry-run", **denied) == 1
     assert "cannot list the PodDisruptionBudgets" in capsys.readouterr().err

@@ -368,6 +368,19 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
     assert server.seen[2].query == {"pod": "train", "namespace": "default", "limit": "500"}
 
 
+async def test_an_agent_that_has_started_again_leads_to_what_the_pod_has(short_dir: Path) -> None:
+    """The pod's own node was asked: which one that is, is no question."""
+    answers = {f"{AGENTS}/http:agent-n1:5678/proxy{path}": body for path, body in agent_answers(busy_node()).items()}
+    answers |= {
+        "/api/v1/namespaces/default/pods/train": raw_pod("train", spec={"nodeName": "n1"}),
+        AGENTS: raw_list([raw_agent_pod("n1")]),
+    }
+    said = "about pod default/train: its claims are being prepared, .* What it has: kubectl gpushare inspect -d; Events"
+    async with api_server(short_dir, answers) as (_, settings):
+        with pytest.raises(NotFound, match=said):
+            await call("explain", settings, "train", line=PLUGIN_LINE)
+
+
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
     """The scheduler names what is missing, and not why: bytes for blocks, and a misspelt resource, stand next to what is
     offered."""

@@ -125,6 +125,18 @@ async def test_a_narrow_terminal_breaks_no_word() -> None:
     assert f"n1 GPU 1: {reason}" in " ".join(words)
 
 
+async def test_a_very_narrow_terminal_keeps_every_column() -> None:
+    """The lines run on; names and states are not broken letter by letter."""
+    async with (
+        json_server(agent_answers(busy_node())) as agent,
+        at_terminal("inspect", "-d", f"--server={agent.url}", columns=40) as terminal,
+    ):
+        assert await terminal.wait_end() == 0
+        await terminal.wait_shown(lambda text: "4 GPUs of the node" in text)
+    words = set(re.sub(r"\x1b\[[0-9;]*m", "", terminal.shown).split())
+    assert {"NODE", "n1", "Unhealthy", "NAMESPACE", "CONTAINER", "evaluator"} <= words
+
+
 async def test_the_document_of_inspect_says_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON and as YAML, with the containers whether the details were asked for or not."""
     async with json_server(agent_answers(busy_node())) as agent:

@@ -439,6 +439,13 @@ def test_every_command_has_the_same_forms_of_output(command: str, capsys: pytest
     [
         ("top", "--server", "localhost:5678"),
         ("top", "-A", "-n", "default"),
+        ("top", "n1", "--node", "n2"),
+        ("inspect", "--all-nodes", "n1"),
+        ("explain", "pod", "--server", "http://localhost:1", "--node", "n1"),
+        ("explain", "a/pod", "-n", "b", "--server", "http://localhost:1"),
+        ("explain", "a/", "--server", "http://localhost:1"),
+        ("explain", "a/b/c", "--server", "http://localhost:1"),
+        ("defragment",),
         ("simulate", "--nodes", "/absent.csv"),
         ("simulate", "--nodes", "/absent.csv", "--pods", "/absent.csv"),
         ("sandbox", "--once", "--gpus", "0"),

@@ -441,6 +441,13 @@ async def test_a_malformed_kubeconfig_ends_the_start(tmp_path: Path, content: st
             pass
 
 
+@pytest.mark.parametrize("server", ["", "foo", "127.0.0.1:6443"])
+async def test_a_server_that_is_no_url_ends_the_start(server: str) -> None:
+    with pytest.raises(StartupError, match=r"cannot use kubeconfig .* is no URL such as .*kubectl config view"):
+        async with opened(server):
+            pass
+
+
 async def test_a_context_is_chosen_among_those_of_the_kubeconfig(tmp_path: Path) -> None:
     """Also in a pod that has a cluster of its own; a context that is not there is named."""
     async with fake_api() as server:

@@ -673,6 +673,14 @@ def test_notes_and_guide_give_the_namespace_its_pod_security_label() -> None:
     assert f"kubectl label namespace {NAMESPACE} {label}={level} " in guide
 
 
+def test_the_notes_name_files_that_there_are() -> None:
+    """Also who makes the Secrets for which the extender waits."""
+    notes = (CHART / "templates/NOTES.txt").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:docs|manifests)/[\w/-]+\.\w+", notes))
+    assert "docs/how-to/schedule-with-the-extender.md" in named
+    assert [name for name in named if not (MANIFESTS.parent / name).is_file()] == []
+
+
 def test_the_chart_has_the_projects_version() -> None:
     """In its own spelling, for a chart's version is a semantic one: 2.0.0a1 is 2.0.0-alpha.1."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))

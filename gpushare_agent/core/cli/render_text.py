@@ -44,6 +44,7 @@ PHASE_STYLES = {
 PIPE_WIDTH = 10_000
 """The width where no terminal sets one: wider than any row, whose texts end at MAX_TEXT_CHARS, so each is one line."""
 GAP = 2
+MIN_TEXT_WIDTH = 12
 MAX_TEXT_CHARS = 4000
 _EMPTY_REASONS = ("cordoned", NO_REASON)
 """Placeholders for a cordon's reason where none was entered: in a node's annotation, and in an agent's document."""
@@ -96,7 +97,8 @@ def in_namespace(containers: Sequence[C], namespace: str) -> list[C]:
 def _print_tables(tables: Callable[[int], Sequence[RenderableType]]) -> None:
     if sys.stdout.isatty():
         console = Console(highlight=False)
-        console.print(*tables(console.width), sep="\n")
+        # What is wider than the terminal runs on in the next line, as kubectl's tables do.
+        console.print(*tables(console.width), sep="\n", crop=False)
         return
     # rich takes 80 columns for a pipe and would break names that a script reads.
     console = Console(width=PIPE_WIDTH, highlight=False)
@@ -115,11 +117,14 @@ def plain(value: object) -> str:
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
     """A table without lines, as kubectl's: a header and a row each. `right` are the columns with numbers, which stay in one
-    line."""
+    line. A terminal's width breaks texts, but no column below MIN_TEXT_WIDTH."""
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    for name in columns:
+    for place, name in enumerate(columns):
         is_number = name in right
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+        least = min(MIN_TEXT_WIDTH, width_of([name, *(str(row[place]) for row in rows)]))
+        table.add_column(
+            name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number, min_width=least
+        )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(plain_cell(cell)) for cell in row))
     return table

@@ -193,6 +193,10 @@ async def open_api_client(source: ConfigurationSource) -> Any:
                     token_filename=str(source.service_account / "token"),
                     cert_filename=str(source.service_account / "ca.crt"),
                 )
+        server = urlsplit(configuration.host)
+        if server.scheme not in ("http", "https") or not server.hostname:
+            what = f"the server {configuration.host!r} is no URL such as https://HOST:6443"
+            raise StartupError(f"cannot use {source}: {what}; check it with `kubectl config view`")
         proxy, variable, origin = configuration.proxy or "", "", "proxy-url of the kubeconfig"
         if not proxy:
             proxy, variable = environment_proxy(configuration.host, os.environ)
@@ -202,7 +206,7 @@ async def open_api_client(source: ConfigurationSource) -> Any:
     # a malformed user entry surfaces in the library as TypeError or AssertionError
     except (config.ConfigException, OSError, ValueError, TypeError, AssertionError) as e:
         raise Unavailable(
-            f"cannot load the API server's credentials from {source}: {_one_line(e)}; will be tried again; "
+            f"cannot load the API server's credentials from {source}: {_one_line(e)}; "
             "check the user and cluster entries and the files they name"
         ) from e
 
