@@ -13,7 +13,9 @@ State owned: the thread, and the call that is under way.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +34,22 @@ KEEP_S = 6.5
 
 class Loop(asyncio.SelectorEventLoop):
     """Where no thread of its pool can be started, as on a node that has its most processes, the caller gets Unavailable and
-    not a RuntimeError, which nobody expects of a request to a server."""
+    not a RuntimeError, which nobody expects of a request to a server. A child process takes no thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Before 3.12 asyncio starts a thread for each child that it has just started, and loses the child where it cannot.
+        if sys.version_info < (3, 12):
+            with suppress(OSError):  # a kernel before 5.3
+                os.close(os.pidfd_open(os.getpid()))
+                watcher = asyncio.PidfdChildWatcher()
+                watcher.attach_loop(self)
+                asyncio.set_child_watcher(watcher)
+
+    def close(self) -> None:
+        if sys.version_info < (3, 12):
+            asyncio.set_child_watcher(None)  # type: ignore[arg-type]  # the next loop's may be another
+        super().close()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         try:
