@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from msgspec import Raw
@@ -138,6 +140,25 @@ async def test_the_copy_of_an_unreadable_record_counts(driver: Driver, tmp_path:
         assert driver.claims.prepared == {first.ref.uid: first}
     await driver.claims.unprepare(ref_of())
     assert driver.records() == [] and not any((tmp_path / "records.last").iterdir())
+
+
+async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU would be free while its pod runs, and its files would be removed; a spec that cannot be removed stops none."""
+    first, opened = await prepared(driver), os.open
+
+    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
+        if Path(path).suffix == ".json":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **more)
+
+    (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(Unavailable, match=r"cannot be read: .*LimitNOFILE"):
+        patch.setattr(os, "open", refuse)
+        await driver.restart()
+    await driver.claims.restore()
+    assert driver.claims.prepared == {first.ref.uid: first} and len(driver.specs()) == 2
 
 
 async def test_a_record_of_a_newer_agent_is_read(driver: Driver, tmp_path: Path) -> None:

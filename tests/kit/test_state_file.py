@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ import pytest
 from msgspec import Struct
 from structlog.testing import capture_logs
 
+from gpushare_agent.core.kit import state_file
 from gpushare_agent.core.kit.state_file import IS_COPY, MAX_BYTES, StateFile
 from gpushare_agent.core.model.errors import Unavailable
 
@@ -153,6 +155,25 @@ async def test_a_file_of_another_user_is_not_believed(saved: File) -> None:
     saved.path.symlink_to(elsewhere)
     await saved.reported(SAVED)
     assert saved.path.is_file() and not saved.path.is_symlink()
+
+
+async def test_the_copy_counts_where_the_disk_has_lost_the_file(saved: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may pass is tried again."""
+    for number in (errno.EIO, errno.EMFILE):
+
+        def refuse(path: Path, *_: object, number: int = number, **__: object) -> bytes:
+            if path == saved.path:
+                raise OSError(number, os.strerror(number))
+            return path.read_bytes()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state_file, "read_regular", refuse)
+            if number == errno.EIO:
+                await saved.reported(SAVED)
+            else:
+                with pytest.raises(Unavailable, match="cannot be read: Too many open files"):
+                    await saved.load()
+        assert await saved.load() == SAVED
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

@@ -24,7 +24,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
-from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy
+from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy, is_of_node
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ class ClaimFiles:
         self._specs = specs
 
     def load(self) -> list[PreparedClaim]:
-        """All that are recorded. Raises Unavailable: the directory cannot be read."""
+        """All that are recorded. Raises Unavailable: the directory, or a record and its copy, cannot be read now."""
         try:
             names = sorted(path.stem for path in self._records.iterdir() if path.suffix == ".json")
         except FileNotFoundError:
@@ -95,6 +95,7 @@ class ClaimFiles:
             raise Unavailable(f"{directory / name} cannot be written: {e.strerror or e}; {remedy}") from e
 
     def _load(self, uid: str) -> PreparedClaim | None:
+        failure: OSError | None = None
         for place, then in ((self._records, "its copy is read"), (self._copies, "its claim is prepared again")):
             path = place / f"{uid}.json"
             try:
@@ -102,12 +103,19 @@ class ClaimFiles:
                     content = read_content(directory, path.name, MAX_RECORD_BYTES)
                 claim = _claim_of(content)
             except (OSError, Corrupt) as e:
-                log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
+                if isinstance(e, OSError) and is_of_node(e):
+                    failure = e
+                else:
+                    log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
                 continue
             with suppress(Unavailable):  # a full disk: what was read counts all the same
                 self._write(self._copies, path.name, content)
             # The file's name is what `remove` goes by: a record under another name would never end.
             return claim if claim.ref.uid == uid else None
+        # Without it the files of its containers, which run, would be removed, and its instances given away.
+        if failure is not None:
+            text = f"{self._records / f'{uid}.json'} cannot be read: {failure.strerror}"
+            raise Unavailable(f"{text}; {file_remedy(failure, '')}") from failure
         return None
 
 

@@ -104,6 +104,7 @@ class DraPart:
         await self.mig.load()
         await self.claims.restore()
         self.ready.set()
+        self.publisher.changed()
 
     def tasks(self) -> Tasks:
         """Does nothing if they run already: an agent that takes over from another registers before that one leaves, and its

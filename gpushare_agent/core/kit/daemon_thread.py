@@ -23,7 +23,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple, cast
 
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -80,7 +80,8 @@ class DaemonThread:
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
         """Returns or raises the result of `blocking`. A cancelled call goes on in its thread and its result is dropped.
 
-        Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
+        Raises Unavailable: no answer in time, an earlier call is overdue, or it ended in an OSError. `what` names the call
+        in the message.
         """
         answer: asyncio.Future[tuple[T | None, BaseException | None]] | None = None
         try:
@@ -95,6 +96,10 @@ class DaemonThread:
             if answer is not None:
                 self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
+        # Also of what opens a file only now and then: an import, without a free descriptor.
+        if isinstance(failure, OSError):
+            remedy = file_remedy(failure, self._advice)
+            raise Unavailable(f"{what} failed: {failure.strerror or failure}. {remedy}") from failure
         if failure is not None:
             raise failure
         return cast(T, result)

@@ -169,9 +169,9 @@ def _content(path: Path, most_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as e:
-        # Not the agent's own, no regular file, or a link: somebody else put it there. Other errors may pass, and are tried
-        # again.
-        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
+        # Not the agent's own, no regular file, or a link: somebody else put it there; or the disk has lost it, but not its
+        # copy. Other errors may pass, and are tried again.
+        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP, errno.EIO):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
     if len(content) > most_bytes:

@@ -64,6 +64,11 @@ def file_remedy(error: BaseException, otherwise: str) -> str:
     return otherwise if error.__cause__ is None else file_remedy(error.__cause__, otherwise)
 
 
+def is_of_node(error: OSError) -> bool:
+    """The node lacks something, or its disk fails: it says nothing of the file, which may be used later."""
+    return error.errno in _FILE_REMEDIES
+
+
 class RefusalReason(StrEnum):
     """Why a container gets no GPU. The values are metric labels and Event reasons: stable, CamelCase."""
 
