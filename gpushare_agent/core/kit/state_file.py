@@ -180,7 +180,9 @@ def _content(path: Path, most_bytes: int) -> bytes | None:
 
 
 def _write_whole(path: Path, content: bytes, *, is_synced: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # O_NONBLOCK: opening a pipe without a reader would wait for one.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
