@@ -30,7 +30,7 @@ from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_fr
 from gpushare_agent.core.kit.http_answers import load_aiohttp
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.process import give_back_memory, raise_open_files_limit, sd_notify
-from gpushare_agent.core.kit.supervision import ReportOnce, at_most, forever, retried, start_tasks, stop_task
+from gpushare_agent.core.kit.supervision import ReportOnce, at_most, forever, in_pool, retried, start_tasks, stop_task
 from gpushare_agent.core.kube.configuration import find_configuration
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason
 from gpushare_agent.core.model.gpus import GpuInventory
@@ -360,7 +360,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
 
 async def _start_late(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     """The web server and the API server's client, with the slow libraries."""
-    await asyncio.to_thread(load_aiohttp)
+    await in_pool(load_aiohttp, "web_not_loaded")
     start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import resource
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent import program
+from gpushare_agent.agent.node_configuration import NodeConfiguration
+from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import open_agent, open_child, poll_until, record_claim
+from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import container, open_test_node, pod
 
 
@@ -54,3 +60,18 @@ async def test_claims_whose_files_cannot_be_read_are_restored_later(monkeypatch:
                 is_refused[0] = False
                 await poll_until(lambda: "claims_restored" in {one["event"] for one in logs}, "the claims")
         assert [one["event"] for one in logs].count("claims_not_restored") == 1
+
+
+async def test_a_nodes_configuration_that_no_thread_can_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload is asked for, which says why it cannot be read, and keeps the settings."""
+    settings = load_settings([f"--node-configuration.directory={tmp_path}"], {}).settings
+    configuration = NodeConfiguration(lambda _: settings)
+
+    async def refuse(*_: object) -> None:
+        raise Unavailable("no thread could be started")
+
+    monkeypatch.setattr(asyncio, "to_thread", refuse)
+    async with running(partial(configuration.watch_directory, tmp_path)):
+        await configuration.wait_new(settings)

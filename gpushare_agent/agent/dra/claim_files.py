@@ -24,6 +24,7 @@ from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
+from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.errors import Corrupt, Unavailable, file_remedy, is_of_node
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class ClaimFiles:
         self._records = records
         self._copies = records.with_name(f"{records.name}.last")
         self._specs = specs
+        self._unreadable = ReportOnce()
 
     def load(self) -> list[PreparedClaim]:
         """All that are recorded. Raises Unavailable: the directory, or a record and its copy, cannot be read now."""
@@ -105,7 +107,7 @@ class ClaimFiles:
             except (OSError, Corrupt) as e:
                 if isinstance(e, OSError) and is_of_node(e):
                     failure = e
-                else:
+                elif self._unreadable.is_new(str(e), str(path)):
                     log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
                 continue
             with suppress(Unavailable):  # a full disk: what was read counts all the same

@@ -14,7 +14,6 @@ import errno
 import importlib
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -33,7 +32,7 @@ from gpushare_agent.core.kit.http_answers import (
     packed,
     text_answer,
 )
-from gpushare_agent.core.kit.supervision import retried
+from gpushare_agent.core.kit.supervision import in_pool
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.web.debug_guard import may_read
@@ -48,7 +47,6 @@ log = structlog.get_logger(__name__)
 
 _MISDIRECTED = "the Host header has to name an address, the node or a Service; a proxy has to set it\n"
 _FOR_ANY_NAME = ("/healthz", "/readyz", "/version")
-_RETRY_S = 1.0
 BACKLOG = 128
 """The kernel's queue of connections that wait to be accepted."""
 
@@ -96,7 +94,7 @@ class WebServer(Struct, eq=False):
     async def run(self) -> NoReturn:
         """Serve until cancelled. Raises StartupError: the address cannot be listened on."""
         # Imports in a thread still hold the interpreter's lock, but let the loop run between them.
-        await retried(partial(asyncio.to_thread, self._load), _RETRY_S, "web_not_loaded")
+        await in_pool(self._load, "web_not_loaded")
         from aiohttp import web
 
         from gpushare_agent.agent.observability.http.debug_routes import debug_routes
@@ -201,11 +199,7 @@ class WebServer(Struct, eq=False):
         return web.Response(body=body, headers=headers)
 
     def _load(self) -> None:
-        """Raises Unavailable."""
-        try:
-            self._page.load()
-        except OSError as e:
-            raise Unavailable(f"the dashboard cannot be read: {e.strerror or e}") from e
+        self._page.load()
         for name in ("core.kit.http_server", "agent.observability.http.debug_routes"):
             importlib.import_module(f"gpushare_agent.{name}")
 
