@@ -154,7 +154,7 @@ async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
         return opened(path, *args, **more)
 
     (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
-    with monkeypatch.context() as patch, pytest.raises(Unavailable, match=r"cannot be read: .*LimitNOFILE"):
+    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="open files are used up"):
         patch.setattr(os, "open", refuse)
         await driver.restart()
     await driver.claims.restore()
@@ -234,7 +234,7 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(driver: Driver, t
     assert await refused(driver) == "the disk is full" and not len(driver.cache)
     driver.refusal = None
     (tmp_path / "records").write_text("no directory")
-    assert "cannot be written" in await refused(driver) and not len(driver.cache)
+    assert "recording claim claim-1 failed: " in await refused(driver) and not len(driver.cache)
 
 
 async def test_what_the_host_lacks_is_waited_for_with_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ async def test_the_copy_counts_where_the_disk_has_lost_the_file(saved: File, mon
             if number == errno.EIO:
                 await saved.reported(SAVED)
             else:
-                with pytest.raises(Unavailable, match="cannot be read: Too many open files"):
+                with pytest.raises(Unavailable, match="failed: Too many open files"):
                     await saved.load()
         assert await saved.load() == SAVED
 
@@ -189,9 +189,9 @@ async def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> No
     """Reading finds nothing there that could be wrong, or reports it; writing reports it."""
     (tmp_path / "taken").write_text("a file")
     file = File(tmp_path / "taken")
-    with pytest.raises(Unavailable, match="cannot be read"):
+    with pytest.raises(Unavailable, match="reading the state from"):
         await file.load()
-    with pytest.raises(Unavailable, match=f"{file.path} cannot be written"):
+    with pytest.raises(Unavailable, match=f"saving the state to {file.path} failed"):
         await file.save(SAVED)
 
 
@@ -200,7 +200,7 @@ async def test_a_write_that_fails_leaves_the_old_file(saved: File) -> None:
     new = saved.path.with_name(f"{NAME}.new")
     for make in (os.mkfifo, Path.mkdir):  # the pipe is removed then
         make(new)
-        with pytest.raises(Unavailable, match="cannot be written"):
+        with pytest.raises(Unavailable, match="saving the state"):
             await saved.save(OTHER)
         assert await saved.load() == SAVED
     saved.path.unlink()

@@ -156,7 +156,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _not_written: ReportOnce = field(default_factory=ReportOnce)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
-            "claims", advice="Check the disks of state_directory and cdi.spec_directories."
+            "claims", advice="Check that the agent may write in state_directory and cdi.spec_directories."
         )
     )
 

@@ -98,8 +98,9 @@ class DaemonThread:
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
         # Also of what opens a file only now and then: an import, without a free descriptor.
         if isinstance(failure, OSError):
+            at = f" ({failure.filename})" if failure.filename else ""
             remedy = file_remedy(failure, self._advice)
-            raise Unavailable(f"{what} failed: {failure.strerror or failure}. {remedy}") from failure
+            raise Unavailable(f"{what} failed: {failure.strerror or failure}{at}. {remedy}") from failure
         if failure is not None:
             raise failure
         return cast(T, result)
