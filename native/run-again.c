@@ -12,7 +12,8 @@
  * | is killed otherwise | writes a line of the log, kills what the program had started, and runs it again |
  * | cannot be run | exits with 127 |
  *
- * Every signal that can be caught is passed on, but those of a terminal that stop. If this program is killed, the other is too.
+ * Every signal that can be caught is passed on, but those of a terminal that stop; SIGHUP waits until the program unblocks it.
+ * If this program is killed, the other is too.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -102,6 +103,7 @@ int main(int count, char **words)
     sigset_t all, mask;
     sigfillset(&all);
     sigprocmask(SIG_BLOCK, &all, &mask);
+    sigaddset(&mask, SIGHUP); /* until the agent can read its settings again: before, it would be the agent's end */
     signal(SIGCHLD, SIG_DFL); /* where it is ignored, the kernel keeps no status of what has ended */
     for (bool is_stopping = false;;) {
         long killed = killed_for_memory();

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,14 @@ async def output_of(*command: str | Path, given: bytes | None = None, **options:
             out, err = await process.communicate(given)
     assert process.returncode is not None
     return process.returncode, out or b"", err or b""
+
+
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """This process may open no more files, inotify instances among them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

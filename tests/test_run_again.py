@@ -112,9 +112,15 @@ async def test_exit_codes_are_the_programs(tmp_path: Path) -> None:
     assert (await output_of(program))[0] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+async def test_a_sighup_waits_for_the_program(tmp_path: Path) -> None:
+    """It comes before the program's first line: the agent reads its settings again, and does not end."""
+    script = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); signal.sigwait({signal.SIGHUP}); os._exit(9)"
+    assert (await output_of(build(tmp_path), sys.executable, "-c", script))[0] == 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 async def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
-    """The agent stops, or reads its settings again."""
+    """The agent stops."""
     script = f"trap 'exit 9' {number.value}; echo ready; while :; do read _ || :; done"
     async with running_process(build(tmp_path), "bash", "-c", script, stdin=PIPE, stdout=PIPE) as process:
         await first_line(process)

@@ -23,7 +23,7 @@ from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.kube.client import KubeApi, node_named, open_kube_api
 from gpushare_agent.core.kube.informer import Handler, Informer
 from gpushare_agent.core.kube.objects import read_node_json
-from gpushare_agent.core.model.errors import AgentError, StartupError
+from gpushare_agent.core.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.core.settings.node_configuration import NamedConfiguration, choose_name
 from gpushare_agent.core.settings.settings import Settings, SettingsError
 
@@ -152,7 +152,10 @@ class NodeConfiguration(Handler):
         section = settings.node_configuration
         if section.directory is None:
             return None
-        return await asyncio.to_thread(_read, section.directory, self._labels, section.default)
+        try:
+            return await asyncio.to_thread(_read, section.directory, self._labels, section.default)
+        except Unavailable as e:  # no thread
+            return str(e)
 
 
 def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:

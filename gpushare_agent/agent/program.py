@@ -30,7 +30,7 @@ from gpushare_agent.core.kit.http2_costs import bound_closed_streams, shorten_fr
 from gpushare_agent.core.kit.http_answers import load_aiohttp
 from gpushare_agent.core.kit.logs import setup_logging
 from gpushare_agent.core.kit.process import give_back_memory, raise_open_files_limit, sd_notify
-from gpushare_agent.core.kit.supervision import at_most, forever, start_tasks, stop_task
+from gpushare_agent.core.kit.supervision import ReportOnce, at_most, forever, in_pool, retried, start_tasks, stop_task
 from gpushare_agent.core.kube.configuration import find_configuration
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason
 from gpushare_agent.core.model.gpus import GpuInventory
@@ -43,6 +43,9 @@ DRIVER_CLOSE_S = 1.0
 LEAST_GENERATION_S = 5.0
 """The least time from one reload to the next that nobody sent a signal for."""
 Reload = Callable[[NamedConfiguration | None], Settings]
+RETRY_S = 1.0
+CLAIMS_WAIT_S = 2.0
+"""After it pods without claims are served, though the claims' files cannot be read yet."""
 SYNC_WAIT_S = 10.0
 """For the pods' list, before an agent asks to take over: an API server that is away must not keep an upgrade away."""
 
@@ -90,11 +93,14 @@ class _Signals:
 
     async def wait(self) -> _End:
         await self._changed.wait()
+        if self._asked is _End.STOP:  # for good: a generation that fails while it ends may be followed by another
+            return _End.STOP
         self._changed.clear()
         asked, self._asked = self._asked, None
         if asked is _End.RELOAD:
             self._reloaded_at = asyncio.get_running_loop().time()
-        return asked or _End.STOP
+        assert asked is not None  # noqa: S101 - set with the event
+        return asked
 
     def received(self, end: _End) -> None:
         self._asked = max(end, self._asked or end)
@@ -152,6 +158,7 @@ async def _first_generation(base: Settings, configuration: NodeConfiguration) ->
 async def _run_generations(this: _Next, configuration: NodeConfiguration, signals: _Signals) -> None:
     """Runs one generation after another, until none follows."""
     agent: NodeAgent | None = None
+    failure = ReportOnce()
     try:
         while True:
             logs = this.settings.settings.log
@@ -172,11 +179,18 @@ async def _run_generations(this: _Next, configuration: NodeConfiguration, signal
                 if this.fallback is None or (has_begun and agent is not None and agent.kubelet.has_recovered):
                     raise
                 configuration.refused(e)
-                log.error("settings_not_applied", error=str(e), then="those before are in force")
+                is_again = this.settings is this.fallback
+                then = "they are tried again" if is_again else "those before are in force"
+                if failure.is_new(f"{e}; {then}"):
+                    log.error("settings_not_applied", error=str(e), then=then)
                 # Sockets and queue that the failed generation took over, but did not answer on yet, go on to the one that
                 # follows it.
                 previous = agent if agent is not None and agent.kubelet.registrar.stays_registered else None
-                upcoming = replace(this, settings=this.fallback, previous=previous, fallback=None)
+                if is_again:
+                    await asyncio.sleep(RETRY_S)
+                # A reload's are tried until they start again, as they did before: an end would cost the waiting calls.
+                fallback = this.fallback if previous is not None else None
+                upcoming = replace(this, settings=this.fallback, previous=previous, fallback=fallback)
             if upcoming is None:
                 return
             this = upcoming
@@ -291,9 +305,6 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
             # Registrations that go on have lists of the new settings only now that the ledger says what is used.
             if is_reload:
                 start_tasks(group, kubelet.registration())
-            if agent.dra is not None:
-                # After the ledger: a claim's GPU must be known as used before the slice offers it.
-                await agent.dra.start()
             await _serve(agent, group)
             group.create_task(agent.readiness.run(), name="share readiness")
             # A third of a second of imports: it must not delay the first registration.
@@ -349,17 +360,26 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
 
 async def _start_late(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     """The web server and the API server's client, with the slow libraries."""
-    await asyncio.to_thread(load_aiohttp)
+    await in_pool(load_aiohttp, "web_not_loaded")
     start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
 
 
 async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     """What only one agent of the node does, with the kubelet and apart from it."""
     agent.kubelet.handover.is_serving = True
-    for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
+    for tasks in (agent.kubelet.tasks(), agent.gpus.tasks()):
         start_tasks(group, tasks)
+    containers = group.create_task(_serve_containers(agent, group), name="serve containers")
+    await asyncio.wait({containers}, timeout=CLAIMS_WAIT_S)
+
+
+async def _serve_containers(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
+    """What would remove files and instances of claims that are not known yet, when they are."""
     if agent.dra is not None:
+        # After the ledger: a claim's GPU must be known as used before the slice offers it.
+        await retried(agent.dra.start, RETRY_S, "claims_not_restored")
         start_tasks(group, {**agent.dra.tasks(), **agent.dra.serving_tasks()})
+    start_tasks(group, agent.isolation.tasks())
     group.create_task(agent.isolation.log_contradictions(), name="log contradictions")
 
 

@@ -74,8 +74,8 @@ async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
         node.api.running.set()
 
 
-async def test_a_stalled_disk_below_the_kubelets_checkpoint_stops_neither_the_start_nor_the_end() -> None:
-    """A pipe without a writer in the file's place: the agent registers and ends in time."""
+async def test_a_pipe_in_place_of_the_kubelets_checkpoint_stops_neither_the_start_nor_the_end() -> None:
+    """The agent registers and ends in time."""
     async with open_test_node() as node:
         checkpoint = node.paths.device_plugin_path / FILE_NAME
         checkpoint.unlink(missing_ok=True)

@@ -385,10 +385,16 @@ import asyncio, sys, threading
 from gpushare_agent.core.cli.command_line import Command, CommandLine
 from gpushare_agent.core.model.errors import Unavailable
 
+async def child():
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print('child')", stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    return (out.decode().strip(), process.returncode)
+
 async def run():
     loop = asyncio.get_running_loop()
     for size in (1 << 50, 0):  # no thread can have such a stack
         threading.stack_size(size)
+        print(await child())
         for look in (lambda: asyncio.to_thread(len, "abc"), lambda: loop.getaddrinfo("localhost", 6443)):
             try:
                 print(len(str(await look())) > 0)
@@ -403,10 +409,10 @@ sys.exit(CommandLine(program="p", purpose="", commands=[command], more="").main(
 
 
 async def test_where_no_thread_can_be_started_a_call_is_unavailable_and_the_next_one_is_made() -> None:
-    """A node has its most processes: to look up the API server's name takes a thread."""
+    """A node has its most processes: to look up the API server's name takes a thread, a child takes none."""
     code, out, err = await output_of(sys.executable, "-c", WITHOUT_THREADS, env=clean_environment())
-    refused = "no thread could be started (can't start new thread)"
-    assert (code, out.decode().splitlines()) == (0, [refused, refused, "True", "True"]), err
+    refused, child = "no thread could be started (can't start new thread)", "('child', 0)"
+    assert (code, out.decode().splitlines()) == (0, [child, refused, refused, child, "True", "True"]), err
 
 
 async def test_the_environment_of_the_process_is_read() -> None:

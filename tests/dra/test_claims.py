@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from msgspec import Raw
@@ -142,6 +143,25 @@ async def test_the_copy_of_an_unreadable_record_counts(driver: Driver, tmp_path:
     assert driver.records() == [] and not any((tmp_path / "records.last").iterdir())
 
 
+async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU would be free while its pod runs, and its files would be removed; a spec that cannot be removed stops none."""
+    first, opened = await prepared(driver), os.open
+
+    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
+        if Path(path).suffix == ".json":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **more)
+
+    (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="open files are used up"):
+        patch.setattr(os, "open", refuse)
+        await driver.restart()
+    await driver.claims.restore()
+    assert driver.claims.prepared == {first.ref.uid: first} and len(driver.specs()) == 2
+
+
 async def test_a_record_of_a_newer_agent_is_read(driver: Driver, tmp_path: Path) -> None:
     first = await prepared(driver)
     path = tmp_path / "records" / f"{uid_of(1)}.json"
@@ -215,7 +235,7 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(driver: Driver, t
     assert await refused(driver) == "the disk is full" and not len(driver.cache)
     driver.refusal = None
     (tmp_path / "records").write_text("no directory")
-    assert "cannot be written" in await refused(driver) and not len(driver.cache)
+    assert "recording claim claim-1 failed: " in await refused(driver) and not len(driver.cache)
 
 
 async def test_what_the_host_lacks_is_waited_for_with_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

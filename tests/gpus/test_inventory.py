@@ -6,7 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.core.model.gpu_health import EventMeaning, GpuHealth, HealthPolicy, HealthState, SavedHealth
+from gpushare_agent.core.model.gpu_health import (
+    NOTHING_SAVED,
+    EventMeaning,
+    GpuHealth,
+    HealthPolicy,
+    HealthState,
+    SavedHealth,
+)
 from gpushare_agent.core.model.gpus import GpuInventory, Health
 from gpushare_agent.core.model.names import GpuUuid
 from tests.gpus.support_health import IMMEDIATE, unhealthy, xid
@@ -172,6 +179,7 @@ def test_an_error_of_a_gpu_beside_an_unanswered_poll_is_not_forgiven() -> None:
 def test_a_reload_of_the_same_process_goes_on_with_all_that_was_known() -> None:
     """Cordons and waits that no file keeps, probes that have begun, relapses; what a file says of known GPUs is older."""
     state, now = _clocked()
+    state.restore(NOTHING_SAVED)
     state.note_events([xid(94, 0), xid(79, 1)])
     state.cordon(SECOND, "fan")
     now[0] = 10.0

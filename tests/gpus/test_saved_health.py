@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
@@ -92,7 +93,7 @@ async def test_what_is_not_the_format_is_not_believed(tmp_path: Path, content: b
     assert [line["event"] for line in logs] == ["health_state_corrupt"]
 
 
-GPU = GpuUuid("GPU-0")
+GPU, OTHER = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 FAST = Backoff(base_s=0.001, cap_s=0.001)
 
 
@@ -161,6 +162,7 @@ async def test_a_write_that_fails_is_reported_once_and_tried_again() -> None:
     """And the caller learns why his cordon may be forgotten."""
     state, file = _state(), File()
     writer = _writer(state, file)
+    await writer.restore()
     file.failure = "the disk is full"
     with capture_logs() as logs:
         state.cordon(GPU, "fan")
@@ -173,14 +175,23 @@ async def test_a_write_that_fails_is_reported_once_and_tried_again() -> None:
     assert [line["event"] for line in logs] == ["health_state_not_saved", "health_state_saved_again"]
 
 
-async def test_a_file_that_cannot_be_read_is_a_warning() -> None:
-    """The agent starts; the GPUs are as the driver shows them."""
-    state, file = GpuInventoryState(IMMEDIATE), File()
+async def test_a_file_that_cannot_be_read_is_not_written_until_it_was_read() -> None:
+    """The agent starts with the GPUs as the driver shows them; what was saved then joins what came since."""
+    kept = SavedHealth(cordons={GPU: "fan"}, waits={GPU: "Xid 79"})
+    state, file = GpuInventoryState(IMMEDIATE), File(kept)
+    writer = _writer(state, file)
     file.failure = "no such disk"
     with capture_logs() as logs:
-        await _writer(state, file).restore()
-    assert [(line["event"], line["log_level"]) for line in logs] == [("health_state_not_read", "warning")]
-    assert state.saved == NOTHING_SAVED
+        await writer.restore()
+        state.read(inventory())
+        state.cordon(OTHER, "dust")
+        assert await writer.save_now() == "no such disk"
+        assert [(line["event"], line["log_level"]) for line in logs] == [("health_state_not_read", "warning")]
+        async with running(writer.run):
+            file.failure = ""
+            await file.wait(1)
+    assert file.saves == [state.saved] == [replace(kept, cordons={GPU: "fan", OTHER: "dust"})]
+    assert not any(gpu.is_healthy for gpu in state.current.gpus)
 
 
 async def test_what_is_restored_is_not_written_again() -> None:

@@ -47,6 +47,8 @@ from gpushare_agent.core.model.names import MIB, GpuUuid, PodUid
 from tests.isolation.support_gpushare import GPUS, KEY, LIMITS, OTHER, UID, UUID, World
 from tests.isolation.support_tenant import open_usages
 from tests.isolation.support_vdevice import plant
+from tests.settings.support_settings import clean_environment
+from tests.support_process import output_of
 
 
 @pytest.fixture
@@ -621,3 +623,42 @@ def test_a_tenant_that_opens_its_file_while_it_is_looked_at_ends_no_agent(
         signal.signal(signal.SIGIO, former)
         os.close(place)
     assert refused and not signals and vdevice.list_aside() == ()
+
+
+FULL_DISK = """
+import subprocess, sys
+from contextlib import suppress
+from pathlib import Path
+from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, Observed
+from gpushare_agent.core.model.errors import Unavailable
+from tests.isolation.support_gpushare import KEY, LIMITS, UUID, World
+
+files = World(Path(sys.argv[1])).files
+files.prepare(KEY)
+files.write_observed(KEY, {UUID: Observed(at_ns=1)})
+config = files.container_directory(KEY) / CONFIG_NAME
+subprocess.run(["fallocate", "-p", "-l", str(config.stat().st_size), config], check=True)
+with suppress(OSError), Path(sys.argv[1], "full").open("wb", buffering=0) as full:
+    while full.write(bytes(4096)):
+        pass
+for write in (lambda: files.write_observed(KEY, {UUID: Observed(at_ns=2)}), lambda: files.write_limits(KEY, LIMITS)):
+    try:
+        write()
+    except Unavailable as error:
+        print(error)
+"""
+IN_A_SMALL_DISK = 'mount -t tmpfs -o size=4m none "$1" || exit 77; exec "$2" -c "$3" "$1"'
+
+
+async def test_a_store_that_a_full_disk_refuses_is_unavailable_and_no_signal(short_dir: Path) -> None:
+    """Some file systems write each change elsewhere; a hole in the file stands for that."""
+    words = ("sh", "-c", IN_A_SMALL_DISK, "sh", short_dir, sys.executable, FULL_DISK)
+    if not shutil.which("fallocate") or not shutil.which("unshare"):
+        pytest.skip("no unshare or fallocate on this machine")
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) < (5, 14):
+        pytest.skip("this kernel cannot be asked")
+    code, out, err = await output_of("unshare", "-m", *words, env=clean_environment())
+    if b"mount" in err or b"unshare" in err:
+        pytest.skip(f"no mounts can be made here: {err.decode()}")
+    refused = f"{CONFIG_NAME} cannot be written: Bad address; it is tried again"
+    assert (code, out.decode().splitlines()) == (0, [refused, refused]), err

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -32,15 +34,21 @@ def gate() -> Iterator[threading.Event]:
 
 
 async def test_results_and_errors_come_through() -> None:
-    """Whatever the function returns or raises, also a TimeoutError of its own."""
+    """What the system refuses, also by a TimeoutError of its own, may be had later; any other error is as it was raised."""
     worker = DaemonThread("worker", advice="Check it.")
     assert await worker.call(lambda: 5, "counting", DEADLINE_S) == 5
 
-    def fails() -> None:
-        raise TimeoutError("of the file system")
+    def fails(error: Exception) -> None:
+        raise error
 
-    with pytest.raises(TimeoutError, match="of the file system"):
-        await worker.call(fails, "counting", DEADLINE_S)
+    for error, text in (
+        (TimeoutError("of the file system"), "of the file system. Check it."),
+        (OSError(errno.EMFILE, "too many"), "too many. the agent's open files are used up"),
+    ):
+        with pytest.raises(Unavailable, match=f"counting failed: {text}"):
+            await worker.call(partial(fails, error), "counting", DEADLINE_S)
+    with pytest.raises(ValueError, match="a bug"):
+        await worker.call(partial(fails, ValueError("a bug")), "counting", DEADLINE_S)
 
 
 async def test_a_result_is_its_callers_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import os
 import socket
 import struct
 import sys
 import termios
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,28 @@ async def test_a_socket_that_cannot_be_served_is_unavailable_and_not_left(
     with pytest.raises(Unavailable, match=f"{path} cannot be served: "):
         await served.serve()
     assert not served.is_serving and not path.is_socket()
+
+
+class Slow(GrpcServer):
+    async def serve(self, sock: socket.socket) -> None:
+        with closing(sock):
+            await asyncio.Event().wait()
+
+
+async def test_a_cancelled_start_stays_cancelled_where_its_socket_cannot_be_removed(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent would not end."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    served = ServedSocket(short_dir / "s.sock", lambda: Slow([]))
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(served.serve())
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            serving.cancel()
+            await asyncio.wait({serving})
+    assert serving.cancelled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ import pytest
 from msgspec import Struct
 from structlog.testing import capture_logs
 
+from gpushare_agent.core.kit import state_file
 from gpushare_agent.core.kit.state_file import IS_COPY, MAX_BYTES, StateFile
 from gpushare_agent.core.model.errors import Unavailable
 
@@ -155,6 +157,25 @@ async def test_a_file_of_another_user_is_not_believed(saved: File) -> None:
     assert saved.path.is_file() and not saved.path.is_symlink()
 
 
+async def test_the_copy_counts_where_the_disk_has_lost_the_file(saved: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may pass is tried again."""
+    for number in (errno.EIO, errno.EMFILE):
+
+        def refuse(path: Path, *_: object, number: int = number, **__: object) -> bytes:
+            if path == saved.path:
+                raise OSError(number, os.strerror(number))
+            return path.read_bytes()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state_file, "read_regular", refuse)
+            if number == errno.EIO:
+                await saved.reported(SAVED)
+            else:
+                with pytest.raises(Unavailable, match="failed: Too many open files"):
+                    await saved.load()
+        assert await saved.load() == SAVED
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 async def test_what_is_no_file_is_set_aside_too(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """A pipe in its place would keep its reader for ever."""
@@ -168,19 +189,20 @@ async def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> No
     """Reading finds nothing there that could be wrong, or reports it; writing reports it."""
     (tmp_path / "taken").write_text("a file")
     file = File(tmp_path / "taken")
-    with pytest.raises(Unavailable, match="cannot be read"):
+    with pytest.raises(Unavailable, match="reading the state from"):
         await file.load()
-    with pytest.raises(Unavailable, match=f"{file.path} cannot be written"):
+    with pytest.raises(Unavailable, match=f"saving the state to {file.path} failed"):
         await file.save(SAVED)
 
 
 async def test_a_write_that_fails_leaves_the_old_file(saved: File) -> None:
     """Whole, and nothing half written beside it."""
     new = saved.path.with_name(f"{NAME}.new")
-    new.mkdir()
-    with pytest.raises(Unavailable):
-        await saved.save(OTHER)
-    assert await saved.load() == SAVED
+    for make in (os.mkfifo, Path.mkdir):  # the pipe is removed then
+        make(new)
+        with pytest.raises(Unavailable, match="saving the state"):
+            await saved.save(OTHER)
+        assert await saved.load() == SAVED
     saved.path.unlink()
     (saved.path / "something").mkdir(parents=True)
     new.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import socket
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from gpushare_agent.core.kit import supervision
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.logs import WRITER, setup_logging
 from gpushare_agent.core.kit.process import sd_notify
@@ -25,6 +27,7 @@ from gpushare_agent.core.kit.supervision import (
     ReportOnce,
     bounded,
     forever,
+    in_pool,
     retried,
     stop_task,
     wait_for,
@@ -289,3 +292,20 @@ async def test_what_is_unavailable_is_tried_again_and_each_reason_logged_once() 
         assert await retried(step, 0.0, "not_there") == 7
     assert {line["event"] for line in logs} == {"not_there"}
     assert [line["error"] for line in logs] == ["gone", "refused", "gone"]
+
+
+async def test_what_the_system_refuses_the_pool_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import without a free descriptor, or on a node that has its most processes, would end the agent."""
+    monkeypatch.setattr(supervision, "POOL_RETRY_S", 0.0)
+    errors = [OSError(errno.EMFILE, "too many files"), Unavailable("no thread"), Unavailable("no thread")]
+
+    def load() -> None:
+        if errors:
+            raise errors.pop(0)
+
+    with capture_logs() as logs:
+        await in_pool(load, "not_loaded")
+    assert [(line["event"], line["error"]) for line in logs] == [
+        ("not_loaded", "[Errno 24] too many files"),
+        ("not_loaded", "no thread"),
+    ]

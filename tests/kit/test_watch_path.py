@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from tests.support_deadline import DEADLINE_S
+from tests.support_process import no_free_descriptor
 
 NEVER_S = 3600.0
 
@@ -89,17 +89,6 @@ async def test_an_event_that_is_lost_with_its_wait_costs_no_later_one(short_dir:
             waiting.cancel()
         await drain(watch)
         await next_event(watch, (directory / "a").touch)
-
-
-@contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """The process may open no more files, inotify instances among them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_without_inotify_the_directory_is_polled_until_descriptors_are_free(short_dir: Path) -> None:

@@ -27,6 +27,7 @@ from gpushare_agent.core.model.allocations import ContainerEdits
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
 from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder
+from tests.support_process import no_free_descriptor
 
 
 def serving(directory: Path, handover: Handover) -> AbstractAsyncContextManager[Path]:
@@ -60,6 +61,16 @@ async def test_the_lock_of_a_killed_agent_is_free(short_dir: Path) -> None:
         holder.kill()
         await lock.acquire()
     lock.release()
+
+
+def test_an_agent_without_a_free_descriptor_waits_for_one(short_dir: Path) -> None:
+    """Another one may serve, and two would make each other's files."""
+    first, second = ServingLock(short_dir), ServingLock(short_dir)
+    assert first.try_acquire()
+    with no_free_descriptor():
+        assert not second.try_acquire() and second.try_acquire(in_doubt=True)
+    assert not second.try_acquire()
+    first.release()
 
 
 def test_without_a_directory_no_other_agent_is_waited_for(short_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from gpushare_agent.agent.runtime.cgroups import (
 from gpushare_agent.core.model.errors import NotFound, Unavailable
 from gpushare_agent.core.model.names import PodUid
 from tests.runtime.support_cgroups import find_cgroup
+from tests.support_process import no_free_descriptor
 
 UID = PodUid("0e7a3f2c-1b5d-4c3e-9f10-44aa55bb6c77")
 OTHER_UID = PodUid("9d1f0a55-7c11-4bd0-8a6e-0123456789ab")
@@ -382,11 +382,6 @@ def test_without_a_free_descriptor_it_is_not_known_whether_a_process_is_there(tm
     cgroups = Cgroups(tmp_path)
     if is_seen:
         assert cgroups.find_pods({UID}).keys() == {UID}
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        with pytest.raises(Unavailable, match="Too many open files"):
-            cgroups.has_processes(UID)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with no_free_descriptor(), pytest.raises(Unavailable, match="Too many open files"):
+        cgroups.has_processes(UID)
     assert cgroups.has_processes(UID) is True

@@ -4,8 +4,8 @@
     <cdi.spec_directories>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
 A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
-read stays where it is and is reported: its copy counts, else the claim is prepared again. Every function blocks. State
-owned: the files.
+read stays where it is and is reported: its copy counts, else the claim is prepared again. Every function blocks, and raises
+OSError. State owned: the files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from gpushare_agent.agent.runtime.machine import this_boot
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
-from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
+from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.model.errors import Corrupt, is_of_node
 
 log = structlog.get_logger(__name__)
 
@@ -41,20 +42,18 @@ class ClaimFiles:
         self._records = records
         self._copies = records.with_name(f"{records.name}.last")
         self._specs = specs
+        self._unreadable = ReportOnce()
 
     def load(self) -> list[PreparedClaim]:
-        """All that are recorded. Raises Unavailable: the directory cannot be read."""
+        """All that are recorded. Raises OSError: the directory, or a record and its copy, cannot be read now."""
         try:
             names = sorted(path.stem for path in self._records.iterdir() if path.suffix == ".json")
         except FileNotFoundError:
             return []
-        except OSError as e:
-            raise Unavailable(f"{self._records} cannot be read: {e.strerror or e}") from e
         return [claim for name in names if is_claim_uid(name) and (claim := self._load(name)) is not None]
 
     def save(self, claim: PreparedClaim) -> None:
-        """The spec, then the record: where the record is, everything is. Writes neither where it is there already. Raises
-        Unavailable."""
+        """The spec, then the record: where the record is, everything is. Writes neither where it is there already."""
         self.write_spec(claim)
         raw = json.encode(claim)
         content = json.encode(_Record(claim=Raw(raw), digest=sha256(raw).hexdigest())) + b"\n"
@@ -62,40 +61,41 @@ class ClaimFiles:
         self._write(self._copies, f"{claim.ref.uid}.json", content)
 
     def write_spec(self, claim: PreparedClaim) -> None:
-        """Where it is not there already. Raises Unavailable."""
+        """Where it is not there already."""
         self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim))
 
     def remove(self, uid: str) -> None:
-        """Spec and record, in this order. Raises Unavailable."""
+        """Spec and record, in this order."""
         # The record last: cut off between the two, the claim is still known and removed again.
         self.remove_spec(uid)
         for directory in (self._copies, self._records):
-            _remove(directory / f"{uid}.json")
+            (directory / f"{uid}.json").unlink(missing_ok=True)
 
     def remove_spec(self, uid: str) -> None:
-        """The record stays. Raises Unavailable."""
-        _remove(self._specs / f"{_SPEC_PREFIX}{uid}.json")
+        """The record stays."""
+        (self._specs / f"{_SPEC_PREFIX}{uid}.json").unlink(missing_ok=True)
 
     def remove_other_specs(self, known: set[str]) -> list[str]:
-        """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs. Raises
-        Unavailable."""
+        """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs."""
         removed = []
         for path in sorted(self._specs.glob(f"{_SPEC_PREFIX}*.json")):
             uid = path.stem.removeprefix(_SPEC_PREFIX)
             # Another program may have files next to ours: only names that this agent gives are touched.
             if is_claim_uid(uid) and uid not in known:
-                _remove(path)
+                path.unlink(missing_ok=True)
                 removed.append(uid)
         return removed
 
     def _write(self, directory: Path, name: str, content: bytes, *, is_synced: bool = False) -> None:
-        may_write = f"check that the agent may write in {directory}"
-        with os_errors_as(Unavailable, f"{directory / name} cannot be written", otherwise=may_write):
-            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
+            try:
                 replace_file(descriptor, name, content, is_synced=is_synced)
+            except OSError as e:  # of a name of its own in the directory
+                raise OSError(e.errno, e.strerror, str(directory / name)) from e
 
     def _load(self, uid: str) -> PreparedClaim | None:
+        failure: OSError | None = None
         for place, then in ((self._records, "its copy is read"), (self._copies, "its claim is prepared again")):
             path = place / f"{uid}.json"
             try:
@@ -106,18 +106,19 @@ class ClaimFiles:
                 if not claim.boot_id and path.stat().st_mtime > time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
                     claim = replace(claim, boot_id=this_boot())
             except (OSError, Corrupt) as e:
-                log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
+                if isinstance(e, OSError) and is_of_node(e):
+                    failure = e
+                elif self._unreadable.is_new(str(e), str(path)):
+                    log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
                 continue
-            with suppress(Unavailable):  # a full disk: what was read counts all the same
+            with suppress(OSError):  # a full disk: what was read counts all the same
                 self._write(self._copies, path.name, content)
             # The file's name is what `remove` goes by: a record under another name would never end.
             return claim if claim.ref.uid == uid else None
+        # Without it the files of its containers, which run, would be removed, and its instances given away.
+        if failure is not None:
+            raise failure
         return None
-
-
-def _remove(path: Path) -> None:
-    with os_errors_as(Unavailable, f"{path} cannot be removed"):
-        path.unlink(missing_ok=True)
 
 
 class _Record(Struct, kw_only=True):

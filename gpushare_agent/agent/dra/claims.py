@@ -157,7 +157,7 @@ class Claims(Struct, kw_only=True, eq=False):
     _not_written: ReportOnce = field(default_factory=ReportOnce)
     _thread: DaemonThread = field(
         default_factory=lambda: DaemonThread(
-            "claims", advice="Check the disks of state_directory and cdi.spec_directories."
+            "claims", advice="Check that the agent may write in state_directory and cdi.spec_directories."
         )
     )
 
@@ -199,9 +199,12 @@ class Claims(Struct, kw_only=True, eq=False):
         self.mig.restore({uid: claim.places for uid, claim in self._prepared.items() if claim.places})
         # The owner of the instances makes none before all are restored.
         await self.refresh(may_make=False)
-        known = set(self._prepared)
-        for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
-            log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
+        remove = partial(self.files.remove_other_specs, set(self._prepared))
+        try:
+            for uid in await self._in_thread(remove, "removing stale CDI specs"):
+                log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
+        except Unavailable as e:  # they harm nobody
+            log.warning("claim_specs_not_removed", error=str(e), then="the next start removes them")
         log.info("claims_restored", claims=len(self._prepared))
         self._reconciler.request()
 

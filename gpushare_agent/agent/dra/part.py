@@ -91,7 +91,7 @@ class DraPart:
         directory of device plugins: the kubelet would call the one that registered last."""
         plugins = self.settings.kubelet.device_plugin_path
         for name, lock in self.locks.items():
-            if not lock.try_acquire():
+            if not lock.try_acquire(in_doubt=True):  # `start` tries again
                 raise StartupError(
                     f"claims cannot be served: another agent of this node has the directory {lock.directory} (setting"
                     f" {name}), but not {plugins} (setting kubelet.device_plugin_path), and so does not hand over. Stop it,"
@@ -104,6 +104,7 @@ class DraPart:
         await self.mig.load()
         await self.claims.restore()
         self.ready.set()
+        self.publisher.changed()
 
     def tasks(self) -> Tasks:
         """Does nothing if they run already: an agent that takes over from another registers before that one leaves, and its

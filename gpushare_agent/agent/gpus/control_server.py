@@ -20,6 +20,7 @@ import importlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,7 +32,7 @@ from gpushare_agent.agent.gpus.saved_health import HealthStateWriter
 from gpushare_agent.core.kit.json_schema import loaded
 from gpushare_agent.core.kit.peer_credentials import peer_credentials
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, is_served, remove_socket
-from gpushare_agent.core.kit.supervision import retried, stop_task
+from gpushare_agent.core.kit.supervision import in_pool, retried, stop_task
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable, file_remedy
 from gpushare_agent.core.model.gpu_health import HealthState
 from gpushare_agent.core.model.gpus import Gpu
@@ -66,7 +67,8 @@ class ControlServer(Struct, eq=False):
     async def run(self) -> NoReturn:
         """Serve until cancelled. While the socket cannot be had, it is tried again every half a minute."""
         # 190 ms of imports, which must not hold the loop.
-        await asyncio.to_thread(importlib.import_module, "gpushare_agent.core.kit.http_server")
+        load = partial(importlib.import_module, "gpushare_agent.core.kit.http_server")
+        await in_pool(load, "control_socket_not_open")
         while True:
             await self._serve_until_gone(*await retried(self._bind, CHECK_PERIOD_S, "control_socket_not_open"))
             log.warning("control_socket_gone", path=str(self.path), then="opened again")

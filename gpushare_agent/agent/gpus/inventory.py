@@ -60,7 +60,7 @@ class GpuInventoryState:
         self._clock = clock
         self._seen = GpuInventory(gpus=(), topology=build_topology((), ()))
         self._healths: dict[GpuUuid, GpuHealth] = {}
-        self._is_driver_lost = False
+        self._is_restored = self._is_driver_lost = False
         self._refused_since: float | None = None
         self._has_served = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
@@ -108,18 +108,21 @@ class GpuInventoryState:
         self._on_change.append(callback)
 
     def restore(self, saved: SavedHealth) -> None:
-        """Takes over what an earlier agent saved, for GPUs without a known health. Before the first `read`."""
+        """Takes over what an earlier agent saved, for GPUs without a known health; the first time also for those of which
+        polls alone have told: the file could not be read before."""
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
-            healths[uuid] = replace(healths.get(uuid, GpuHealth()), cordon=reason)
+            healths[uuid] = replace(healths.get(uuid, self._healths.get(uuid, GpuHealth())), cordon=reason)
         # What this process knows is newer than the file.
-        self._healths = healths | self._healths
+        known = self._healths.keys() if self._is_restored else {*self.saved.cordons, *self.saved.waits}
+        self._healths |= {uuid: health for uuid, health in healths.items() if uuid not in known}
+        self._is_restored = True
         self._publish()
 
     def take_over(self, earlier: GpuInventoryState) -> None:
         """Continues with the healths of `earlier`, of the same process: newer than the saved ones, and complete. The GPUs
         themselves come with the first `read`. Before `restore`."""
-        self._healths = dict(earlier._healths)
+        self._healths, self._is_restored = dict(earlier._healths), earlier._is_restored
         self._is_driver_lost = earlier._is_driver_lost
         self._refused_since, self._has_served = earlier._refused_since, earlier._has_served
         self._before_loss = dict(earlier._before_loss)

@@ -97,35 +97,36 @@ RETRY = Backoff(base_s=5.0, cap_s=300.0)
 
 
 class HealthStateWriter:
-    """`restore` once, before the GPUs are read; then `run` once. Subscribe `inventory_changed` to the inventory. Without a
-    `file` nothing is saved."""
+    """`restore` once, before the GPUs are read; then `run` once, which restores where that failed. Subscribe
+    `inventory_changed` to the inventory. Without a `file` nothing is saved."""
 
     def __init__(self, inventory: GpuInventoryState, file: HealthStateFile | None, *, backoff: Backoff = RETRY) -> None:
         self._inventory = inventory
         self._file = file
         self._backoff = backoff
-        self._written = NOTHING_SAVED
+        self._written: SavedHealth | None = None
         self._failure = ReportOnce()
         self._lock = asyncio.Lock()
         self._reconciler = Reconciler()
         self._failures = 0
 
-    async def restore(self) -> None:
+    async def restore(self) -> str:
+        """Returns the error where the file cannot be read now, else empty."""
         if self._file is None:
-            return
+            return ""
         try:
             saved = await self._file.load()
         except Unavailable as e:
-            log.warning(
-                "health_state_not_read",
-                error=str(e),
-                then="cordons and waits for a reset of an earlier run are unknown; cordon these GPUs again",
-            )
-            return
+            if self._failure.is_new("cannot be read"):
+                then = "cordons and waits for a reset of an earlier run are unknown until it is read again"
+                log.warning("health_state_not_read", error=str(e), then=then)
+            self._reconciler.request()
+            return str(e)
         self._written = saved
         self._inventory.restore(saved)
         if saved != NOTHING_SAVED:
             log.info("health_restored", cordoned=sorted(saved.cordons), wait_for_reset=sorted(saved.waits))
+        return ""
 
     async def save_now(self) -> str:
         """Writes the state if it differs from the file; the error where that failed, else empty."""
@@ -133,6 +134,9 @@ class HealthStateWriter:
             return NO_FILE
         # The command's save and the loop's must not write at once: the older could end last.
         async with self._lock:
+            # Not over what nobody has read.
+            if self._written is None and (unread := await self.restore()):
+                return unread
             saved = self._inventory.saved
             # Changes of GPUs come by the hundred; of them few concern what is saved.
             if saved == self._written:

@@ -42,7 +42,7 @@ from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import file_identity, is_served, remove_socket
 from gpushare_agent.core.kit.supervision import ChangeSignal, wait_while
 from gpushare_agent.core.model.allocations import ContainerEdits
-from gpushare_agent.core.model.errors import Refused
+from gpushare_agent.core.model.errors import Refused, is_of_node
 from gpushare_agent.core.model.names import DeviceId
 
 log = structlog.get_logger(__name__)
@@ -99,15 +99,16 @@ class ServingLock:
         self.directory = directory
         self._descriptor: int | None = None
 
-    def try_acquire(self) -> bool:
-        """Whether no other agent serves there. Without a directory there is no kubelet, and no other agent to wait for."""
+    def try_acquire(self, *, in_doubt: bool = False) -> bool:
+        """Whether no other agent serves there. Without a directory there is no kubelet, and no other agent to wait for.
+        `in_doubt` is the answer where that cannot be known now, as without a free descriptor."""
         if self._descriptor is not None:
             return True
         try:
             # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return True
+        except OSError as e:
+            return in_doubt or not is_of_node(e)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.protobuf import decode_container_answer
+from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.model.allocations import gpu_names
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
@@ -163,9 +164,9 @@ def _gpu_managers(path: Path) -> dict[tuple[str, str], frozenset[str]]:
 def _read_json(path: Path) -> Any:
     """Raises Unavailable, Corrupt."""
     with os_errors_as(Unavailable, f"kubelet checkpoint {path} cannot be read"):
-        if path.stat().st_size > MAX_BYTES:
-            raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")
-        text = path.read_bytes()
+        text = read_regular(path, MAX_BYTES + 1, follow=True)
+    if len(text) > MAX_BYTES:
+        raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")
     try:
         # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
         # Not by the standard library, which reads half of a surrogate pair: nothing can encode it.

@@ -18,6 +18,7 @@ import asyncio
 import importlib
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +36,7 @@ from gpushare_agent.core.kit.grpc_server import ServedSocket
 from gpushare_agent.core.kit.http_answers import at_once, json_answer
 from gpushare_agent.core.kit.protobuf import bytes_field, varint
 from gpushare_agent.core.kit.sockets import is_served
-from gpushare_agent.core.kit.supervision import ReportOnce
+from gpushare_agent.core.kit.supervision import ReportOnce, in_pool
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.model.gpus import Branch, Gpu, LinkKind
@@ -74,7 +75,7 @@ class DisplayServer(Struct, eq=False):
 
     async def run(self) -> NoReturn:
         """Serve until cancelled."""
-        await asyncio.to_thread(importlib.import_module, _MESSAGES)
+        await in_pool(partial(importlib.import_module, _MESSAGES), "display_unavailable")
         served = ServedSocket(self.path, lambda: BoundedGrpcServer([self], limits=_LIMITS, fields={"service": SERVICE}))
         try:
             while True:

@@ -13,7 +13,9 @@ State owned: the thread, and the call that is under way.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple, cast
 
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,7 +34,22 @@ KEEP_S = 6.5
 
 class Loop(asyncio.SelectorEventLoop):
     """Where no thread of its pool can be started, as on a node that has its most processes, the caller gets Unavailable and
-    not a RuntimeError, which nobody expects of a request to a server."""
+    not a RuntimeError, which nobody expects of a request to a server. A child process takes no thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Before 3.12 asyncio starts a thread for each child that it has just started, and loses the child where it cannot.
+        if sys.version_info < (3, 12):
+            with suppress(OSError):  # a kernel before 5.3
+                os.close(os.pidfd_open(os.getpid()))
+                watcher = asyncio.PidfdChildWatcher()
+                watcher.attach_loop(self)
+                asyncio.set_child_watcher(watcher)
+
+    def close(self) -> None:
+        if sys.version_info < (3, 12):
+            asyncio.set_child_watcher(None)  # type: ignore[arg-type]  # the next loop's may be another
+        super().close()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         try:
@@ -63,7 +80,8 @@ class DaemonThread:
     async def call(self, blocking: Callable[[], T], what: str, timeout_s: float) -> T:
         """Returns or raises the result of `blocking`. A cancelled call goes on in its thread and its result is dropped.
 
-        Raises Unavailable: no answer in time, or an earlier call is overdue. `what` names the call in the message.
+        Raises Unavailable: no answer in time, an earlier call is overdue, or it ended in an OSError. `what` names the call
+        in the message.
         """
         answer: asyncio.Future[tuple[T | None, BaseException | None]] | None = None
         try:
@@ -78,6 +96,11 @@ class DaemonThread:
             if answer is not None:
                 self._overdue_at = 0.0  # not left to two clocks that may differ by a moment
             raise Unavailable(f"{what} got no answer within {timeout_s:g} s. {self._advice}") from error
+        # Also of what opens a file only now and then: an import, without a free descriptor.
+        if isinstance(failure, OSError):
+            at = f" ({failure.filename})" if failure.filename else ""
+            remedy = file_remedy(failure, self._advice)
+            raise Unavailable(f"{what} failed: {failure.strerror or failure}{at}. {remedy}") from failure
         if failure is not None:
             raise failure
         return cast(T, result)

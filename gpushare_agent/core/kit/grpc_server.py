@@ -213,7 +213,8 @@ class ServedSocket:
                 await server.serve(sock)
             # Also where it is cancelled: the socket file would stay, and nobody would be behind it.
             except BaseException:
-                remove_socket(self.path, self._identity)
+                with suppress(OSError):  # else a cancellation would be lost
+                    remove_socket(self.path, self._identity)
                 raise
         self._server = server
 

@@ -23,7 +23,7 @@ from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.directories import sync_directory
 from gpushare_agent.core.kit.json_schema import converted, loaded
 from gpushare_agent.core.kit.regular_file import read_regular
-from gpushare_agent.core.model.errors import Corrupt, Unavailable, os_errors_as
+from gpushare_agent.core.model.errors import Corrupt
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class StateFile(Generic[D]):
         self._what = what
         self._event = event
         # Linux shows 15 characters of a thread's name.
-        self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
+        self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check that the agent may write in {path.parent}.")
 
     async def load(self, read: Callable[[D], T], empty: Callable[[], T]) -> T:
         """What `read` makes of the document, or of its last good copy; `empty` where there is none. `read` runs in a thread
@@ -83,8 +83,6 @@ class StateFile(Generic[D]):
                 return empty()
             self._keep_copy(found[0])
             return found[1]
-        except OSError as e:
-            raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
         # Set aside, not deleted and not overwritten: a person may find out what it was.
         except Corrupt as e:
             return self._from_copy(read, empty, str(e))
@@ -107,9 +105,9 @@ class StateFile(Generic[D]):
                 self._path.replace(aside)
             else:
                 self._replace(self._path, copy[0], aside)
-        except OSError as e:
+        except OSError:
             if copy is None:
-                raise Unavailable(f"{self._path} is not usable ({why}) and cannot be set aside: {e.strerror}") from e
+                raise
             aside = self._path  # a full disk: the copy counts all the same, and is read again at the next start
         report = log.error if self._has_copy else log.warning
         report(self._event, why=why, kept_as=str(aside), then=IS_COPY if copy is not None else self._lost)
@@ -128,13 +126,11 @@ class StateFile(Generic[D]):
     def _save(self, document: D) -> None:
         raw: dict[str, Any] = to_builtins(document)
         content = json.dumps({**raw, _DIGEST: _digest(raw)}, indent=2).encode() + b"\n"
-        may_write = f"check that the agent may write in {self._path.parent}"
-        with os_errors_as(Unavailable, f"{self._path} cannot be written", otherwise=may_write):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._replace(self._path, content)
-            self._keep_copy(content)
-            # Without it a loss of power may leave the old name with no content on some file systems.
-            sync_directory(self._path.parent)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._replace(self._path, content)
+        self._keep_copy(content)
+        # Without it a loss of power may leave the old name with no content on some file systems.
+        sync_directory(self._path.parent)
 
     def _replace(self, path: Path, content: bytes, aside: Path | None = None) -> None:
         """Synced, but for the copy: to read must not wait for a busy disk. `aside` is the name that what is there gets."""
@@ -167,9 +163,9 @@ def _content(path: Path, most_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as e:
-        # Not the agent's own, no regular file, or a link: somebody else put it there. Other errors may pass, and are tried
-        # again.
-        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
+        # Not the agent's own, no regular file, or a link: somebody else put it there; or the disk has lost it, but not its
+        # copy. Other errors may pass, and are tried again.
+        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP, errno.EIO):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
     if len(content) > most_bytes:
@@ -178,7 +174,9 @@ def _content(path: Path, most_bytes: int) -> bytes | None:
 
 
 def _write_whole(path: Path, content: bytes, *, is_synced: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # O_NONBLOCK: opening a pipe without a reader would wait for one.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()

@@ -237,3 +237,19 @@ async def retried(
             if reported.is_new(str(e)):
                 log.warning(event, error=str(e), retried_in_s=pause_s)
         await asyncio.sleep(pause_s)
+
+
+POOL_RETRY_S = 1.0
+
+
+async def in_pool(blocking: Callable[[], object], event: str) -> None:
+    """Calls it, such as an import, in a thread of the loop's pool; again while the system refuses a thread or a
+    file, logged as `event`."""
+
+    async def once() -> None:
+        try:
+            await asyncio.to_thread(blocking)
+        except OSError as e:
+            raise Unavailable(str(e)) from e
+
+    await retried(once, POOL_RETRY_S, event)

@@ -76,6 +76,11 @@ def os_errors_as(kind: type[AgentError], what: str, *, otherwise: str = "") -> I
         raise kind(f"{what}: {e.strerror or e}{remedy}") from e
 
 
+def is_of_node(error: OSError) -> bool:
+    """The node lacks something, or its disk fails: it says nothing of the file, which may be used later."""
+    return error.errno in _FILE_REMEDIES
+
+
 class RefusalReason(StrEnum):
     """Why a container gets no GPU. The values are metric labels and Event reasons: stable, CamelCase."""
 

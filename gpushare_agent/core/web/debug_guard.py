@@ -120,7 +120,7 @@ class _TokenFile:
         self._read_at = now
         try:
             token = await self._thread.call(self._read_file, f"reading {self._path}", _READ_TIMEOUT_S)
-        except (OSError, Unavailable) as e:
+        except Unavailable as e:
             self._refuse_all(str(e))
             return
         if not MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:

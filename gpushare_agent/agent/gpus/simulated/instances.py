@@ -113,7 +113,7 @@ class SimulatedHardware:
         if saved.keys() - faults.mig.keys():
             # A GPU that leaves MIG mode has no instance when it is back.
             saved = {index: own for index, own in saved.items() if index in faults.mig}
-            with suppress(Unavailable):
+            with suppress(OSError):
                 self._save(saved)
         return {
             gpu.index: tuple(_of_gpu(gpu, faults.mig[gpu.index], saved.get(gpu.index, ())))
@@ -133,11 +133,8 @@ class SimulatedHardware:
     def _save(self, gpus: OfGpus) -> None:
         if self._path is None:  # without a faults file no GPU is in MIG mode
             return
-        try:
-            saved = SimulatedMig(boot_id=this_boot(), gpus={index: tuple(own) for index, own in gpus.items()})
-            replace_whole(self._path, encode(saved))
-        except OSError as error:
-            raise Unavailable(f"the simulated GPUs' file {self._path} cannot be written: {error}") from error
+        saved = SimulatedMig(boot_id=this_boot(), gpus={index: tuple(own) for index, own in gpus.items()})
+        replace_whole(self._path, encode(saved))
 
 
 def _in_mig_mode(gpus: Iterable[Gpu], faults: Faults, parent: GpuUuid) -> tuple[Gpu, MigFault]:

@@ -69,6 +69,8 @@ from gpushare_agent.core.model.names import GpuUuid, PodUid
 _CONFIG_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 T = TypeVar("T")
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of madvise(2)."""
 _MOST_OPEN = 128
 """Files kept open for `usage_head`, at rest by two descriptors: a process may have 1,024, and containers have sockets."""
 SEEN_FOR_S = 4.0
@@ -228,6 +230,7 @@ class GpushareFiles:
             mmap.mmap(file, CONFIG_BYTES) as mapped,
             memoryview(mapped) as config,
         ):
+            _make_writable(mapped)
             uuids = gpu_uuids(config)
             if missing := [one.uuid for one in limits if one.uuid not in uuids]:
                 raise NotFound(f"{CONFIG_NAME} was prepared for other GPUs than {missing[0]}")
@@ -246,10 +249,10 @@ class GpushareFiles:
             if found is None:
                 with self._opened(key) as file:
                     mapped = mmap.mmap(file, CONFIG_BYTES)
+                _make_writable(mapped)
                 places = {uuid: place for place, uuid in enumerate(gpu_uuids(mapped[:]))}
                 found = self._mapped[key] = mapped, places
-            if found[0].size() < CONFIG_BYTES:  # somebody has cut it: a write behind its end is a signal
-                raise Corrupt(f"{CONFIG_NAME} of container {key.container} became shorter while it was used")
+            _make_writable(found[0])
             with memoryview(found[0]) as view:
                 for uuid, one in seen.items():
                     if (place := found[1].get(uuid)) is not None:
@@ -404,6 +407,19 @@ def renamed(name: str) -> Iterator[None]:
         if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
         raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e
+
+
+def _make_writable(mapped: mmap.mmap) -> None:
+    """A store into the map may be a signal, which ends the agent. Raises Corrupt: behind the end of a file that somebody has
+    cut; Unavailable: the file system refuses it, as a full one that writes each change elsewhere. Before Linux 5.14 that is
+    not known."""
+    if mapped.size() < CONFIG_BYTES:
+        raise Corrupt(f"{CONFIG_NAME} became shorter while it was used")
+    try:
+        mapped.madvise(_POPULATE_WRITE)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise Unavailable(f"{CONFIG_NAME} cannot be written: {e.strerror}; it is tried again") from e
 
 
 def _close_all(files: Mapping[ContainerKey, int]) -> None:

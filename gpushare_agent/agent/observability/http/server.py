@@ -32,6 +32,7 @@ from gpushare_agent.core.kit.http_answers import (
     packed,
     text_answer,
 )
+from gpushare_agent.core.kit.supervision import in_pool
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 from gpushare_agent.core.web.debug_guard import may_read
@@ -93,7 +94,7 @@ class WebServer(Struct, eq=False):
     async def run(self) -> NoReturn:
         """Serve until cancelled. Raises StartupError: the address cannot be listened on."""
         # Imports in a thread still hold the interpreter's lock, but let the loop run between them.
-        await asyncio.to_thread(self._load)
+        await in_pool(self._load, "web_not_loaded")
         from aiohttp import web
 
         from gpushare_agent.agent.observability.http.debug_routes import debug_routes
