@@ -185,7 +185,11 @@ class BenchKubelet:
 
     async def _list(self, _message: bytes) -> bytes:
         self._spend_token()
-        return b"".join([pod.listed for pod in self.pods.values()])
+        pods = list(self.pods.values())
+        # As a kubelet, which ranges over Go's maps: pods and devices are in another order each time.
+        first = self._rng.randrange(max(1, len(pods)))
+        pods = pods[first:] + pods[:first]
+        return b"".join([pod.listed_backwards if self.calls % 2 else pod.listed for pod in pods])
 
     async def _get(self, message: bytes) -> bytes:
         self._spend_token()

@@ -48,18 +48,21 @@ class BenchPod:
     answers: dict[str, bytes] = field(default_factory=dict)
     """What Allocate answered."""
     listed: bytes = b""
+    listed_backwards: bytes = b""
 
     def hold(self, resource: str, devices: list[Device]) -> None:
         self.allocated[resource] = devices
         self.encode()
 
     def encode(self) -> None:
-        """Makes `listed`: field 1 of a List answer."""
-        container = bytes_field(1, CONTAINER.encode()) + b"".join(
-            one.entry for devices in self.allocated.values() for one in devices
-        )
+        """Makes `listed`: field 1 of a List answer; and the same with its devices in another order."""
+        entries = [one.entry for devices in self.allocated.values() for one in devices]
+        self.listed, self.listed_backwards = self._encoded(entries), self._encoded(entries[::-1])
+
+    def _encoded(self, devices: list[bytes]) -> bytes:
+        container = bytes_field(1, CONTAINER.encode()) + b"".join(devices)
         body = bytes_field(1, self.name.encode()) + bytes_field(2, NAMESPACE.encode()) + bytes_field(3, container)
-        self.listed = bytes_field(1, body)
+        return bytes_field(1, body)
 
     @property
     def uid(self) -> str:

@@ -148,7 +148,6 @@ class Listing:
     def __init__(self, name: str, counts: Mapping[str, Mapping[str, int]], namespace: str = "default") -> None:
         self.namespace = namespace
         self.name = name
-        self.settled: tuple[str, ...] = ()
         self._counts = counts
 
     def count_ids(self, resource: str) -> int:

@@ -67,7 +67,7 @@ class Scripted:
             clock=time.monotonic,
         )
 
-    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+    async def list_entries(self, *_settled: object, timeout_s: float) -> Sequence[PodListing]:
         raise AssertionError("no List here")
 
     async def identify(self, call: Call, inside: ListInside) -> Target | Refused:

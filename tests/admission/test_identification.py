@@ -16,7 +16,7 @@ from gpushare_agent.agent.admission.identification import Identification, ListIn
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
 from gpushare_agent.agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.agent.node import Node
-from gpushare_agent.core.kit.protobuf import bytes_field
+from gpushare_agent.core.kit.protobuf import bytes_field, string_list
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.device_ids import DeviceIds
@@ -56,7 +56,7 @@ def identification_of(
 class Unreadable:
     """A listed pod whose devices cannot be decoded."""
 
-    namespace, name, settled = "default", "a", ()
+    namespace, name = "default", "a"
 
     def count_ids(self, resource: str) -> int:
         return 0
@@ -68,7 +68,7 @@ class Unreadable:
 def listing(*entries: ListedDevices, clock: FakeClock | None = None, takes_s: float = 0.0) -> ListInside:
     """A List of the kubelet, which takes so long."""
 
-    async def inside() -> Sequence[ListedDevices]:
+    async def inside(*_settled: object) -> Sequence[ListedDevices]:
         if clock is not None:
             clock.now += takes_s
         return entries
@@ -130,20 +130,28 @@ async def test_the_runtime_class_of_the_pod_has_the_time_that_the_pod_left() -> 
     assert waits == [0.5] and classes.handlers == {"secure": "runsc-secure"}
 
 
-class Watched(Listing):
-    """The pod `old` with 20 cores, which counts how often it is looked at."""
+class Lists:
+    """A kubelet's Lists of `old`, which has 20 cores, and `new`, each in another order; `given` are the pods that each left
+    to be looked at."""
 
     def __init__(self) -> None:
-        super().__init__("old", {"main": {VCORE_RESOURCE: 20}})
-        self.looks = 0
+        self.given: list[set[str]] = []
 
-    def count_ids(self, resource: str) -> int:
-        self.looks += 1
-        return super().count_ids(resource)
+    async def __call__(self, resource: str, settled: Mapping[bytes, int]) -> Sequence[ListedDevices]:
+        devices = [bytes_field(2, string_list(1, [VCORE_RESOURCE]) + string_list(2, [str(n)])) for n in range(20)]
+        if len(self.given) % 2:
+            devices.reverse()
+        pods = [_listed(b"old", b"main", b"".join(devices)), _listed(b"new", b"main")]
+        if len(self.given) % 2:
+            pods.reverse()
+        found = PodResourcesClient(None, DeviceIds())._listings(resource, settled, b"".join(pods))
+        self.given.append({entry.name for entry in found})
+        return found
 
-    def count_by_container(self, resource: str) -> Mapping[str, int]:
-        self.looks += 1
-        return super().count_by_container(resource)
+
+def _listed(pod_name: bytes, container_name: bytes, devices: bytes = b"") -> bytes:
+    inner = bytes_field(1, container_name) + devices
+    return bytes_field(1, bytes_field(1, pod_name) + bytes_field(2, b"default") + bytes_field(3, inner))
 
 
 def _lose_a_core(known: Static, old: Pod, share: Allocation) -> None:
@@ -165,34 +173,29 @@ def _come_again(known: Static, old: Pod, share: Allocation) -> None:
     ],
     ids=["allocation-gone", "other-allocation", "same-name", "pod-changed"],
 )
-@pytest.mark.parametrize("is_listed_anew", [False, True])
 async def test_a_pod_that_had_everything_is_looked_at_again_once_something_of_it_changes(
-    change: Callable[[Static, Pod, Allocation], object], is_listed_anew: bool
+    change: Callable[[Static, Pod, Allocation], object],
 ) -> None:
-    """Though the kubelet lists the same bytes: then pod store, ledger or kubelet may be wrong, and all is compared again."""
+    """Though the kubelet lists as many IDs: then pod store, ledger or kubelet may be wrong, and all is compared again. In
+    whatever order it lists them, until then it is not looked at."""
     old = pod("old", container(cores=20), has_started=True, resource_version="1")
     new = pod("new", container(cores=10))
-    known = Static(None, new)
+    known, lists = Static(None, new), Lists()
     for one in (old, new):
         known.store.upsert(one)
     share = allocation(old, "main", ids(0, range(20)), [])
     known.node.cache.put(share)
-    entry = Watched()
     identification = identification_of(known.node, known, poll_again_s=0.0)
     known.store.subscribe(identification.pod_changed)
     known.node.cache.subscribe(identification.allocation_changed)
-    call = vcore_call(size=10)
-    for _ in range(2):
-        found = await identification.identify(call, listing(entry, Listing("new", {})))
+    for _ in range(3):
+        found = await identification.identify(vcore_call(size=10), lists)
         assert isinstance(found, Target) and found.pod is new
-    assert (known.fetched, entry.looks) == ([], 1)
-    if is_listed_anew:  # an entry with other bytes takes the place of the one before
-        entry = Watched()
-        await identification.identify(call, listing(entry, Listing("new", {})))
+    assert (known.fetched, lists.given) == ([], [{"old", "new"}, {"new"}, {"new"}])
     change(known, old, share)
-    found = await identification.identify(call, listing(entry, Listing("new", {})))
+    found = await identification.identify(vcore_call(size=10), lists)
     assert isinstance(found, Target) and found.pod.name == "new"
-    assert entry.looks > 1
+    assert lists.given[3] == {"old", "new"}
 
 
 async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time_to_list_it() -> None:
@@ -200,7 +203,7 @@ async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time
     clock = FakeClock()
 
     class Slow(Static):
-        async def __call__(self) -> Sequence[ListedDevices]:
+        async def __call__(self, *_settled: object) -> Sequence[ListedDevices]:
             clock.now += 2.5
             return await super().__call__()
 
@@ -245,7 +248,7 @@ class Static(Outside):
         self.store.put_static([self._kubelets])
         return self._kubelets
 
-    async def __call__(self) -> Sequence[ListedDevices]:
+    async def __call__(self, *_settled: object) -> Sequence[ListedDevices]:
         return [Listing("s-node", {})]
 
     async def identify(
@@ -284,7 +287,7 @@ async def test_another_static_pod_that_cannot_be_read_refuses_no_other_pods_call
     """One without a mirror pod is listed in every admission of the node: it counts as gone at the second poll."""
 
     class Both(Static):
-        async def __call__(self) -> Sequence[ListedDevices]:
+        async def __call__(self, *_settled: object) -> Sequence[ListedDevices]:
             return [Listing("s-node", {}), Listing("ordinary", {})]
 
     result = await Both(pod("ordinary", container(cores=10)), None).identify(10, poll_again_s=DEADLINE_S)
@@ -297,12 +300,11 @@ async def test_what_was_found_of_a_pod_that_ends_is_not_kept_for_the_next_of_its
     identification = identification_of(node, Outside(), poll_again_s=0.0)
     node.pods.subscribe(identification.pod_changed)
 
-    def listed(name: bytes) -> bytes:
-        return bytes_field(1, bytes_field(1, b"a") + bytes_field(2, b"default") + bytes_field(3, bytes_field(1, name)))
+    listed = partial(_listed, b"a")
 
     async def identify(*names: bytes) -> Target | Refused:
-        async def inside() -> Sequence[ListedDevices]:
-            return client._listings(b"".join(map(listed, names)))
+        async def inside(resource: str, settled: Mapping[bytes, int]) -> Sequence[ListedDevices]:
+            return client._listings(resource, settled, b"".join(map(listed, names)))
 
         return await identification.identify(vcore_call(size=10), inside)
 

@@ -47,14 +47,18 @@ def grown(few: dict[str, Steps], many: dict[str, Steps], allowed: dict[str, int]
 
 
 class _Channel:
-    """The kubelet's PodResources, which lists what the agent's ledger has and the `admitted` pod."""
+    """The kubelet's PodResources, which lists what the agent's ledger has and the `admitted` pod, and each time pods and
+    their devices in another order. `shares` are in both orders."""
 
-    def __init__(self, shares: list[bytes]) -> None:
-        self.shares = shares
+    def __init__(self) -> None:
+        self.shares: tuple[list[bytes], list[bytes]] = ([], [])
         self.admitted = b""
+        self._lists = 0
 
     async def unary(self, method: str, request: bytes, kind: type) -> bytes:
-        return b"".join((*self.shares, self.admitted))
+        self._lists += 1
+        pods, half = self.shares[self._lists % 2], len(self.shares[0]) // 2
+        return b"".join((*pods[half:], self.admitted, *pods[:half]))
 
     def close(self) -> None: ...
 
@@ -79,7 +83,7 @@ class CrowdedNode:
         agent.kubelet.tables.refresh()
         agent.kubelet.facts._read_version("v1.36.2")
         agent.kubelet.calls.open(agent.kubelet.admission)
-        node = cls(agent, _Channel([]))
+        node = cls(agent, _Channel())
         agent.kubelet.pod_resources._channels["List"] = node._channel  # type: ignore[assignment]
         node._fill(shares)
         return node
@@ -103,7 +107,8 @@ class CrowdedNode:
                 ids={ResourceKind.VCORE: cores, ResourceKind.VMEMORY: blocks},
             )
             self.agent.node.cache.put(share)
-            self._channel.shares.append(self._listed(share))
+            self._channel.shares[0].append(self._listed(share))
+            self._channel.shares[1].insert(0, self._listed(share, is_backwards=True))
 
     def pod(self, name: str, **changes: object) -> Pod:
         return pod(name, container(cores=CORES, blocks=BLOCKS), uid=uid_of(name), resource_version="1", **changes)
@@ -115,16 +120,18 @@ class CrowdedNode:
             if one.endpoint.plugin.resource == resource
         )
 
-    def _listed(self, share: Allocation) -> bytes:
+    def _listed(self, share: Allocation, *, is_backwards: bool = False) -> bytes:
         """The pod as a List answer has it."""
         ids: DeviceIds = self._plugin(VCORE_RESOURCE).ids
-        devices = b"".join(
+        devices = [
             bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, ids.write(one).encode()))
             for name, kind in zip(RESOURCES, (ResourceKind.VCORE, ResourceKind.VMEMORY), strict=True)
             for one in sorted(share.ids_of(kind))
-        )
+        ]
+        if is_backwards:
+            devices.reverse()
         body = bytes_field(1, share.pod_name.encode()) + bytes_field(2, share.namespace.encode())
-        return bytes_field(1, body + bytes_field(3, bytes_field(1, share.key.container.encode()) + devices))
+        return bytes_field(1, body + bytes_field(3, bytes_field(1, share.key.container.encode()) + b"".join(devices)))
 
     async def admit(self, admitted: Pod, order: tuple[str, ...] = RESOURCES) -> dict[str, Steps]:
         """What the kubelet does: List and GetPreferredAllocation, then Allocate, of each resource; the steps of each call.

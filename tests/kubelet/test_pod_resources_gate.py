@@ -21,7 +21,7 @@ class SlowLister:
         self.answer = asyncio.Event()
         self.timeouts_s: list[float] = []
 
-    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
+    async def list_entries(self, *_settled: object, timeout_s: float) -> Sequence[PodListing]:
         self.timeouts_s.append(timeout_s)
         self.asked.set()
         await self.answer.wait()
@@ -36,7 +36,7 @@ async def loop_cycles(count: int = 5) -> None:
 async def list_inside(gate: PodResourcesGate) -> None:
     """As a GetPreferredAllocation does."""
     async with gate.preferring() as inside:
-        await inside()
+        await inside("", {})
 
 
 async def list_outside(gate: PodResourcesGate) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
 
 import structlog
@@ -25,7 +26,7 @@ from gpushare_agent.agent.admission.decisions.identity import (
 )
 from gpushare_agent.agent.cluster.pod_store import NodePods, liveliness
 from gpushare_agent.agent.cluster.runtime_classes import RuntimeClasses
-from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts
+from gpushare_agent.agent.kubelet.pod_resources import KubeletFacts, pod_key
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
@@ -50,8 +51,8 @@ _STATIC_AGAIN = "The kubelet tries a static pod again when its file changes, and
 _DELETED = "A pod deleted during its admission ends like this. If the pod still exists, create it again."
 
 
-ListInside = Callable[[], Awaitable[Sequence[ListedDevices]]]
-"""The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources.py)."""
+ListInside = Callable[[str, Mapping[bytes, int]], Awaitable[Sequence[ListedDevices]]]
+"""The right to a PodResources List that an open GetPreferredAllocation gives: `list_entries` of kubelet/pod_resources.py."""
 
 
 class _Lookup(Struct, kw_only=True):
@@ -79,8 +80,8 @@ class Identification(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     lookup_s: float = 2.0
     poll_again_s: float = 0.4
-    _settled: dict[tuple[str, str], ListedDevices] = field(default_factory=dict)
-    """By name, until the pod or an allocation of it changes; listed with other bytes it is another value."""
+    _settled: dict[str, dict[bytes, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By resource, how many IDs they are listed with, until the pod or an allocation of it changes."""
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
@@ -89,8 +90,9 @@ class Identification(Struct, kw_only=True, eq=False):
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """For PodStore.subscribe."""
         for pod in (old, new):
-            if pod is not None and (listing := self._settled.pop((pod.namespace, pod.name), None)) is not None:
-                listing.settled = ()
+            if pod is not None:
+                for counts in self._settled.values():
+                    counts.pop(pod_key(pod.namespace, pod.name), None)
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe."""
@@ -123,7 +125,7 @@ class Identification(Struct, kw_only=True, eq=False):
         """
         lookup = _Lookup(started_at=self.clock())
         while True:
-            listed = await self._list(list_inside, self._left_s(lookup))
+            listed = await self._list(call.resource, list_inside, self._left_s(lookup))
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
                 # Refused a little early: an answer must reach the kubelet within the bound that the node waits.
@@ -195,20 +197,19 @@ class Identification(Struct, kw_only=True, eq=False):
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
         """The listed pods except those, most of a node, that have everything of the resource. They are not looked at again
         before something of them changes. Static pods stay, because their files may have changed without an event."""
-        left = []
-        for entry in [one for one in listed if call.resource not in one.settled]:
+        left, settled = [], self._settled[call.resource]
+        for entry in listed:
             name = (entry.namespace, entry.name)
+            settled.pop(pod_key(*name), None)  # listed with another number of IDs
             pod = known.pods.get(name)
             if pod is None or pod.is_static or not is_accounted_for(pod, entry, call.resource, call, known):
                 left.append(entry)
             # Another pod may have the name, one that could not be verified in this call.
             elif pod is self.node.pods.by_name().get(name):
-                # A listing of this name with other bytes may be there: nobody else holds that one.
-                self._settled[name] = entry
-                entry.settled = (*entry.settled, call.resource)
+                settled[pod_key(*name)] = entry.count_ids(call.resource)
         return left
 
-    async def _list(self, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
+    async def _list(self, resource: str, list_inside: ListInside, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; if its PodResources is not mounted, the pending pods of the pod store."""
         if not self.kubelet.has_pod_resources:
             known = self._known()
@@ -218,7 +219,7 @@ class Identification(Struct, kw_only=True, eq=False):
         # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
         # admissions.
         await self.kubelet.wait_known(timeout_s=timeout_s)
-        return await list_inside()
+        return await list_inside(resource, self._settled[resource])
 
     async def _fetch(self, names: Sequence[tuple[str, str]], lookup: _Lookup) -> Refused | None:
         failures: list[str] = []
@@ -268,7 +269,6 @@ class _Unlisted:
     def __init__(self, pod: Pod, known: Known) -> None:
         self.namespace = pod.namespace
         self.name = pod.name
-        self.settled: tuple[str, ...] = ()
         self._pod = pod
         self._known = known
 

@@ -7,9 +7,8 @@ On 1.29 and older a List inside GetPreferredAllocation can panic the kubelet (me
 version must be known before the first List; until then admissions wait, within their bound (`KubeletFacts`).
 
 A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
-decision needs is decoded (`PodListing`), once for as long as a pod's bytes stay the same. State owned: the connections, and
-the pods of the last List; of the gate how many GetPreferredAllocations, Allocates and Lists are open, whether a List runs
-outside, and when the last call ended; the version last read.
+decision needs is decoded (`PodListing`). State owned: the connections; of the gate how many GetPreferredAllocations,
+Allocates and Lists are open, whether a List runs outside, and when the last call ended; the version last read.
 Format: protos/podresources.proto, read by kit/protobuf.py.
 """
 
@@ -18,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import structlog
@@ -38,6 +38,7 @@ from gpushare_agent.core.kit.protobuf import (
     scan_pod_entry,
     scan_pods,
     scan_single_pod,
+    string_list,
     varint,
 )
 from gpushare_agent.core.kit.sockets import FileIdentity, file_identity
@@ -150,6 +151,8 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
 
 SERVICE = "/v1.PodResourcesLister"
+_KEY_BYTES = 512
+"""More than two fields that say their length in one byte."""
 RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
@@ -172,26 +175,18 @@ def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace", "settled")
+    __slots__ = ("_ids", "body", "name", "namespace")
 
     def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
         self.namespace = entry.namespace
         self.name = entry.name
         self.body = entry.body
-        self.settled: tuple[str, ...] = ()
-        self._counts: dict[str, int] = {}
         self._ids = ids
-        self._gpus = 0
-        self._decoded: ListedPod | None = None
 
     def count_ids(self, resource: str) -> int:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
-        count = self._counts.get(resource)
-        if count is None:
-            # The bytes of field 1 with that name, searched and not decoded: a full node's answer has half a megabyte.
-            name = resource.encode()
-            count = self._counts[resource] = self.body.count(b"\n" + varint(len(name)) + name)
-        return count
+        # Searched and not decoded: a full node's answer has half a megabyte.
+        return self.body.count(_resource_field(resource))
 
     def count_by_container(self, resource: str) -> Mapping[str, int]:
         # The pod under admission has none of the resource yet: its other devices need not be decoded to know that.
@@ -200,13 +195,20 @@ class PodListing:
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
 
     def decoded(self) -> ListedPod:
-        if self._decoded is None or self._gpus != self._ids.gpus:  # IDs of a GPU that came since name it now
-            self._gpus = self._ids.gpus
-            try:
-                self._decoded = decode_pod_entry(self.body, self._ids)
-            except MalformedMessageError as e:
-                raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
-        return self._decoded
+        try:
+            return decode_pod_entry(self.body, self._ids)
+        except MalformedMessageError as e:
+            raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
+
+
+def pod_key(namespace: str, name: str) -> bytes:
+    """The first two fields of the pod in an answer."""
+    return string_list(1, (name,)) + string_list(2, (namespace,))
+
+
+def _resource_field(resource: str) -> bytes:
+    """Field 1 of each device."""
+    return b"\n" + varint(len(resource)) + resource.encode()
 
 
 class PodResourcesClient:
@@ -217,17 +219,19 @@ class PodResourcesClient:
         self._path = socket_path or Path()
         self._ids = ids
         self._channels: dict[str, UnixChannel] = {}
-        self._listed: dict[bytes, PodListing] = {}
         self.has_get: bool | None = None
         """Whether the kubelet answers Get; None until it was tried."""
 
-    async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
-        """Every pod that the kubelet knows devices or containers of, undecoded.
+    async def list_entries(
+        self, resource: str = "", settled: Mapping[bytes, int] = MappingProxyType({}), *, timeout_s: float
+    ) -> Sequence[PodListing]:
+        """Every pod that the kubelet knows devices or containers of, undecoded. Those of `settled`, by `pod_key`, are left
+        out while they have as many IDs of the resource as it says.
 
         Retries the kubelet's rate limit within the time. Raises Unavailable (socket absent, stalled, still limited),
         Corrupt (no PodResources message).
         """
-        return await self._call("List", b"", timeout_s, self._listings)
+        return await self._call("List", b"", timeout_s, partial(self._listings, resource, settled))
 
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> PodListing:
         """One pod. Raises NotFound, Rejected (this kubelet has no Get), Unavailable, Corrupt."""
@@ -252,24 +256,20 @@ class PodResourcesClient:
         for method in list(self._channels):
             self._drop(method)
 
-    def _listings(self, data: bytes) -> list[PodListing]:
-        """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
-        # Replaced whole: pods that are listed no more must not be held for ever.
-        before, self._listed = self._listed, {}
-        now, is_as_before, found = self._listed, data.startswith, []
+    def _listings(self, resource: str, settled: Mapping[bytes, int], data: bytes) -> list[PodListing]:
+        # The kubelet's order is another each time, of the pods and of each pod's devices: the bytes of a pod say nothing.
+        found, expected, padded, count_of = [], 0, data + bytes(_KEY_BYTES), settled.get
         for start, stop in scan_pods(data):
-            # As kubelets begin it: key, length and name.
-            name = data[start : start + 2 + data[start + 1]] if stop - start > 1 else b""
-            listing = before.get(name)
-            # Compared in place: a full node's answer has half a megabyte, and most of it is as it was.
-            if listing is None or len(listing.body) != stop - start or not is_as_before(listing.body, start):
-                listing = PodListing(scan_pod_entry(data[start:stop]), self._ids)
-            now[name] = listing
-            found.append(listing)
-        if len(now) < len(found):
-            # A pod that ends and the next of its name: what was found out of one must not be kept as the other's.
-            listed = Counter((one.namespace, one.name) for one in found)
-            self._listed = {name: one for name, one in now.items() if listed[one.namespace, one.name] == 1}
+            end = start + 2 + padded[start + 1]
+            count = count_of(padded[start : end + 2 + padded[end + 1]])
+            if count is None:
+                found.append(PodListing(scan_pod_entry(data[start:stop]), self._ids))
+            else:
+                expected += count
+        # Of all at once: a settled pod gets no more IDs, so where the sum is right none has lost any.
+        expected += sum(one.count_ids(resource) for one in found)
+        if settled and expected != data.count(_resource_field(resource)):
+            return self._listings(resource, {}, data)
         return found
 
     def _drop(self, method: str) -> None:
@@ -353,7 +353,7 @@ class PodResourcesGate(Struct, eq=False):
         return not self._preferring and not self._allocating
 
     @asynccontextmanager
-    async def preferring(self) -> AsyncIterator[Callable[[], Awaitable[Sequence[PodListing]]]]:
+    async def preferring(self) -> AsyncIterator[Callable[[str, Mapping[bytes, int]], Awaitable[Sequence[PodListing]]]]:
         """The time of one GetPreferredAllocation; gives the right to List inside it."""
         self._preferring += 1
         try:
@@ -402,20 +402,22 @@ class PodResourcesGate(Struct, eq=False):
     def _is_quiet(self) -> bool:
         return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
 
-    async def _list_inside(self) -> Sequence[PodListing]:
+    async def _list_inside(self, resource: str, settled: Mapping[bytes, int]) -> Sequence[PodListing]:
         # Waiting for the Allocate counts too: the whole node's admissions stand still meanwhile.
         until = self.clock() + self.list_timeout_s
         why = "an Allocate of another container stays open, so the kubelet cannot be asked"
         async with bounded(self.list_timeout_s, why):
             while self._allocating:
                 await self._changes.wait_next()
-        return await self._list("admission", until - self.clock())
+        return await self._list("admission", until - self.clock(), resource, settled)
 
-    async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:
+    async def _list(
+        self, purpose: str, timeout_s: float, resource: str = "", settled: Mapping[bytes, int] = MappingProxyType({})
+    ) -> Sequence[PodListing]:
         self.on_list(purpose)
         self._listing += 1
         try:
-            return await self.lister.list_entries(timeout_s=timeout_s)
+            return await self.lister.list_entries(resource, settled, timeout_s=timeout_s)
         finally:
             self._listing -= 1
 

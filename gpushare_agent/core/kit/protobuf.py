@@ -214,11 +214,13 @@ def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
 def _messages(data: bytes) -> list[tuple[int, int]]:
     """The places of the submessages in field 1, for messages that have no other known field."""
     found, pos, last = [], 0, len(data) - 4
-    # As a List answer has them, a thousand and more: with lengths of two bytes, or three.
-    while pos < last and data[pos] == _FIELD_1_BYTES and data[pos + 1] > 127:
-        start, size = pos + 3, data[pos + 1] + (data[pos + 2] - 1 << 7)
-        if data[pos + 2] > 127:
-            start, size = pos + 4, size + (data[pos + 3] - 1 << 14)
+    # As a List answer has them, a thousand and more: with lengths of two bytes, of one where a pod has no device, or three.
+    while pos < last and data[pos] == _FIELD_1_BYTES:
+        start, size = pos + 2, data[pos + 1]
+        if size > 127:
+            start, size = pos + 3, size + (data[pos + 2] - 1 << 7)
+            if data[pos + 2] > 127:
+                start, size = pos + 4, size + (data[pos + 3] - 1 << 14)
         if data[start - 1] > 127 or start + size > len(data):
             break
         pos = start + size

@@ -64,9 +64,9 @@ class OfferedIds(Set[DeviceId]):
     def __len__(self) -> int:
         return len(self._ids) + len(self._changed) - 2 * len(self._ids & self._changed)
 
-    def of(self, devices: Collection[DeviceId]) -> frozenset[DeviceId]:
-        """Those of the devices that are offered, in a step of C for each device and not for each ID."""
-        return self._ids.intersection(devices) ^ self._changed.intersection(devices)
+    def of(self, devices: Mapping[DeviceId, object]) -> Set[DeviceId]:
+        """Those of the devices that are offered, in a step of C for each of the fewer."""
+        return _in_both(self._ids, devices) ^ _in_both(self._changed, devices)
 
     @cached_property
     def by_gpu(self) -> Counter[GpuUuid]:
@@ -77,6 +77,11 @@ class OfferedIds(Set[DeviceId]):
         for device in self._changed ^ self._earlier._changed:
             counts[gpu_of(device)] += 1 if device in self else -1
         return counts
+
+
+def _in_both(ids: frozenset[DeviceId], devices: Mapping[DeviceId, object]) -> Set[DeviceId]:
+    # Python itself goes through all of a mapping, and through all of a set where a mapping's keys are the first operand.
+    return devices.keys() & ids if len(ids) < len(devices) else ids.intersection(devices)
 
 
 class DeviceIds:

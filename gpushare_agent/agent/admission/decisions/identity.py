@@ -24,10 +24,7 @@ from gpushare_agent.core.model.resources import ResourceKind, ResourceNames
 
 
 class ListedDevices(Protocol):
-    """A pod in a PodResources answer; its devices are decoded only where they are read. `settled` are the resources of which
-    it was found to have all that it requests: the identification's."""
-
-    settled: tuple[str, ...]
+    """A pod in a PodResources answer; its devices are decoded only where they are read."""
 
     @property
     def namespace(self) -> str: ...
