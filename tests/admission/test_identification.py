@@ -315,3 +315,26 @@ async def test_what_was_found_of_a_pod_that_ends_is_not_kept_for_the_next_of_its
     node.pods.upsert(pod("a", container("first", cores=10), uid="3", resource_version="3"))
     found = await identify(b"first")
     assert isinstance(found, Target) and found.pod.uid == "3"
+
+
+async def test_ids_that_a_pod_has_lost_are_not_made_up_for_by_two_pods_of_one_name() -> None:
+    """The kubelet lists both for a while. The container that lost its IDs starts again, and the call is for it."""
+    node = node_of()
+    lost, other = pod("lost", container(cores=10), has_started=True), pod("other", container())
+    for one in (lost, other):
+        node.pods.upsert(one)
+    node.cache.put(allocation(lost, "main", ids(0, range(10)), []))
+    identification = identification_of(node, Outside(), poll_again_s=0.0)
+    cores = b"".join(bytes_field(2, string_list(1, [VCORE_RESOURCE]) + string_list(2, [str(n)])) for n in range(10))
+    others = [_listed(b"other", b"main", cores), _listed(b"other", b"main")]
+
+    async def identify(devices: bytes) -> Target | Refused:
+        async def inside(resource: str, settled: Mapping[bytes, int]) -> Sequence[ListedDevices]:
+            answer = b"".join([_listed(b"lost", b"main", devices), *others])
+            return PodResourcesClient(None, DeviceIds())._listings(resource, settled, answer)
+
+        return await identification.identify(vcore_call(size=10), inside)
+
+    assert isinstance(await identify(cores), Refused)
+    found = await identify(b"")
+    assert isinstance(found, Target) and found.pod is lost

@@ -82,6 +82,12 @@ def test_two_that_fit_are_never_guessed_between() -> None:
     assert [s.pod.name for s in result.candidates] == ["a", "b"]
 
 
+def test_a_pod_is_one_candidate_though_its_name_is_listed_twice() -> None:
+    """The one of this name before it, which ends, has none of the resource either."""
+    listed = [Listing("a", {"main": {}})] * 2
+    assert served_name(identify(VCORE_10, listed, known(pod("a", container(cores=10))))) == "a/main"
+
+
 def test_must_include_points_at_the_pod_of_the_init_container() -> None:
     """Those IDs are an init container's of exactly one pod."""
     a, b = (pod(name, container("i", cores=5, kind=ContainerKind.INIT), container("m", cores=10)) for name in "ab")

@@ -198,7 +198,8 @@ class Identification(Struct, kw_only=True, eq=False):
         """The listed pods except those, most of a node, that have everything of the resource. They are not looked at again
         before something of them changes. Static pods stay, because their files may have changed without an event."""
         left, settled = [], self._settled[call.resource]
-        for entry in listed:
+        # Of two of one name, one of which ends, the greater number counts: fewer would hide that another pod has lost IDs.
+        for entry in sorted(listed, key=lambda one: one.count_ids(call.resource)):
             name = (entry.namespace, entry.name)
             settled.pop(pod_key(*name), None)  # listed with another number of IDs
             pod = known.pods.get(name)

@@ -267,7 +267,7 @@ class PodResourcesClient:
             else:
                 expected += count
         # Of all at once: a settled pod gets no more IDs, so where the sum is right none has lost any.
-        expected += sum(one.count_ids(resource) for one in found)
+        expected += sum(one.count_ids(resource) for one in found if settled)
         if settled and expected != data.count(_resource_field(resource)):
             return self._listings(resource, {}, data)
         return found

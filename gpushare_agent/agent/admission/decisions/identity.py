@@ -118,7 +118,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
             unknown.append((entry.namespace, entry.name))
         elif target is None:
             to_recheck.append((entry.namespace, entry.name))
-        else:
+        elif target not in candidates:  # a pod that ends may be listed next to the next one of its name
             candidates.append(target)
     candidates = _narrow(candidates, call, known)
     # If there is also an unknown pod, the one candidate is a guess: that pod may ask for the same.
