@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
+from gpushare_agent.agent.admission.resizing import ResizeFile
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.core.model.allocations import ShareSize
 from gpushare_agent.core.model.names import RESIZE_ANNOTATION
@@ -50,6 +53,25 @@ async def test_shares_of_one_gpu_that_grow_in_one_round_get_what_is_left() -> No
     assert sizes.count(ShareSize(cores=11, memory=1)) == 5 and sizes.count(ShareSize(cores=1, memory=1)) == 45
     assert used_cores(world.cache) == dict.fromkeys((gpu.uuid for gpu in GPUS.gpus), 100)
     assert sum("keeps its share" in text for _, text in world.events) == 360
+
+
+async def test_sizes_that_cannot_be_read_at_the_start_are_read_later(tmp_path: Path) -> None:
+    """Until then no share is resized and nothing is written: a restart would give what was borrowed to another."""
+    state, aside = tmp_path / "state", tmp_path / "aside"
+    earlier, world = crowded(1, 5), crowded(1, 5)
+    earlier.resizing.file = world.resizing.file = ResizeFile(state / "resize.json")
+    await earlier.resizing.reconcile()
+    state.rename(aside)
+    state.write_text("a file")
+    with capture_logs() as logs:
+        world.resizing.restore(await world.resizing.load())
+        await world.resizing.reconcile()
+        assert world.sizes == {"main": ShareSize(cores=1, memory=1)} and not world.cache.resized
+        state.unlink()
+        aside.rename(state)
+        await world.resizing.reconcile()
+    assert world.sizes == {"main": ShareSize(cores=5, memory=1)}
+    assert [one["event"] for one in logs] == ["resize_state_not_read", "resized_shares_restored"]
 
 
 async def test_only_what_was_sampled_later_shows_that_a_share_has_shrunk() -> None:

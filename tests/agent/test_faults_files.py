@@ -16,6 +16,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.agent import program
 from gpushare_agent.agent.node_configuration import NodeConfiguration
+from gpushare_agent.core.kit import supervision
+from gpushare_agent.core.kube import configuration
 from gpushare_agent.core.model.errors import Unavailable
 from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import open_agent, open_child, poll_until, record_claim
@@ -62,16 +64,37 @@ async def test_claims_whose_files_cannot_be_read_are_restored_later(monkeypatch:
         assert [one["event"] for one in logs].count("claims_not_restored") == 1
 
 
+async def test_the_kubernetes_library_is_loaded_once_there_is_a_free_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent does not end, and serves as soon as it can."""
+    imported, errors = configuration.import_module, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def load(name: str) -> object:
+        if errors:
+            raise errors.pop()
+        return imported(name)
+
+    monkeypatch.setattr(supervision, "POOL_RETRY_S", 0.01)
+    async with open_test_node() as node:
+        with monkeypatch.context() as patch, capture_logs() as logs:
+            patch.setattr(configuration, "import_module", load)
+            async with open_agent(node):
+                await node.start_pods(pod("p", container(cores=30, blocks=10)))
+    [line] = [one for one in logs if one["event"] == "kubernetes_not_ready"]
+    assert "open files are used up" in line["error"]
+
+
 async def test_a_nodes_configuration_that_no_thread_can_read_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reload is asked for, which says why it cannot be read, and keeps the settings."""
     settings = load_settings([f"--node-configuration.directory={tmp_path}"], {}).settings
-    configuration = NodeConfiguration(lambda _: settings)
+    own = NodeConfiguration(lambda _: settings)
 
     async def refuse(*_: object) -> None:
         raise Unavailable("no thread could be started")
 
     monkeypatch.setattr(asyncio, "to_thread", refuse)
-    async with running(partial(configuration.watch_directory, tmp_path)):
-        await configuration.wait_new(settings)
+    async with running(partial(own.watch_directory, tmp_path)):
+        await own.wait_new(settings)

@@ -71,6 +71,25 @@ def test_an_unknown_layout_is_loaded_whole() -> None:
     assert (report["client"], report["context"]) == ("kubernetes_asyncio.client.api_client", "c")
 
 
+_WITHOUT_DESCRIPTORS = """
+imported = configuration.import_module
+def refuse(name):
+    raise OSError(24, name)
+configuration.import_module = refuse
+try:
+    configuration.load_library()
+    raise AssertionError("loaded")
+except OSError:
+    configuration.import_module = imported
+"""
+
+
+def test_a_load_without_a_free_descriptor_is_made_again() -> None:
+    """As lean as the first one would have been."""
+    report = _report(_WITHOUT_DESCRIPTORS)
+    assert (report["has_all"], report["basic"]) == (False, "Basic dTpw")
+
+
 def test_a_library_that_is_there_already_is_left_alone() -> None:
     """Whoever imported all of it before goes on having all of it."""
     report = _report("import kubernetes_asyncio.client")

@@ -155,9 +155,10 @@ async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
         return opened(path, *args, **more)
 
     (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
-    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="open files are used up"):
+    with monkeypatch.context() as patch, pytest.raises(Unavailable) as refused:
         patch.setattr(os, "open", refuse)
         await driver.restart()
+    assert f"({tmp_path / 'records' / uid_of(1)}.json). The agent's open files are used up" in str(refused.value)
     await driver.claims.restore()
     assert driver.claims.prepared == {first.ref.uid: first} and len(driver.specs()) == 2
 

@@ -43,7 +43,7 @@ async def test_results_and_errors_come_through() -> None:
 
     for error, text in (
         (TimeoutError("of the file system"), "of the file system. Check it."),
-        (OSError(errno.EMFILE, "too many"), "too many. the agent's open files are used up"),
+        (OSError(errno.EMFILE, "too many"), "too many. The agent's open files are used up"),
     ):
         with pytest.raises(Unavailable, match=f"counting failed: {text}"):
             await worker.call(partial(fails, error), "counting", DEADLINE_S)

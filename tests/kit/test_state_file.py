@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,6 +114,29 @@ async def test_the_last_good_copy_counts_for_a_damaged_file(
     assert sorted(os.listdir(directory)) == [NAME, f"{NAME}.corrupt", f"{NAME}.last"]
     saved.path.unlink()  # by an operator, who wants nothing of it
     assert await saved.load() is None
+
+
+async def test_an_agent_that_is_killed_while_it_sets_a_file_aside_loses_nothing(
+    saved: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of its renames; whatever was set aside before."""
+    good, damaged, replace = saved.path.read_bytes(), b"{}", Path.replace
+    saved.path.with_name(f"{NAME}.corrupt").write_text("earlier")
+    for lives_for in range(2):
+        saved.path.write_bytes(damaged)
+        left = [lives_for]
+
+        def end(path: Path, target: Path, left: list[int] = left) -> Path:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return replace(path, target)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", end)
+            await saved.load()
+        assert await File(saved.path.parent).load() == SAVED
+    assert saved.path.read_bytes() == good and saved.path.with_name(f"{NAME}.corrupt").read_bytes() == damaged
 
 
 @pytest.mark.parametrize("kind", ["corrupt", "new", "last"])

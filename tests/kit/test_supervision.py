@@ -305,7 +305,14 @@ async def test_what_the_system_refuses_the_pool_is_tried_again(monkeypatch: pyte
 
     with capture_logs() as logs:
         await in_pool(load, "not_loaded")
-    assert [(line["event"], line["error"]) for line in logs] == [
-        ("not_loaded", "[Errno 24] too many files"),
+    assert [(line["event"], line["error"].partition(": /proc")[0]) for line in logs] == [
+        ("not_loaded", "[Errno 24] too many files; the agent's open files are used up"),
         ("not_loaded", "no thread"),
     ]
+
+
+async def test_what_the_pool_lacks_for_good_is_not_tried_for_ever() -> None:
+    """A build without a file of its own ends, and says which."""
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        async with asyncio.timeout(DEADLINE_S):
+            await in_pool(Path("/nowhere/page.css").read_bytes, "not_loaded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import resource
 import socket
 from typing import Any
 
@@ -179,6 +180,17 @@ async def test_an_address_that_is_not_ours_ends_the_start(addr: str) -> None:
     """An unknown name and another machine's address are named with the setting."""
     with pytest.raises(StartupError, match="check --query-addr"):
         await WebServer(addr, 0, metrics=AgentMetrics(), ready=list).run()
+
+
+async def test_without_a_free_descriptor_the_cure_is_not_another_address() -> None:
+    """As at a reload, which is tried until there is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        with pytest.raises(StartupError, match="raise LimitNOFILE"):
+            await WebServer("127.0.0.1", 0, metrics=AgentMetrics(), ready=list).bind()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
 async def test_the_port_is_free_after_the_end() -> None:

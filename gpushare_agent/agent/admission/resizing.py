@@ -233,8 +233,9 @@ class GrowthAccounts:
 
 
 class ShareResizing(Struct, kw_only=True, eq=False):
-    """Call `restore` once the cache is rebuilt, before any call of the kubelet is answered; then `run` once.
-    Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
+    """Call `restore` once the cache is rebuilt, before any call of the kubelet is answered; then `run` once, which restores
+    where the file could not be read. Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with
+    the agent."""
 
     node: Node
     policy: ResizePolicy
@@ -243,14 +244,15 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     reports: ResizeReports
     request_usage: Callable[[], None] = lambda: None
     """Called while a decision waits for a sample: samples may be rare."""
-    _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
+    _saved: Mapping[ContainerKey, ResizedShare] | None = None
+    """None: not read yet."""
     _usage: UsageRound | None = None
     _enforced: dict[ContainerKey, _Enforced] = field(default_factory=dict)
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _changed: frozenset[PodUid] | None = None
     """None: all."""
     _refused: Set[PodUid] = frozenset()
-    _save_failure: ReportOnce = field(default_factory=ReportOnce)
+    _failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """Takes the newest sample. For UsageSampling.subscribe."""
@@ -270,38 +272,43 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """A pod that has or uses it has one of the annotations."""
         return any(_ANNOTATIONS & pod.annotations.keys() for pod in self.node.claim_pods.using(uid))
 
-    async def load(self) -> tuple[ResizedShare, ...]:
-        """What was resized before a restart, for `restore`."""
+    async def load(self) -> tuple[ResizedShare, ...] | None:
+        """What was resized before a restart, for `restore`; None where it cannot be read now."""
         # Without a file the sizes end with this agent, as the setting says.
         if self.file is None:
             return ()
         try:
             return await self.file.load()
         except AgentError as e:
-            log.error(
-                "resize_state_not_read",
-                error=str(e),
-                then="every share gets what the kubelet allocated; what was borrowed may be allocated again",
-            )
-            return ()
+            if self._failure.is_new("not read"):
+                then = "until it is, shares have what the kubelet allocated; what was borrowed may be allocated again"
+                log.error("resize_state_not_read", error=str(e), then=then)
+            return None
 
-    def restore(self, shares: tuple[ResizedShare, ...]) -> None:
+    def restore(self, shares: tuple[ResizedShare, ...] | None) -> None:
         """Counts from now on, before anything is admitted."""
+        if shares is None:
+            return
         self.node.cache.restore_resized(shares)
         self._saved = {share.key: share for share in shares}
-        if shares:
+        if self._failure.is_over() or shares:
             log.info("resized_shares_restored", count=len(self.node.cache.resized))
 
     async def run(self) -> NoReturn:
         """Reconciles when something has changed, and every period while a share is resized, until cancelled."""
 
         def due_s() -> float | None:
-            return PERIOD_S if self.node.cache.resized or self._saved or self._refused else None
+            return PERIOD_S if self.node.cache.resized or self._saved != {} or self._refused else None
 
         await self._reconciler.run(self.reconcile, due_s, pause_s=PAUSE_S)
 
     async def reconcile(self) -> None:
         """One round. A share that cannot be enforced does not stop the others."""
+        # Not over what nobody has read.
+        if self._saved is None:
+            self.restore(await self.load())
+            if self._saved is None:
+                return
         self._forget_gone()
         changed = {one.key.pod_uid for one in self.node.cache} if self._changed is None else self._changed
         uids, self._changed = changed | self._refused | {key.pod_uid for key in self.node.cache.resized}, frozenset()
@@ -397,11 +404,11 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 if self.file is not None:
                     await self.file.save(shares.values())
             except AgentError as e:
-                if self._save_failure.is_new("not saved"):
+                if self._failure.is_new("not saved"):
                     log.error("resize_state_not_saved", error=str(e), then="no share is resized; it is tried again")
                 return
             self._saved = shares
-            if self._save_failure.is_over():
+            if self._failure.is_over():
                 log.info("resize_state_saved_again")
         for key, share in shares.items():
             allocation = self.node.cache.get(key)

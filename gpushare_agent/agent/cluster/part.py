@@ -24,8 +24,9 @@ from gpushare_agent.agent.kubelet.static_pods import StaticPods
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.machine import machine_name, pci_class, pci_configuration
 from gpushare_agent.core.kit.backoff import Backoff
-from gpushare_agent.core.kit.supervision import Tasks, retried, start_tasks
-from gpushare_agent.core.kube.client import pods_of_node
+from gpushare_agent.core.kit.supervision import Tasks, in_pool, retried, start_tasks
+from gpushare_agent.core.kube.client import open_kube_api, pods_of_node
+from gpushare_agent.core.kube.configuration import load_library
 from gpushare_agent.core.kube.events import NodeEvents, PodEvents
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.kube.pods import mistyped_annotations
@@ -135,7 +136,7 @@ class ClusterPart:
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""
         async with AsyncExitStack() as stack:
-            from gpushare_agent.core.kube.client import open_kube_api
+            await in_pool(load_library, "kubernetes_not_ready")
 
             async def opened() -> KubeApi:
                 return await stack.enter_async_context(open_kube_api(kubeconfig=self.node.settings.kubeconfig))

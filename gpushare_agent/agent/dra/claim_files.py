@@ -107,7 +107,7 @@ class ClaimFiles:
                     claim = replace(claim, boot_id=this_boot())
             except (OSError, Corrupt) as e:
                 if isinstance(e, OSError) and is_of_node(e):
-                    failure = e
+                    failure = failure or OSError(e.errno, e.strerror, str(path))  # a read names no file
                 elif self._unreadable.is_new(str(e), str(path)):
                     log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)
                 continue

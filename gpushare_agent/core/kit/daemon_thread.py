@@ -100,7 +100,8 @@ class DaemonThread:
         if isinstance(failure, OSError):
             at = f" ({failure.filename})" if failure.filename else ""
             remedy = file_remedy(failure, self._advice)
-            raise Unavailable(f"{what} failed: {failure.strerror or failure}{at}. {remedy}") from failure
+            text = f"{what} failed: {failure.strerror or failure}{at}. {remedy[0].upper()}{remedy[1:]}"
+            raise Unavailable(text) from failure
         if failure is not None:
             raise failure
         return cast(T, result)

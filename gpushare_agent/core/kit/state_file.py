@@ -139,7 +139,11 @@ class StateFile(Generic[D]):
         try:
             _write_whole(new, content, is_synced=path is self._path)
             if aside is not None:
-                path.replace(aside)
+                try:  # under both names, so that an agent that is killed now leaves one
+                    aside.unlink(missing_ok=True)
+                    os.link(path, aside, follow_symlinks=False)
+                except OSError:  # a directory, or a file system without such links
+                    path.replace(aside)
             new.replace(path)
         except OSError:
             with suppress(OSError):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy, is_of_node
 
 log = structlog.get_logger(__name__)
 
@@ -250,6 +250,8 @@ async def in_pool(blocking: Callable[[], object], event: str) -> None:
         try:
             await asyncio.to_thread(blocking)
         except OSError as e:
-            raise Unavailable(str(e)) from e
+            if not is_of_node(e):  # a file of the agent's own that is missing is not there later
+                raise
+            raise Unavailable(f"{e}; {file_remedy(e, '')}") from e
 
     await retried(once, POOL_RETRY_S, event)

@@ -83,10 +83,12 @@ def _load_lean() -> None:
         for name, module in _OFFERED.items():
             setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
         import_module(f"{_LIBRARY}.config.kube_config")
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, OSError) as e:
         # Nothing half done may stay: the import that follows finds the whole library.
         for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
             del sys.modules[name]
+        if isinstance(e, OSError):  # without a free descriptor: the next call begins again
+            raise
         log.info("kubernetes_library_loaded_whole", reason=str(e))
     finally:
         for name, stand_in in stand_ins.items():

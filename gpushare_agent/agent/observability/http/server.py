@@ -34,7 +34,7 @@ from gpushare_agent.core.kit.http_answers import (
 )
 from gpushare_agent.core.kit.supervision import in_pool
 from gpushare_agent.core.kit.tcp_listeners import close_all, listen_tcp
-from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.errors import StartupError, Unavailable, file_remedy
 from gpushare_agent.core.web.debug_guard import may_read
 from gpushare_agent.core.web.page import PREFIX, WebPage
 
@@ -125,8 +125,8 @@ class WebServer(Struct, eq=False):
         except Unavailable as e:
             # The two mistakes have different remedies, and the wrapped text does not tell them apart.
             is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
-            remedy = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
-            raise StartupError(f"cannot serve metrics: {e}; {remedy}") from e
+            otherwise = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
+            raise StartupError(f"cannot serve metrics: {e}; {file_remedy(e, otherwise)}") from e
         self.bound_port = listeners[0].getsockname()[1]
         return listeners
 
