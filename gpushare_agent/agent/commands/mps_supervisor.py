@@ -15,6 +15,7 @@ import structlog
 
 from gpushare_agent.agent.gpus.nvml.compute_mode import ComputeModes
 from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.isolation.mps.check import check_mps
 from gpushare_agent.agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.agent.isolation.mps.part import mps_control
 from gpushare_agent.agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
@@ -40,10 +41,9 @@ async def run(call: Invocation) -> int:
 
 async def check(settings: Settings) -> int:
     """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
-    try:
-        await mps_control(settings).check()
-    except Unavailable as error:
-        print(error)
+    [found] = await check_mps(settings)
+    if found.cure:
+        print(f"{found.detail}; {found.cure}")
         return 1
     print(f"the MPS control daemon in {settings.mps.pipe_directory} serves")
     return 0
