@@ -43,6 +43,8 @@ Check = Callable[[], Awaitable[object]]
 class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
     """What isolations ask of the GPUs' driver."""
 
+    async def read(self) -> GpuInventory: ...
+
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `warn` records an Event of a pod: its reason and its text, `note` one of
