@@ -252,7 +252,7 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
 
 
 async def test_a_container_of_an_isolation_that_is_not_in_use_any_more_starts_again_with_new_files() -> None:
-    """With those of the run before, and after a reboot with those of another boot, it would begin with what is not its own."""
+    """With those of the run before, or after a reboot of another boot, it would begin with what is not its own."""
     async with open_test_node() as node:
         host = Host(node)
         async with open_agent(node, "--isolation=gpushare", *host.flags):

@@ -639,7 +639,7 @@ class _Refreshes(Struct):
 
 
 def build_virtual_manager(
-    host: IsolationHost, module: KernelModule | None, only: frozenset[PodUid] | None
+    host: IsolationHost, module: KernelModule | None, only: frozenset[PodUid] | None = None
 ) -> VirtualManager:
     """Not started."""
     node = host.node
