@@ -23,6 +23,7 @@ from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -42,11 +43,8 @@ async def run(call: Invocation) -> int:
 async def check(settings: Settings) -> int:
     """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
     [found] = await check_mps(settings)
-    if found.cure:
-        print(f"{found.detail}; {found.cure}")
-        return 1
-    print(f"the MPS control daemon in {settings.mps.pipe_directory} serves")
-    return 0
+    print("; ".join(filter(None, (found.detail, found.cure))))
+    return int(found.level is not Level.OK)
 
 
 async def supervise(settings: Settings) -> int:

@@ -598,8 +598,7 @@ class VirtualManager:
         found = dict(self._allocations() if keys is None else {})
         for uid in {key.pod_uid for key in keys or ()}:
             found |= {key: one for key, one in self._pods.shares_of(uid).items() if key in (keys or ())}
-        if self._only is not None:
-            found = {key: one for key, one in found.items() if key.pod_uid in self._only}
+        found = {key: one for key, one in found.items() if self._only is None or key.pod_uid in self._only}
         return {key: one for key, one in found.items() if _has_directory(one) and is_nameable(key)}
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
