@@ -165,9 +165,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     ids: DeviceIds
     tables: dict[str, DeviceTable] = field(default_factory=dict)
     _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_borrowed: bool = False
-    _not_offered: set[GpuUuid] = field(default_factory=set)
-    """GPUs of which the kubelet gets no more than what containers have."""
+    _followed: set[GpuUuid] = field(default_factory=set)
+    """GPUs whose lists depend on who has them: shares have grown there, or the kubelet gets only what containers have."""
     _unlike: ReportOnce = field(default_factory=ReportOnce)
 
     def __post_init__(self) -> None:
@@ -183,9 +182,9 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 one.ids_of(names.by_name[resource]) if one is not None else frozenset() for one in (old, new)
             )
             table.offer.change(self.ids, freed=before - now, taken=now - before)
-        depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
+        depends = names.gpu_mem or names.offers_parts or self.node.cache.resized
         for one in filter(None, (old, new)):
-            if depends or one.unit_ids or one.started_by or not self._not_offered.isdisjoint(one.gpus):
+            if depends or one.unit_ids or one.started_by or not self._followed.isdisjoint(one.gpus):
                 self._is_behind.set()
 
     def request_refresh(self) -> None:
@@ -216,9 +215,9 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
-        self._not_offered = others | {gpu.uuid for gpu in known.gpus if any(missing) or not gpu.is_healthy}
         borrowed = cache.borrowed()
-        self._has_borrowed = False
+        away = {gpu.uuid for gpu in known.gpus if any(missing) or not gpu.is_healthy}
+        self._followed = others | away | borrowed.keys()
         for resource, table in self.tables.items():
             kind = names.by_name[resource]
             holders = ledger.holders[kind]
@@ -230,7 +229,6 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             else:
                 ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
-            self._has_borrowed = self._has_borrowed or bool(of_kind)
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
             kept = {device for device in held if gpu_of(device) in in_order}
             of_others = _by_gpu(sorted(device for device in kept if gpu_of(device) in others))
