@@ -35,7 +35,9 @@ def node_of(
     """Of GPUs that are `inventory.current`, with states of its own where none are given."""
     found: dict[str, Any] = {
         "metrics": Uncounted(),
-        "inventory": SimpleNamespace(current=gpus or inventory(), is_read=True, cordoned={}, unhealthy_reasons={}),
+        "inventory": SimpleNamespace(
+            current=gpus or inventory(), is_read=True, cordoned={}, unhealthy_reasons={}, in_order=set()
+        ),
         "pods": PodStore(),
         "cache": AllocationCache(),
         "decisions": DecisionLog(100),

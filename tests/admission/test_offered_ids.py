@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.device_tables import DeviceTables
+from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.model.device_ids import DeviceIds
-from gpushare_agent.core.model.names import VCORE_RESOURCE, GpuUuid, device_id, unit_id
+from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, device_id, unit_id
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import key_of
-from tests.support_core import allocation, container, inventory, pod, used_blocks, used_cores
+from tests.support_core import allocation, container, ids, inventory, pod, used_blocks, used_cores
 from tests.support_deadline import poll_until
 from tests.support_node import FreeIsolations, node_of
 
@@ -62,8 +65,8 @@ async def test_lists_that_were_made_since_a_request_are_not_made_again_for_it() 
         await poll_until(lambda: isolations.lists == 2, "the list that was requested")
 
 
-async def _listed(tables: DeviceTables, texts: list[str]) -> None:
-    table = tables.tables[VCORE_RESOURCE]
+async def _listed(tables: DeviceTables, texts: list[str], resource: str = VCORE_RESOURCE) -> None:
+    table = tables.tables[resource]
     async with asyncio.timeout(10):
         while [row.id for row in table.devices if row.healthy] != texts:
             await table.changes.wait_next()
@@ -98,3 +101,32 @@ def test_what_containers_hold_of_a_gpu_that_is_no_longer_offered_stays_on_it() -
     tables.refresh()
     assert ids.read([f"{key_of(uuid)}-7"]) == [device_id(uuid, 7)]
     assert not tables.tables[VCORE_RESOURCE].devices
+
+
+@pytest.mark.parametrize("taken_by", ["excluded_gpus", "dra", "cordon", "no_shares", "fault"])
+async def test_what_a_pod_has_of_a_gpu_that_nobody_new_gets_is_healthy_until_it_ends(taken_by: str) -> None:
+    """A kubelet that starts again rejects a running pod if an init container's are not: only a fault of the GPU may do that.
+    Of the rest none is offered, and at the pod's end none of its own."""
+    gpus, state, resource = inventory(2), GpuInventoryState(), VMEMORY_RESOURCE
+    uuid, other = (gpu.uuid for gpu in gpus.gpus)
+    state.read(gpus)
+    chosen: dict[str, Any] = {"excluded_gpus": {"excluded_gpus": (uuid,)}, "dra": {"dra": {"gpus": (uuid,)}}}
+    settings = Settings(node_name="n", **chosen.get(taken_by, {}))
+    node = node_of(gpus, settings=settings, has_claims=settings.has_claims, inventory=state)
+    if taken_by == "cordon":
+        state.cordon(uuid, "")
+    elif taken_by == "fault":
+        state.lost("it does not answer")
+    isolations = FreeIsolations()
+    isolations.has_no_shares = lambda: taken_by == "no_shares"  # type: ignore[method-assign]
+    tables = DeviceTables(node=node, isolation=isolations, ids=DeviceIds())
+    node.cache.subscribe(tables.allocation_changed)
+    share = allocation(pod("a", container(cores=30, blocks=4)), "main", ids(0, range(30)), ids(0, range(4)))
+    node.cache.put(share)
+    tables.refresh()
+    held = [] if taken_by == "fault" else [f"{key_of(uuid)}-{n}" for n in range(4)]
+    free = [] if taken_by in ("no_shares", "fault") else [f"{key_of(other)}-{n}" for n in range(96)]
+    assert [row.id for row in tables.tables[resource].devices if row.healthy] == held + free
+    async with running(tables.run):
+        node.cache.release(share.key)
+        await _listed(tables, free, resource)

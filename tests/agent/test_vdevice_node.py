@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gpushare_agent.core.formats.vdevice import decode_config, decode_pids
 from gpushare_agent.core.model.names import CORE_LIMIT_ANNOTATION
 from tests.agent.support_agent import open_agent, poll_until
@@ -53,8 +55,10 @@ async def test_an_elastic_limit_is_followed_and_a_bad_one_reported() -> None:
         await poll_until(is_ignored, "the limit below the cores ignored and reported")
 
 
-async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:
-    """With the same files; directories of pods that are gone are removed."""
+@pytest.mark.parametrize("then", ["vcuda", "none"])
+async def test_after_a_restart_every_live_share_has_its_socket_again(then: str) -> None:
+    """With the same files; directories of pods that are gone are removed. Under an isolation without directories too, and
+    nobody new gets one."""
     async with open_test_node() as node:
         async with open_agent(node, "--isolation=vcuda"):
             await node.start_pods(
@@ -64,7 +68,9 @@ async def test_after_a_restart_every_live_share_has_its_socket_again() -> None:
             before = (own / "vcuda.config").read_bytes()
         assert not (own / "vcuda.sock").exists()
         await node.remove_pod("gone")
-        async with open_agent(node, "--isolation=vcuda"):
+        async with open_agent(node, f"--isolation={then}"):
             await poll_until((own / "vcuda.sock").is_socket, "the socket back")
             assert (own / "vcuda.config").read_bytes() == before
             await poll_until(lambda: not other.exists(), "the directory of the gone pod removed")
+            await node.start_pods(pod("new", container(cores=30, blocks=10)))
+            assert directory_of(node, "new").exists() is (then == "vcuda")

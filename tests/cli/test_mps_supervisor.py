@@ -345,12 +345,13 @@ async def test_the_command_makes_its_directories_serves_and_ends_at_a_signal(sho
     async with program(place) as process:
         await log_until(process, "mps_condition", condition="serving")
         ended = await run_program(*check)
-        assert (ended.code, ended.out) == (0, f"the MPS control daemon in {place.pipe} serves\n")
+        assert (ended.code, ended.out) == (0, f"the control daemon of {place.pipe} answers\n")
         process.send_signal(signal.SIGTERM)
         code, err = await end_of(process)
     assert code == 0 and "stopped" in err and "Traceback" not in err
     ended = await run_program(*check)
-    assert ended.code == 1 and "Cannot find MPS control daemon" in ended.out and ended.err == ""
+    assert ended.code == 1 and ended.err == ""
+    assert "Cannot find MPS control daemon" in ended.out and "; start the daemon with this pipe directory" in ended.out
 
 
 async def test_a_second_signal_cuts_the_waiting_for_clients_short(place: MpsPlace) -> None:

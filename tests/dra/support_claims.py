@@ -231,6 +231,7 @@ class Driver:
         self.wait_s = wait_s
         self.mig = FakeInstances(self)
         self.cdi_watch: Any = None
+        self.host, self.warnings = self, list[tuple[str, str, str]]()
         self.claims = self.new_claims()
         users: dict[str, list[str]] = {}
         for claim in claims:
@@ -292,6 +293,9 @@ class Driver:
 
     def unavailable_reason(self, isolation: str) -> str:
         return self.unavailable
+
+    def warn_of(self, key: ContainerKey, reason: str, text: str) -> None:
+        self.warnings += [(pod.name, reason, text) for pod in self.node.claim_pods.using(key.pod_uid)]
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         self.prepared_keys += keys

@@ -339,8 +339,13 @@ async def test_a_static_instance_that_is_gone_is_nobody_elses(tmp_path: Path, is
     listed = driver.node.gpus()
     lost = [replace(gpu, mig=replace(gpu.mig, is_gone=True)) for gpu in listed.gpus if gpu.mig is not None]
     driver.node.inventory.current = replace(listed, gpus=(*driver.gpus.gpus, *(lost if is_listed else ())))
-    await driver.claims.refresh()
-    assert driver.specs() == []
+    for is_synced in (False, True, True):  # the pod is warned once, as soon as it is known
+        driver.store.is_synced = is_synced
+        await driver.claims.refresh()
+        assert driver.specs() == [] and len(driver.warnings) == is_synced
+        assert (driver.claims._due_s() is None) is is_synced
+    [(name, event, text)] = driver.warnings
+    assert (name, event) == ("p", "ClaimWithoutGPU") and "made again is another one" in text
     for number in (1, 2):
         why = await refused(driver, number)
         assert why.reason is RefusalReason.UNKNOWN_DEVICE and "MIG instance MIG-8f3e" in why.detail

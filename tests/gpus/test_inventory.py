@@ -334,6 +334,8 @@ def test_an_instance_that_needs_a_reset_leaves_that_to_its_gpu(is_held: bool) ->
         for gpu in removed.gpus
     )
     state.read(replace(removed, gpus=gone))
+    # No poll finds it again.
+    assert {gpu.unhealthy_reason for gpu in state.current.gpus if gpu.is_gone} == ({"gone"} if is_held else set())
     assert [gpu.is_healthy for gpu in state.current.gpus][:2] == [True, False]
     assert state.saved.waits.keys() == {FIRST}
 

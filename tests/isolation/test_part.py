@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.isolations import Isolations
 from gpushare_agent.agent.isolation.part import IsolationPart
 from gpushare_agent.agent.isolation.request import Follows
-from gpushare_agent.core.model.allocations import Allocation
-from gpushare_agent.core.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.core.model.allocations import Allocation, ContainerKey
+from gpushare_agent.core.model.errors import RefusalReason, Refused
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.core.settings.settings import load_settings
 from tests.isolation.support_host import add_share, host_of
 from tests.support_core import allocation, container, ids, pod
@@ -64,3 +68,23 @@ def test_memory_that_one_part_fixes_is_fixed_for_the_combination() -> None:
     found = isolations(driver=Answers("", [], is_memory_fixed=True)).isolation_of(SHARE)
     assert found is not None and found.memory_follows is Follows.NOBODY
     assert found.cores_follow is ISOLATIONS[BOTH].cores_follow
+
+
+@pytest.mark.parametrize("uid", ["uid-share", "uid-other"])
+async def test_a_pod_of_an_isolation_that_is_not_in_use_any_more_is_prepared_for_it(uid: str) -> None:
+    """After a reboot its container would start with files of the boot before. A new pod is not; the answer counts."""
+    refused = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
+    part = Prepares(refused)
+    found = replace(isolations(), former=[(part, frozenset({SHARE.key.pod_uid}))])
+    key = ContainerKey(PodUid(uid), "main")
+    assert await found.prepare([key]) == (refused if key == SHARE.key else None)
+    assert part.keys == ([key] if key == SHARE.key else [])
+
+
+class Prepares(IsolationPart):
+    def __init__(self, refused: Refused) -> None:
+        self.refused, self.keys = refused, list[ContainerKey]()
+
+    async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
+        self.keys += keys
+        return self.refused if keys else None

@@ -171,14 +171,14 @@ async def test_a_taken_port_ends_the_start_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = WebServer("127.0.0.1", port, metrics=AgentMetrics(), ready=list)
-        with pytest.raises(StartupError, match=rf"127.0.0.1:{port} failed: .* --query-port"):
+        with pytest.raises(StartupError, match=rf"127.0.0.1:{port} failed: .* another web.port"):
             await server.run()
 
 
 @pytest.mark.parametrize("addr", ["256.1.1.1.invalid", "192.0.2.1"])
 async def test_an_address_that_is_not_ours_ends_the_start(addr: str) -> None:
     """An unknown name and another machine's address are named with the setting."""
-    with pytest.raises(StartupError, match="check --query-addr"):
+    with pytest.raises(StartupError, match=r"check web\.addr"):
         await WebServer(addr, 0, metrics=AgentMetrics(), ready=list).run()
 
 

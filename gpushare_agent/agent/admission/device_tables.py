@@ -4,9 +4,10 @@ State owned: the tables (kubelet/device_table.py), whether they are behind the a
 withheld for shares that have grown, and what was last logged. A table that is behind does no harm: the admission decides by
 the cache itself.
 
-IDs of a healthy GPU are reported Unhealthy if they exceed its free memory, if a share that has grown borrows their
-capacity, and for shares while the daemon that they need is down. An allocated ID is not withheld when memory is short: its
-container keeps running.
+Free IDs of a healthy GPU are reported Unhealthy if they exceed its free memory, if a share that has grown borrows their
+capacity, and for shares while the daemon that they need is down. What a container has is listed as healthy until its pod
+ends, also of a GPU that is cordoned, excluded or claims' by now, unless the GPU has a fault: a kubelet that starts again
+rejects a running pod if an init container's devices are not healthy (measured on 1.36).
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     ids: DeviceIds
     tables: dict[str, DeviceTable] = field(default_factory=dict)
     _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_borrowed: bool = False
+    _followed: set[GpuUuid] = field(default_factory=set)
+    """GPUs whose lists depend on who has them: shares have grown there, or the kubelet gets only what containers have."""
     _unlike: ReportOnce = field(default_factory=ReportOnce)
 
     def __post_init__(self) -> None:
@@ -180,9 +182,10 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 one.ids_of(names.by_name[resource]) if one is not None else frozenset() for one in (old, new)
             )
             table.offer.change(self.ids, freed=before - now, taken=now - before)
-        depends = names.gpu_mem or names.offers_parts or self.node.cache.resized or self._has_borrowed
-        if depends or any(one is not None and (one.unit_ids or one.started_by) for one in (old, new)):
-            self._is_behind.set()
+        depends = names.gpu_mem or names.offers_parts or self.node.cache.resized
+        for one in filter(None, (old, new)):
+            if depends or one.unit_ids or one.started_by or not self._followed.isdisjoint(one.gpus):
+                self._is_behind.set()
 
     def request_refresh(self) -> None:
         """Whether shares can be had may have changed."""
@@ -201,6 +204,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             for table in self.tables.values():
                 table.offer = ExpectedOffer()  # a text may name another GPU now
         inventory = self.node.plugins_devices()  # containers may hold IDs of the others
+        others = {gpu.uuid for gpu in known.gpus} - inventory.by_uuid().keys()
+        in_order = self.node.inventory.in_order
         ledger = cache.ledger(inventory)
         gpus = ledger.accounts(names)
         missing = Missing(shares=self.isolation.has_no_shares(), replicas=self.isolation.has_no_replicas())
@@ -211,20 +216,24 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
         borrowed = cache.borrowed()
-        self._has_borrowed = False
+        away = {gpu.uuid for gpu in known.gpus if any(missing) or not gpu.is_healthy}
+        self._followed = others | away | borrowed.keys()
         for resource, table in self.tables.items():
             kind = names.by_name[resource]
             holders = ledger.holders[kind]
             layout, found = kind.layout(names), missing
+            held: Collection[DeviceId] = self._in_use(resource, holders) if kind.is_part else holders.keys()
             if kind.is_part:
-                ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
+                ids = unit_ids(inventory.gpus, resource, layout, held)
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
                 ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
-            self._has_borrowed = self._has_borrowed or bool(of_kind)
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
-            table.set_devices(device_rows(inventory, ids, self.ids, withheld_ids))
+            kept = {device for device in held if gpu_of(device) in in_order}
+            of_others = _by_gpu(sorted(device for device in kept if gpu_of(device) in others))
+            ids |= {gpu: of_others.get(gpu, []) for gpu in others}
+            table.set_devices(device_rows(known, ids, self.ids, withheld_ids, kept))
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
         """Units that containers have under this name."""

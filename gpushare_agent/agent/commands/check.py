@@ -63,7 +63,7 @@ async def check_driver(settings: Settings) -> list[Finding]:
     except AgentError as failure:
         remedy = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if is_simulated:
-            remedy = "check --topology, --gpus and --gpu-memory-mib"
+            remedy = "check simulated.topology, gpus and gpu_memory_mib"
         # As the agent itself: it ends, or goes on and tries again.
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
         return [Finding(level=level, what="driver", detail=str(failure), cure=remedy)]
@@ -243,7 +243,7 @@ async def check_runtime(settings: Settings) -> list[Finding] | str:
         with closing(RuntimeClient(runtime_endpoints(endpoint, known), timeout_s=timeout_s)) as runtime:
             found = await runtime.version()
     except AgentError as failure:
-        remedy = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"
+        remedy = "correct runtime.endpoint and mount its socket" if endpoint else "mount the one that runs"
         detail = f"{', '.join(tried)}: {failure}; until one answers, {_FROM_STATUSES}"
         return [warning("container runtime", detail, f"{remedy}, or do without: leave both out")]
     return f"{found.name} {found.version} answers at {found.endpoint}"
@@ -271,7 +271,7 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
     except Unavailable as failure:
         disagreement = str(failure)
     agrees = ok("cgroup driver", f"{driver} is set, and no pod's cgroup says otherwise")
-    remedy = "leave --cgroup-driver out: it is seen from the paths themselves"
+    remedy = "leave runtime.cgroup_driver out: it is seen from the paths themselves"
     return [finding, agrees if disagreement is None else warning("cgroup driver", disagreement, remedy)]
 
 

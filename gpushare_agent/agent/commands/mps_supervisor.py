@@ -15,6 +15,7 @@ import structlog
 
 from gpushare_agent.agent.gpus.nvml.compute_mode import ComputeModes
 from gpushare_agent.agent.gpus.part import open_driver
+from gpushare_agent.agent.isolation.mps.check import check_mps
 from gpushare_agent.agent.isolation.mps.control import COMMAND_TIMEOUT_S
 from gpushare_agent.agent.isolation.mps.part import mps_control
 from gpushare_agent.agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
@@ -22,6 +23,7 @@ from gpushare_agent.core.cli.command_line import Invocation
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.process import sd_notify
 from gpushare_agent.core.model.errors import StartupError, Unavailable
+from gpushare_agent.core.model.finding import Level
 from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -40,13 +42,9 @@ async def run(call: Invocation) -> int:
 
 async def check(settings: Settings) -> int:
     """Probes the daemon once, whoever runs it, and prints the result; 0 when it serves, else 1."""
-    try:
-        await mps_control(settings).check()
-    except Unavailable as error:
-        print(error)
-        return 1
-    print(f"the MPS control daemon in {settings.mps.pipe_directory} serves")
-    return 0
+    [found] = await check_mps(settings)
+    print("; ".join(filter(None, (found.detail, found.cure))))
+    return int(found.level is not Level.OK)
 
 
 async def supervise(settings: Settings) -> int:

@@ -5,8 +5,8 @@ An error costs the pod 60 to 90 s, because the kubelet tries again only then: so
 repeated for it changes nothing. But after a boot, or when the driver was loaded again, the numbers of a recorded GPU
 may be another one's: specs are made again then, and a claim whose GPU is gone gets none. A claim of a place for a MIG
 instance gets another instance there. After a boot the host is prepared again, by the call that the kubelet makes then.
-Ending works from the record alone: the claim may be gone from the API server. Each outcome is counted and recorded; the
-pod's Event is the kubelet's own.
+Ending works from the record alone: the claim may be gone from the API server. Each outcome is counted and recorded; its
+Event on the pod is the kubelet's own. Where a prepared claim loses its GPU the Event is ours.
 
 State owned: `_prepared` by UID and whether each has its spec, the last refusal of claims that the kubelet has not
 unprepared yet, and its part of the allocation cache.
@@ -48,7 +48,7 @@ from gpushare_agent.core.claims.devices import device_name, is_placement_name
 from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import ChangeSignal, Reconciler, ReportOnce
 from gpushare_agent.core.kube.client import KubeApi
-from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare
+from gpushare_agent.core.model.allocations import Allocation, Charge, ClaimRef, ClaimShare, ContainerKey
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Gpu
@@ -152,7 +152,8 @@ class Claims(Struct, kw_only=True, eq=False):
     places for instances. Others only read it."""
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _changes: ChangeSignal = field(default_factory=ChangeSignal)
-    _has_spec: dict[str, bool] = field(default_factory=dict)
+    _has_spec: dict[str, bool | None] = field(default_factory=dict)
+    """None: it has none, and its pods are still to be warned."""
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _not_written: ReportOnce = field(default_factory=ReportOnce)
     _thread: DaemonThread = field(
@@ -210,7 +211,11 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def run(self) -> NoReturn:
         """Keeps the specs right while the GPUs change, until cancelled."""
-        await self._reconciler.run(self.refresh, lambda: None, pause_s=POLL_S)
+        await self._reconciler.run(self.refresh, self._due_s, pause_s=POLL_S)
+
+    def _due_s(self) -> float | None:
+        """Pods are listed without a change that `changed` tells of."""
+        return POLL_S if None in self._has_spec.values() else None
 
     async def refresh(self, *, may_make: bool = True) -> None:
         """Makes the specs of claims again whose GPUs have other numbers now, and removes those of claims whose GPU is gone:
@@ -267,9 +272,14 @@ class Claims(Struct, kw_only=True, eq=False):
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
             await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
-            if self._has_spec.get(uid) is not False:
+            before, are_pods_known = self._has_spec.get(uid, True), self.node.pods.is_synced
+            if before:
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
-            self._has_spec[uid] = False
+            if before is not False and are_pods_known:
+                # Nobody calls for a container that restarts: the runtime alone says that it cannot resolve a device.
+                key = ContainerKey(PodUid(uid), name)
+                self.isolation.host.warn_of(key, "ClaimWithoutGPU", f"has no GPU now: {made.detail}")
+            self._has_spec[uid] = False if are_pods_known else None
             return
         if (made.places, made.boot_id) != (claim.places, claim.boot_id):
             # The host's files are made from the ledger. The record is last: cut off before, all is done again.

@@ -97,6 +97,13 @@ class GpuInventoryState:
         return {uuid: reason for uuid, reason in reasons.items() if reason}
 
     @property
+    def in_order(self) -> set[GpuUuid]:
+        """The GPUs that have no fault, nor has an instance's GPU: cordoned or not, and held or not."""
+        faulty = {uuid for uuid, health in self._healths.items() if health.state is not HealthState.HEALTHY}
+        found = ((gpu.uuid, gpu.mig.parent if gpu.mig is not None else gpu.uuid) for gpu in self.current.gpus)
+        return {uuid for uuid, parent in found if faulty.isdisjoint((uuid, parent))}
+
+    @property
     def refused_for_s(self) -> float:
         """How long the driver has refused this process, which had GPUs before; 0 where it does not."""
         return 0.0 if self._refused_since is None else self._clock() - self._refused_since

@@ -11,7 +11,7 @@ files are delivery/'s.
 Called by: admission (edits), agent (services), commands. Open first: request.py, part.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vdevice/virtual_manager.py, once their pod is gone.
 
-Others import: check, choice, container_ids, isolations, kept, mps.control, mps.part, mps.supervision, part,
+Others import: check, choice, container_ids, isolations, kept, mps.check, mps.control, mps.part, mps.supervision, part,
 resource_names.
 """
 

@@ -3,7 +3,7 @@ the names of GPUs for CDI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -21,7 +21,9 @@ from gpushare_agent.agent.isolation.part import (
     IsolationDriver,
     IsolationHost,
     IsolationPart,
+    ProbedDriver,
     build_part,
+    build_probes,
 )
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import VirtualManager, build_virtual_manager
@@ -31,7 +33,7 @@ from gpushare_agent.agent.runtime.cri import runtime_client
 from gpushare_agent.agent.runtime.machine import read_kernel_module
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import NodeEventReason, Refused
+from gpushare_agent.core.model.errors import AgentError, NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.core.model.names import GpuUuid, PodUid
@@ -43,7 +45,8 @@ log = structlog.get_logger(__name__)
 
 
 class Isolations(Struct, frozen=True, kw_only=True):
-    """`vdevices` and `cdi_watch` are None where nothing on this node needs them."""
+    """`vdevices` and `cdi_watch` are None where nothing on this node needs them. `former` are the parts that are not in use
+    any more, with the pods that still have their files: these are prepared as before, until they end."""
 
     host: IsolationHost
     kernel_module: KernelModule | None
@@ -54,6 +57,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
     """Of the same."""
     vdevices: VirtualManager | None
     cdi_watch: CdiWatch | None
+    former: Sequence[tuple[IsolationPart, frozenset[PodUid]]] = ()
 
     async def start(self) -> None:
         """What must be there before a call of the kubelet is answered: files, the daemon's state, the names of CDI."""
@@ -86,6 +90,9 @@ class Isolations(Struct, frozen=True, kw_only=True):
         keys = [key for key in keys if (found := cache.get(key)) is None or not found.started_by]
         # All before the answer: the other files are there when the kubelet calls again.
         answers = {name: await part.prepare(keys) for name, part in self.parts.items()}
+        for part, pods in self.former:
+            if (refused := await part.prepare([key for key in keys if key.pod_uid in pods])) is not None:
+                return refused
         # Last: a part may have replaced a container's directory.
         of_vdevices = await self.vdevices.prepare(keys) if self.vdevices is not None else None
         needed = {name for key in keys for name in self._needed(key)}
@@ -240,9 +247,12 @@ def build(
     )
     in_use = [name for name in ISOLATIONS if name in settings.isolation_parts_in_use]
     parts = {name: part for name in in_use if (part := build_part(name, host)) is not None}
-    # One for all: two managers would bind one socket by turns.
+    of_before = _pods_of_before(settings, driver)
+    former = [(part, pods) for name, pods in of_before.items() if (part := build_part(name, host)) is not None]
+    # One for all: two managers would bind one socket by turns. Where none is needed any more, only for who has a directory.
     is_mounted = any(ISOLATIONS[name].mounts_vdevice for name in in_use)
-    vdevices = build_virtual_manager(host, module) if is_mounted else None
+    only = None if is_mounted else frozenset[PodUid]().union(*of_before.values())
+    vdevices = build_virtual_manager(host, module, only) if is_mounted or only else None
     watches = {name: _watch(name, part, vdevices) for name, part in parts.items()}
     # An incoming instance has checked nothing yet: without a row the alert GpushareIsolationUnavailable does not fire.
     node.metrics.show_isolations(
@@ -254,10 +264,24 @@ def build(
         parts=parts,
         watches=watches,
         vdevices=vdevices,
+        former=former,
         cdi_watch=CdiWatch(cdi_specs(settings, mounts_driver=mounts_driver(settings)), lambda: node.gpus().gpus)
         if {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI}.intersection(settings.device_list_strategy)
         else None,
     )
+
+
+def _pods_of_before(settings: Settings, driver: ProbedDriver) -> dict[str, frozenset[PodUid]]:
+    """By isolation that is not in use any more, the pods with files of it. Blocks."""
+    found = dict[str, frozenset[PodUid]]()
+    for name, probe in build_probes(settings, driver).items():
+        if probe.pods is None or name in settings.isolation_parts_in_use:
+            continue
+        try:
+            found[name] = frozenset(probe.pods())
+        except AgentError as e:
+            log.warning("running_shares_unknown", isolation=name, error=str(e))
+    return {name: pods for name, pods in found.items() if pods}
 
 
 def _watch(name: str, part: IsolationPart, vdevices: VirtualManager | None) -> AvailabilityWatch:

@@ -40,7 +40,13 @@ log = structlog.get_logger(__name__)
 Check = Callable[[], Awaitable[object]]
 
 
-class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
+class ProbedDriver(MemoryLimiter, Protocol):
+    """What a look at the node asks of the GPUs' driver."""
+
+    async def read(self) -> GpuInventory: ...
+
+
+class IsolationDriver(ProbedDriver, SamplesBusy, Protocol):
     """What isolations ask of the GPUs' driver."""
 
 
@@ -159,12 +165,6 @@ class NodeProbe(Struct, frozen=True, kw_only=True):
     pods: Callable[[], Sequence[PodUid]] | None = None
     is_for_sandbox: bool = False
     note: str = ""
-
-
-class ProbedDriver(MemoryLimiter, Protocol):
-    """What a look at the node asks of the GPUs' driver."""
-
-    async def read(self) -> GpuInventory: ...
 
 
 def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProbe]:

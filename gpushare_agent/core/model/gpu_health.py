@@ -239,8 +239,8 @@ def uncordoned(health: GpuHealth, policy: HealthPolicy, now: float) -> GpuHealth
 def offered(seen: Gpu, health: GpuHealth, policy: HealthPolicy, of_gpu: GpuHealth | None = None, held: str = "") -> Gpu:
     """The GPU as it is offered to the kubelet and shown to people. A MIG instance, for which `of_gpu` is the health of its
     GPU, is not offered while that would not be. `held` is why a GPU in order is given to nobody."""
-    # The driver's answer does not count here: `after_poll` has made a state of it.
-    reason = why_not_offered(health, policy, seen.label)
+    # The driver's answer does not count here: `after_poll` has made a state of it. But no poll finds a gone instance again.
+    reason = seen.unhealthy_reason if seen.is_gone else why_not_offered(health, policy, seen.label)
     if not reason and seen.mig is not None and of_gpu is not None:
         parent = str(seen.mig.parent_index)
         reason = f"its GPU {parent}: {why}" if (why := why_not_offered(of_gpu, policy, parent)) else ""

@@ -232,7 +232,7 @@ def simulated_uuid(seed: str, index: int) -> GpuUuid:
 def default_topology(gpus: int) -> ParsedTopology:
     """A plausible server: pairs behind a PCIe switch, two pairs a NUMA node."""
     if not 1 <= gpus <= MAX_GPUS:
-        raise StartupError(f"simulating {gpus} GPUs is not possible: choose 1 to {MAX_GPUS} (--gpus)")
+        raise StartupError(f"simulating {gpus} GPUs is not possible: choose 1 to {MAX_GPUS} (simulated.gpus)")
     rows = tuple(tuple(_default_link(a, b) for b in range(gpus)) for a in range(gpus))
     return ParsedTopology(links=rows, numa=tuple(index // GPUS_PER_NUMA_NODE for index in range(gpus)))
 

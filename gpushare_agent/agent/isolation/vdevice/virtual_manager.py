@@ -116,7 +116,9 @@ class VirtualManager:
         registered: Callable[[str], None],
         clock: Callable[[], float],
         intervals: Intervals | None = None,
+        only: frozenset[PodUid] | None = None,
     ) -> None:
+        """`only`: the pods and claims that have a directory, where no other gets one; None: all."""
         self.files = files
         self._allocations = allocations
         self._pods = pods
@@ -128,6 +130,7 @@ class VirtualManager:
         """The container of a process of this node; None if that cannot be known. Raises Unavailable: call again later."""
         self._clock = clock
         self._intervals = intervals or Intervals()
+        self._only = only
         advice = f"Check the disk of {files.root}; it is tried again."
         self._thread = DaemonThread("vdevice-files", advice=advice)
         self._removal = DaemonThread("vdevice-removal", advice=advice)
@@ -595,6 +598,7 @@ class VirtualManager:
         found = dict(self._allocations() if keys is None else {})
         for uid in {key.pod_uid for key in keys or ()}:
             found |= {key: one for key, one in self._pods.shares_of(uid).items() if key in (keys or ())}
+        found = {key: one for key, one in found.items() if self._only is None or key.pod_uid in self._only}
         return {key: one for key, one in found.items() if _has_directory(one) and is_nameable(key)}
 
     def is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
@@ -633,7 +637,9 @@ class _Refreshes(Struct):
         return self.is_done and self.begun_at >= came_at and self.container_id == container_id
 
 
-def build_virtual_manager(host: IsolationHost, module: KernelModule | None) -> VirtualManager:
+def build_virtual_manager(
+    host: IsolationHost, module: KernelModule | None, only: frozenset[PodUid] | None = None
+) -> VirtualManager:
     """Not started."""
     node = host.node
     is_read = any(one.reads_processes for one in isolations_in_use(node.settings))
@@ -657,6 +663,7 @@ def build_virtual_manager(host: IsolationHost, module: KernelModule | None) -> V
         registered=node.metrics.vdevice_registered,
         clock=time.monotonic,
         intervals=Intervals() if is_read else UNREAD,
+        only=only,
     )
 
 

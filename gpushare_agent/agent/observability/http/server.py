@@ -125,7 +125,7 @@ class WebServer(Struct, eq=False):
         except Unavailable as e:
             # The two mistakes have different remedies, and the wrapped text does not tell them apart.
             is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
-            otherwise = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
+            otherwise = "end the other program or choose another web.port" if is_taken else "check web.addr"
             raise StartupError(f"cannot serve metrics: {e}; {file_remedy(e, otherwise)}") from e
         self.bound_port = listeners[0].getsockname()[1]
         return listeners
