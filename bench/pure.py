@@ -52,14 +52,14 @@ def list_rows(answer: bytes, runs: int) -> list[Row]:
         row(f"split a List answer of {size} into pods", _milliseconds(lambda: _split(answer), runs), note=note),
         row(
             "decode every device ID of it",
-            _milliseconds(lambda: [decode_pod_entry(answer[i:j], ids) for i, j in scan_pods(answer)], runs),
+            _milliseconds(lambda: [decode_pod_entry(answer[i:j], ids) for i, j in scan_pods(answer)[0]], runs),
             note=note,
         ),
     ]
 
 
 def _split(answer: bytes) -> None:
-    for start, stop in scan_pods(answer):
+    for start, stop in scan_pods(answer)[0]:
         scan_pod_entry(answer[start:stop])
 
 

@@ -20,7 +20,7 @@ from tests.agent.support_growth import CrowdedNode, grown
 from tests.support_steps import Steps, counted
 
 FEW, MANY = 100, 1500
-LISTED = 17
+LISTED = 13
 """Steps for each pod of a List answer, which the kubelet makes of all pods, in another order each time: finding where it
 begins, and how many IDs it had."""
 

@@ -72,7 +72,7 @@ LIST = st.lists(POD, max_size=3).map(lambda pods: v1.ListPodResourcesResponse(po
 
 
 def bodies_of(data: bytes) -> list[bytes]:
-    return [data[start:stop] for start, stop in scan_pods(data)]
+    return [data[start:stop] for start, stop in scan_pods(data)[0]]
 
 
 def decode_all_pods(data: bytes) -> list[ListedPod]:

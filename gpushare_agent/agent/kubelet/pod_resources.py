@@ -151,8 +151,6 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
 
 SERVICE = "/v1.PodResourcesLister"
-_KEY_BYTES = 512
-"""More than two fields that say their length in one byte."""
 RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
@@ -258,14 +256,8 @@ class PodResourcesClient:
 
     def _listings(self, resource: str, settled: Mapping[bytes, int], data: bytes) -> list[PodListing]:
         # The kubelet's order is another each time, of the pods and of each pod's devices: the bytes of a pod say nothing.
-        found, expected, padded, count_of = [], 0, data + bytes(_KEY_BYTES), settled.get
-        for start, stop in scan_pods(data):
-            end = start + 2 + padded[start + 1]
-            count = count_of(padded[start : end + 2 + padded[end + 1]])
-            if count is None:
-                found.append(PodListing(scan_pod_entry(data[start:stop]), self._ids))
-            else:
-                expected += count
+        places, expected = scan_pods(data, settled)
+        found = [PodListing(scan_pod_entry(data[start:stop]), self._ids) for start, stop in places]
         # Of all at once: a settled pod gets no more IDs, so where the sum is right none has lost any.
         expected += sum(one.count_ids(resource) for one in found if settled)
         if settled and expected != data.count(_resource_field(resource)):

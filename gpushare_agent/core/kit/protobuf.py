@@ -30,6 +30,8 @@ _FIELD_2_BYTES = 2 << 3 | _BYTES
 _FIELD_3_BYTES = 3 << 3 | _BYTES
 _FIELD_3_VARINT = 3 << 3 | _VARINT
 
+_KEY_BYTES = 512
+"""More than two fields that say their length in one byte."""
 _SHORT = [bytes((value,)) for value in range(0x80)]
 _TEN = b"\xff"
 
@@ -126,10 +128,28 @@ def decode_container_answer(data: bytes) -> tuple[dict[str, str], dict[str, str]
     return env, mounts, nodes
 
 
-def scan_pods(data: bytes) -> list[tuple[int, int]]:
+def scan_pods(data: bytes, settled: Mapping[bytes, int] = MappingProxyType({})) -> tuple[list[tuple[int, int]], int]:
     """Where in a ListPodResourcesResponse its pods' messages start and end, in their order, for `scan_pod_entry` and
-    `decode_pod_containers`."""
-    return _messages(data)
+    `decode_pod_containers`. Pods that begin with a key of `settled`, two fields, are left out; the sum of their values."""
+    found, total, pos, value_of = [], 0, 0, settled.get
+    padded, key, last = data + bytes(_KEY_BYTES), _FIELD_1_BYTES, len(data)
+    # One loop, because there are a thousand and more: with lengths of two bytes, of one where a pod has no device, or three.
+    while padded[pos] == key:
+        start, size = pos + 2, padded[pos + 1]
+        if size > 127:
+            start, size = pos + 3, size + (padded[pos + 2] - 1 << 7)
+            if padded[pos + 2] > 127:
+                start, size = pos + 4, size + (padded[pos + 3] - 1 << 14)
+        stop = start + size
+        if stop > last or padded[start - 1] > 127:
+            break
+        pos, end = stop, start + padded[start + 1]
+        value = value_of(padded[start : end + 4 + padded[end + 3]])
+        if value is None:
+            found.append((start, stop))
+        else:
+            total += value
+    return found + _messages(data, pos), total
 
 
 def scan_single_pod(data: bytes) -> PodEntry | None:
@@ -211,22 +231,9 @@ def _device_ids(data: bytes, pos: int, stop: int) -> list[str]:
     return ids
 
 
-def _messages(data: bytes) -> list[tuple[int, int]]:
+def _messages(data: bytes, pos: int = 0) -> list[tuple[int, int]]:
     """The places of the submessages in field 1, for messages that have no other known field."""
-    found, pos, last = [], 0, len(data) - 4
-    # As a List answer has them, a thousand and more: with lengths of two bytes, of one where a pod has no device, or three.
-    while pos < last and data[pos] == _FIELD_1_BYTES:
-        start, size = pos + 2, data[pos + 1]
-        if size > 127:
-            start, size = pos + 3, size + (data[pos + 2] - 1 << 7)
-            if data[pos + 2] > 127:
-                start, size = pos + 4, size + (data[pos + 3] - 1 << 14)
-        if data[start - 1] > 127 or start + size > len(data):
-            break
-        pos = start + size
-        found.append((start, pos))
-    rest = _known_fields(data, pos, len(data), (_FIELD_1_BYTES,))
-    return found + [(start, stop) for _, _, start, stop in rest]
+    return [(start, stop) for _, _, start, stop in _known_fields(data, pos, len(data), (_FIELD_1_BYTES,))]
 
 
 def _known_fields(
