@@ -3,6 +3,8 @@
  * Such a plugin finds the names of its own dependencies first: libc's dlsym and the driver's functions before ours. Without the flag
  * programs break whose symbols clash. So it stays, and when libc's dlopen has returned, what the plugin and the objects that came with
  * it have bound to libc's and the driver's is led to ours. Their constructors have run by then.
+ *
+ * So it is with every program and plugin where an image's LD_PRELOAD, whose libraries come before ours, has the driver.
  */
 #define _GNU_SOURCE
 #include "library.h"
@@ -154,16 +156,12 @@ static size_t search_path_of(const void *code)
     return is_known ? paths.dls_size : 0;
 }
 
-/* NULL: the caller itself must ask, and without the flag. So where its own RUNPATH or $ORIGIN decides which file it is, and where there
-   is none. A function of its own, because gcc makes no tail call in one that gives away its variables' addresses. */
-__attribute__((noinline)) static void *open_deep(const char *file, int flags, const void *caller)
+/* Of this object, and of all behind it in the loader's list. */
+static void lead_to_ours(struct link_map *opened)
 {
-    dlopen_function *open = (dlopen_function *)behind(DLOPEN);
     dlsym_function *find = (dlsym_function *)loader_function(&loaders[DLSYM]);
-    bool is_anyone_s = strchr(file, '/') ? !strchr(file, '$') : search_path_of(caller) == search_path_of(loaders);
-    struct link_map *opened = is_anyone_s ? open(file, flags) : NULL;
-    struct scan scan = {.first = opened ? opened->l_addr : 0};
-    while (opened) {
+    struct scan scan = {.first = opened->l_addr};
+    do {
         scan.is_reached = scan.writes = false;
         memset(scan.theirs, 0, sizeof scan.theirs);
         dl_iterate_phdr(scan_object, &scan);
@@ -176,13 +174,29 @@ __attribute__((noinline)) static void *open_deep(const char *file, int flags, co
                 scan.is_next[i] = found == scan.theirs[i] || found == ours(i)->hook;
             }
         scan.is_reached = false, scan.writes = true;
-        if (dl_iterate_phdr(scan_object, &scan) == 0)
-            break;
-    }
+    } while (dl_iterate_phdr(scan_object, &scan) != 0);
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    if (is_behind_driver())
+        lead_to_ours(_r_debug.r_map);
+}
+
+/* NULL: the caller itself must ask, and without the flag. So where its own RUNPATH or $ORIGIN decides which file it is, and where there
+   is none. A function of its own, because gcc makes no tail call in one that gives away its variables' addresses. */
+__attribute__((noinline)) static void *open_deep(const char *file, int flags, const void *caller)
+{
+    dlopen_function *open = (dlopen_function *)behind(DLOPEN);
+    bool is_anyone_s = strchr(file, '/') ? !strchr(file, '$') : search_path_of(caller) == search_path_of(loaders);
+    struct link_map *opened = is_anyone_s ? open(file, flags) : NULL;
+    if (opened)
+        lead_to_ours(opened);
     return opened;
 }
 
-static bool is_deep(const char *file, int flags) { return (flags & RTLD_DEEPBIND) && file && *file && !is_in_hook(); }
+static bool is_deep(const char *file, int flags)
+{ return (flags & RTLD_DEEPBIND || is_behind_driver()) && file && *file && !is_in_hook(); }
 
 EXPORTED void *dlopen(const char *file, int flags)
 {

@@ -54,54 +54,50 @@ struct range {
     CUdeviceptr begin, end;
     unsigned device;
 };
-struct ranges {
+/* Nodes of a graph and behind them those of its children: a call for each level would need as much stack as there are levels. */
+struct found {
+    CUgraphNode *nodes;
     struct range *all;
-    size_t count, room;
+    size_t nodes_count, count;
     uint64_t devices; /* a bit for each */
 };
 
-static void add_range(struct ranges *to, struct range range)
+/* false: the program has no memory for them. */
+static bool add_nodes(struct found *to, CUgraph graph)
 {
-    if (to->count == to->room) {
-        size_t room = to->room ? 2 * to->room : 64;
-        struct range *all = realloc(to->all, room * sizeof *all);
-        if (!all)
-            return;
-        to->all = all;
-        to->room = room;
-    }
-    to->devices |= (uint64_t)1 << range.device;
-    to->all[to->count++] = range;
+    size_t more = 0;
+    if (REAL(cuGraphGetNodes)(graph, NULL, &more) != CUDA_SUCCESS || !more)
+        return true;
+    CUgraphNode *nodes = realloc(to->nodes, (to->nodes_count + more) * sizeof *nodes);
+    if (!nodes)
+        return false;
+    to->nodes = nodes;
+    if (REAL(cuGraphGetNodes)(graph, nodes + to->nodes_count, &more) == CUDA_SUCCESS)
+        to->nodes_count += more;
+    return true;
 }
 
-static void add_graph(struct ranges *to, CUgraph graph);
-
-static void add_node(struct ranges *to, CUgraphNode node)
+static bool add_node(struct found *to, CUgraphNode node)
 {
     CUgraphNodeType type;
     CUDA_MEM_ALLOC_NODE_PARAMS memory;
     CUgraph child;
     CUdevice device;
     if (REAL(cuGraphNodeGetType)(node, &type) != CUDA_SUCCESS)
-        return;
-    if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && REAL(cuGraphMemAllocNodeGetParams)(node, &memory) == CUDA_SUCCESS &&
-        (device = device_at(memory.poolProps.location.type, memory.poolProps.location.id)) >= 0)
-        add_range(to, (struct range){memory.dptr, memory.dptr + memory.bytesize,
-                                     device < MOST_GPU_ORDINALS ? (unsigned)device : MOST_GPU_ORDINALS - 1});
+        return true;
     if (type == CU_GRAPH_NODE_TYPE_GRAPH && REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
-        add_graph(to, child);
-}
-
-static void add_graph(struct ranges *to, CUgraph graph)
-{
-    size_t count = 0;
-    if (REAL(cuGraphGetNodes)(graph, NULL, &count) != CUDA_SUCCESS)
-        return;
-    CUgraphNode *nodes = calloc(count, sizeof *nodes);
-    if (nodes && REAL(cuGraphGetNodes)(graph, nodes, &count) == CUDA_SUCCESS)
-        for (size_t i = 0; i < count; i++)
-            add_node(to, nodes[i]);
-    free(nodes);
+        return add_nodes(to, child);
+    if (type != CU_GRAPH_NODE_TYPE_MEM_ALLOC || REAL(cuGraphMemAllocNodeGetParams)(node, &memory) != CUDA_SUCCESS ||
+        (device = device_at(memory.poolProps.location.type, memory.poolProps.location.id)) < 0)
+        return true;
+    struct range *all = realloc(to->all, (to->count + 1) * sizeof *all);
+    if (!all)
+        return false;
+    device = device < MOST_GPU_ORDINALS ? device : MOST_GPU_ORDINALS - 1;
+    to->all = all;
+    to->all[to->count++] = (struct range){memory.dptr, memory.dptr + memory.bytesize, (unsigned)device};
+    to->devices |= (uint64_t)1 << device;
+    return true;
 }
 
 static int by_begin(const void *one, const void *other)
@@ -111,7 +107,7 @@ static int by_begin(const void *one, const void *other)
 }
 
 /* Allocations that follow each other may have the same addresses, and so the same memory: each address counts once. */
-static uint64_t bytes_on(unsigned device, const struct ranges *sorted)
+static uint64_t bytes_on(unsigned device, const struct found *sorted)
 {
     uint64_t bytes = 0;
     CUdeviceptr end = 0;
@@ -136,23 +132,36 @@ static uint64_t bytes_of_nodes(uint64_t executable, unsigned device)
 }
 
 enum { NOT_LAUNCHED = -1 };
-static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph from)
+/* One whose memory the program has no room to note is not made: else nobody would count it. */
+static CUresult remember_graph(CUresult result, CUgraphExec *made, CUgraph from)
 {
-    struct ranges found = {0};
-    uint64_t executable;
+    struct found found = {0};
     if (result != CUDA_SUCCESS)
         return result;
-    executable = (uintptr_t)*made;
-    add_graph(&found, from);
+    uint64_t executable = (uintptr_t)*made;
+    bool is_noted = add_nodes(&found, from);
+    for (size_t i = 0; is_noted && i < found.nodes_count; i++)
+        is_noted = add_node(&found, found.nodes[i]);
     if (found.count)
         qsort(found.all, found.count, sizeof *found.all, by_begin);
     FOR_EACH_DEVICE(device, found.devices)
-    remember(&(struct allocation){
-        .value = number_of_nodes(executable, device), .class = NODES, .references = 1, .bytes = bytes_on(device, &found)});
-    remember(&(struct allocation){
-        .value = executable, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1, .devices = found.devices});
+    {
+        struct allocation of_gpu = {.value = number_of_nodes(executable, device), .class = NODES, .references = 1};
+        of_gpu.bytes = bytes_on(device, &found);
+        is_noted = is_noted && remember(&of_gpu);
+    }
+    struct allocation graph = {.value = executable, .class = EXECUTABLE, .gpu = NOT_LAUNCHED, .references = 1};
+    graph.devices = found.devices;
+    is_noted = is_noted && remember(&graph);
+    free(found.nodes);
     free(found.all);
-    return result;
+    if (is_noted)
+        return result;
+    FOR_EACH_DEVICE(device, found.devices)
+    take_out(NODES, number_of_nodes(executable, device), &(struct allocation){0});
+    REAL(cuGraphExecDestroy)(*made);
+    *made = NULL;
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 HOOK(cuGraphInstantiate, (CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *log, size_t size),

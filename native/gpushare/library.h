@@ -79,6 +79,8 @@ void *loaded_function(const struct table_entry *entry);
     static CUresult body_##name(__typeof__(name) *real, UNPACK parameters)
 #define HOOK_ALSO(other, name, parameters, arguments) HOOK_EXPORT(other, body_##name, enter_hook, CUresult, parameters, arguments)
 
+bool is_behind_driver(void); /* which the program's LD_PRELOAD has put before this library */
+
 /* ---- deepbind.c ---- */
 
 const struct table_entry *loader_named(const char *name);

@@ -122,11 +122,18 @@ static void give_all_of(CUcontext context, bool has_ended)
     }
 }
 
-static CUcontext current_context(void)
+enum { MOST_PRIMARY = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
+static _Atomic(CUcontext) primary[MOST_PRIMARY]; /* by ordinal */
+
+/* Whose end is that of what the current one has: of a green context, which is a part of the primary one, that one's. */
+static CUcontext owning_context(void)
 {
+    struct allocation use;
     CUcontext context = NULL;
+    CUdevice device = current_device();
     REAL(cuCtxGetCurrent)(&context);
-    return context;
+    CUcontext whole = device < 0 || device >= MOST_PRIMARY ? NULL : primary[device];
+    return whole && !look_up(USE, (uintptr_t)context, &use) ? whole : context;
 }
 
 /* ---- taking and giving ---- */
@@ -217,7 +224,7 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
         return result;
     }
     /* The end of a context frees what was allocated in it, without a call for each. */
-    made.context = class == HANDLE ? NULL : current_context(); /* a handle's memory does not end with a context */
+    made.context = class == HANDLE ? NULL : owning_context(); /* a handle's memory does not end with a context */
     remember(&made);
     return result;
 }
@@ -483,9 +490,14 @@ static struct known_pool *find_pool(CUmemoryPool pool)
     return NULL;
 }
 
-/* NULL where it is one too many. */
+/* NULL where it is one too many. Of ended ones that are not empty, what is in them stays counted. */
 static struct known_pool *add_pool(CUmemoryPool pool, CUdevice device, int allocation)
 {
+    if (pools_count == MOST_POOLS)
+        read_pools(EVERY_GPU, false);
+    for (struct known_pool *known = pools; pools_count == MOST_POOLS && known < pools + MOST_POOLS; known++)
+        if (known->is_ended)
+            end_of(known, REAL(cuMemPoolDestroy));
     if (pools_count == MOST_POOLS)
         return NULL;
     enum kind kind = allocation == CU_MEM_ALLOCATION_TYPE_MANAGED ? MANAGED : POOL;
@@ -570,20 +582,20 @@ static bool take_lacking_in(struct pool_use *use, uint64_t bytes)
     return (use->lacking == 0 && !use->pool->has_grown) || take_bytes(use->pool->gpu, use->pool->kind, use->lacking);
 }
 
-/* Holds the guard until end_pool, unless it refuses. */
-static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
+/* Called, as end_pool, with the guard, which is held from before the pool is looked for: another thread may destroy it. */
+static CUresult begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
 {
     static int said;
-    hold(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
         say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
-        release(&reserves_guard);
-        return false;
+        return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    if (use->pool->is_ended)
+        return CUDA_ERROR_INVALID_VALUE;
     if (use->pool->device < 0)
-        return true;
+        return CUDA_SUCCESS;
     read_pool(use->pool);
     bool is_taken = take_lacking_in(use, bytes);
     if (!is_taken && free_unused(use->pool->gpu, use->pool->device)) { /* trimmed, this pool may lack more than before */
@@ -591,10 +603,9 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         is_taken = take_lacking_in(use, bytes);
     }
     if (!is_taken)
-        release(&reserves_guard);
-    else
-        use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
-    return is_taken;
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
+    return CUDA_SUCCESS;
 }
 
 static void end_pool(const struct pool_use *use)
@@ -602,7 +613,6 @@ static void end_pool(const struct pool_use *use)
     uint64_t counted = use->pool->reserved;
     read_pool(use->pool);
     use->pool->has_grown |= use->pool->reserved > counted;
-    release(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
@@ -611,11 +621,13 @@ static void end_pool(const struct pool_use *use)
     /* Captured, it is a node of a graph, which is counted when that is launched. */ \
     if (device < 0 || is_capturing(stream, per_thread))                              \
         return call;                                                                 \
-    CUmemoryPool pool = pool_of;                                                     \
-    if (!begin_pool(pool, device, bytes, &use))                                      \
-        return CUDA_ERROR_OUT_OF_MEMORY;                                             \
-    CUresult result = call;                                                          \
-    end_pool(&use);                                                                  \
+    hold(&reserves_guard);                                                           \
+    CUresult result = begin_pool(pool_of, device, bytes, &use);                      \
+    if (result == CUDA_SUCCESS) {                                                    \
+        result = call;                                                               \
+        end_pool(&use);                                                              \
+    }                                                                                \
+    release(&reserves_guard);                                                        \
     return result
 
 static CUmemoryPool pool_of_device(CUdevice device)
@@ -683,18 +695,6 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
     }
     release(&reserves_guard);
     return result;
-}
-
-/* Of a GPU whose context has ended, or was reset: their names may be nobody's now. */
-static void forget_ended_pools(CUdevice device)
-{
-    hold(&reserves_guard);
-    for (struct known_pool *known = pools + pools_count; known-- > pools;)
-        if (known->is_ended && known->device == device) {
-            give_bytes(known->gpu, known->kind, known->reserved);
-            *known = pools[--pools_count];
-        }
-    release(&reserves_guard);
 }
 
 /* ---- virtual memory: it is the handle's, and stays while the handle is held or mapped ---- */
@@ -1021,8 +1021,6 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array)) { DESTROY_ARRAY
 
 /* ---- contexts: what one takes the agent has measured; until it has, and where it is wrong, what is observed says it ---- */
 
-enum { MOST_PRIMARY = 64, DEFAULT_CONTEXT_BYTES = 300 << 20 };
-
 /* Before the driver makes it, which takes it a third of a second: the agent must not see what is not counted yet. false: the container
    has no room for it. Without limits' files a program may still compute, so it gets its context. */
 static bool reserve_context(CUdevice device, struct allocation *made)
@@ -1065,7 +1063,6 @@ static bool is_primary_active(CUdevice device)
 }
 
 /* By ordinal. No lock may be held over the driver's calls: it may wait for the loader's. */
-static _Atomic(CUcontext) primary[MOST_PRIMARY];
 static _Atomic bool is_beginning[MOST_PRIMARY];
 
 /* Not by what the driver says is active: after fork that may be the parent's. */
@@ -1101,7 +1098,6 @@ static CUresult settle_primary(CUresult result, CUdevice device, bool is_reset)
     if (context && (has_ended || is_reset)) {
         forget_launches_of(context);
         give_all_of(context, has_ended);
-        forget_ended_pools(device);
     }
     if (has_ended) {
         read_pools(gpu_of_device(device), false);
@@ -1217,7 +1213,7 @@ HOOK(cuCtxSetLimit, (CUlimit limit, size_t value), (limit, value))
 {
     CUdevice device = current_device();
     int gpu = gpu_of_device(device);
-    CUcontext context = current_context();
+    CUcontext context = owning_context();
     struct allocation had, now = {.value = (uintptr_t)context * CU_LIMIT_MAX + limit,
                                   .class = LIMIT,
                                   .kind = CONTEXT,

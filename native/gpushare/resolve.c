@@ -79,13 +79,23 @@ static void *symbol_in(ElfW(Addr) base, const ElfW(Dyn) * dynamic, const char *n
     return NULL;
 }
 
-/* Up to glibc 2.33 they are in libdl.so.2, since in libc.so.6; others have wrappers like ours. */
-static bool is_of_libc(const char *path)
+static bool is_file(const char *path, const char *prefix)
 {
     const char *file = path;
     for (; *path; path++)
         file = *path == '/' ? path + 1 : file;
-    return begins_with(file, "libdl.so") || begins_with(file, "libc.so");
+    return begins_with(file, prefix);
+}
+
+/* Up to glibc 2.33 they are in libdl.so.2, since in libc.so.6; others have wrappers like ours. */
+static bool is_of_libc(const char *path) { return is_file(path, "libdl.so") || is_file(path, "libc.so"); }
+
+bool is_behind_driver(void)
+{
+    for (const struct link_map *object = _r_debug.r_map; object && object->l_ld != _DYNAMIC; object = object->l_next)
+        if (is_file(object->l_name, "libcuda.so") || is_file(object->l_name, "libnvidia-ml.so"))
+            return true;
+    return false;
 }
 
 /* Without the loader's lock: both are there from the program's start, so before what other threads open and close. */

@@ -200,6 +200,12 @@ def test_a_graph_that_is_launched_has_its_memory_of_the_share(
     assert ended.step("info")["free_mib"] == free_blocks * BLOCK_MIB + (SHARE_MIB - CONTEXT_MIB) % BLOCK_MIB
 
 
+def test_a_graph_is_counted_however_deep_it_is_and_however_small_the_stack(share: Container) -> None:
+    deep, stack = f"{GRAPH_OF_6}{':child' * 4000}", ["prlimit", f"--stack={768 << 10}"]
+    ended = share.run(deep, THREE_BLOCKS, "replay:0", prefix=stack)
+    assert [step["result"] for step in ended.steps if step["action"] == "replay"] == [OUT_OF_MEMORY], ended
+
+
 @pytest.mark.parametrize(
     ("actions", "blocks"),
     [

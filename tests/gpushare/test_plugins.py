@@ -14,7 +14,7 @@ import pytest
 from tests.gpushare.conftest import MachineWith
 from tests.gpushare.support_gpushare import Container, GpushareBuilt
 from tests.native.build import NATIVE, build_program
-from tests.native.gpu_program import Ended, finish
+from tests.native.gpu_program import Ended, finish, linked_to
 
 pytestmark = pytest.mark.isolation
 
@@ -92,8 +92,8 @@ def run(share: Container, host: Path, *steps: str, preload: list[Path] | None = 
     return ended
 
 
-def takes(share: Container, host: Path, *steps: str) -> tuple[int, str]:
-    step = run(share, host, *steps, "take").step("take")
+def takes(share: Container, host: Path, *steps: str, preload: list[Path] | None = None) -> tuple[int, str]:
+    step = run(share, host, *steps, "take", preload=preload).step("take")
     return step["blocks"], step["whose"]
 
 
@@ -106,6 +106,26 @@ def test_a_plugin_of_rtld_deepbind_is_limited_and_bound_to_its_own(
     """However it is bound: at its first call, at once into pages that are read-only then, by addresses in its data; or
     where it finds the functions itself, or opens another one."""
     assert takes(share, plugins / "host", f"{way}:./{plugin}.so") == (8, "plugin")
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_so_is_a_plugin_where_the_image_s_ld_preload_has_the_driver(
+    share: Container, plugins: Path, plugin: str
+) -> None:
+    """Whose libraries the loader puts before those of /etc/ld.so.preload."""
+    built = share.machine.built
+    preload = [built.driver / "libcuda.so.1", built.library]
+    assert takes(share, plugins / "host", f"plain:./{plugin}.so", preload=preload)[0] == 8
+
+
+@pytest.mark.parametrize("binding", ["lazy", "now"])
+def test_so_is_a_program_that_is_linked_to_it(share: Container, binding: str, tmp_path: Path) -> None:
+    built = share.machine.built
+    flags = [f"-Wl,-z,{binding}", *linked_to(built.driver)]
+    program = build_program(tmp_path / "other_gpu", NATIVE / "other_gpu.c", flags)
+    preload = [built.driver / "libcuda.so.1", built.library]
+    ended = finish(share.start_command([str(program), "alloc", "0", "0"], preload=preload))
+    assert [step["blocks"] for step in ended.steps] == [(2560 - 300) // 128, 2560 - 300] * 2, ended.error
 
 
 @pytest.mark.parametrize("plugin", ["lacks", "read-only-dynamic", "symbol-that-is-none", "name-that-is-none"])

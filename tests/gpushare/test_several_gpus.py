@@ -128,7 +128,7 @@ def test_memory_counts_on_its_own_gpu_whichever_is_current(
         assert told(ended) == 2 * [("take", blocks, 2, full), ("give", free, 0, idle)], (target, current, ended.error)
 
 
-@pytest.mark.parametrize("way", ["destroy", "detach", "attached", "reset", "release", "green", "parts"])
+@pytest.mark.parametrize("way", ["destroy", "detach", "attached", "reset", "release", "green", "within", "parts"])
 def test_every_end_of_a_context_gives_back_what_it_had(machine_with: MachineWith, way: str) -> None:
     """Its memory, itself, and what its limits reserved: a heap of a block."""
     share = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB, gpus=2))
@@ -145,16 +145,25 @@ def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWit
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "mib"), [("ordered", 6, [6 * OTHER_BLOCK_MIB]), ("ended", 22, [22 * 32, 22 * 32, 44 * 32])]
+    ("kind", "blocks", "mib"), [("ordered", [6], 6 * OTHER_BLOCK_MIB), ("ended", [22, 22, 0], 22 * 32)]
 )
 def test_a_pool_that_has_more_than_is_in_use_ends_at_the_share(
-    machine_with: MachineWith, kind: str, blocks: int, mib: list[int]
+    machine_with: MachineWith, kind: str, blocks: list[int], mib: int
 ) -> None:
-    """Chunks of pools that were destroyed, until what lies in them is freed, or the context is reset: the driver may end
-    them then, and is not asked again. And freed memory that the driver may not give again yet, for which it takes more than
-    anybody could count before, once."""
+    """Chunks of pools that were destroyed, until what lies in them is freed, which the end of no context does. And freed
+    memory that the driver may not give again yet, for which it takes more than anybody could count before, once."""
     ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run(kind, "0", "0", way="other_gpu")
-    assert [step[1:] for step in told(ended)] == [(blocks, 2, [CONTEXT_MIB + each]) for each in mib], ended.error
+    assert [step[1:] for step in told(ended)] == [(each, 2, [CONTEXT_MIB + mib]) for each in blocks], ended.error
+
+
+def test_more_pools_may_be_destroyed_with_memory_in_them_than_are_known(machine_with: MachineWith) -> None:
+    ended = machine_with(memory_mib=49152).container(memory_mib=45056).run("ended", "0", "0", way="other_gpu")
+    assert told(ended)[0] == ("take", 1200, 0, [CONTEXT_MIB + 1200 * 32]), ended.error
+
+
+def test_a_graph_whose_memory_cannot_be_noted_is_not_made(machine_with: MachineWith) -> None:
+    ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run("poor", "0", "0", way="other_gpu")
+    assert told(ended)[0][:3] == ("take", 0, 2), ended.error
 
 
 @pytest.mark.parametrize("current", ["0", "-1"])

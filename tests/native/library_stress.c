@@ -11,9 +11,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MOST_THREADS = 64, KINDS = 7, GRAPH = 6, PLACES = 6, LARGEST = 8 << 20, PAGE = 2 << 20 };
+enum { MOST_THREADS = 64, KINDS = 8, GRAPH = 6, ENDED = 7, PLACES = 6, LARGEST = 8 << 20, PAGE = 2 << 20 };
 static CUcontext context;
 static CUmemoryPool pool, own;
+static const CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
 static int rounds, failed, refused;
 
 /* Launched once; its memory is freed within it. */
@@ -37,6 +38,15 @@ static CUresult take_graph(unsigned bytes, uint64_t *value)
     return result;
 }
 
+/* Of a pool that is destroyed at once. */
+static CUresult take_ended(unsigned bytes, uint64_t *value)
+{
+    CUmemoryPool ended;
+    CUresult result = cuMemPoolCreate(&ended, &properties);
+    result = result ? result : cuMemAllocFromPoolAsync((CUdeviceptr *)value, bytes, ended, NULL);
+    return cuMemPoolDestroy(ended) ? CUDA_ERROR_UNKNOWN : result;
+}
+
 static CUresult take(int kind, unsigned bytes, uint64_t *value)
 {
     CUmemAllocationProp on_gpu = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
@@ -49,6 +59,7 @@ static CUresult take(int kind, unsigned bytes, uint64_t *value)
     case 3: return cuMemCreate((CUmemGenericAllocationHandle *)value, (bytes + PAGE - 1) / PAGE * PAGE, &on_gpu, 0);
     case 4: return cuArrayCreate_v2((CUarray *)value, &flat);
     case GRAPH: return take_graph(bytes, value);
+    case ENDED: return take_ended(bytes, value);
     default: return cuMemAllocPitch_v2((CUdeviceptr *)value, &pitch, 1000, bytes / 1000 + 1, 4);
     }
 }
@@ -57,7 +68,8 @@ static CUresult give(int kind, uint64_t value)
 {
     switch (kind) {
     case 1:
-    case 2: return cuMemFreeAsync(value, NULL);
+    case 2:
+    case ENDED: return cuMemFreeAsync(value, NULL);
     case 3: return cuMemRelease(value);
     case 4: return cuArrayDestroy((CUarray)(uintptr_t)value);
     case GRAPH: return cuGraphExecDestroy((CUgraphExec)(uintptr_t)value);
@@ -109,7 +121,6 @@ static void *work(void *seed)
 int main(int count, char **words)
 {
     pthread_t threads[MOST_THREADS];
-    CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
     size_t before = 0, after = 0, total;
     int wanted = count == 3 ? atoi(words[1]) : 0;
     if (wanted < 1 || wanted > MOST_THREADS || cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context) ||
@@ -123,6 +134,7 @@ int main(int count, char **words)
     cuDeviceGraphMemTrim(0);
     cuMemPoolTrimTo(pool, 0);
     cuMemPoolTrimTo(own, 0); /* a pool gives back what was freed at the next wait, or when it is trimmed */
+    cuCtxSynchronize(); /* so are those that are destroyed */
     cuMemGetInfo_v2(&after, &total);
     printf("{\"before\": %zu, \"after\": %zu, \"refused\": %d, \"failed\": %d}\n", before, after, refused, failed);
     return 0;

@@ -18,13 +18,15 @@
  *
  * It gives all back, waits for TARGET, and takes again. Other kinds:
  *
- *   destroy, detach, attached, reset, release, green    three times what fits in a context with a heap of a block more, which then ends
- *                          so; attached: a second user detaches first; green: a green context has it, too
+ *   destroy, detach, attached, reset, release, green, within    three times what fits in a context with a heap of a block more, which then ends
+ *                          so; attached: a second user detaches first; green: a green context has it, too;
+ *                          within: it is taken in that one, and the primary one is reset
  *   parts                  three times what fits next to a green context alone, by cuMemCreate
  *   contexts               twice as many contexts as fit
  *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
  *   ended                  pools that are destroyed with 512 bytes in them, each as the current one of the GPU; again when these are freed,
- *                          and when the context was reset with them
+ *                          and when the context was reset with them, which frees nothing
+ *   poor                   a graph's node, of which the program has no memory to note anything
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
  * Each step is a line of JSON; "mib": what NVML says of every GPU to a process that is not limited.
@@ -40,7 +42,7 @@
 #include <unistd.h>
 
 #define BLOCK (128ull << 20)
-enum { MOST = 200, GPUS = 4 };
+enum { MOST = 1200, GPUS = 4 };
 static CUcontext contexts[GPUS];
 static CUstream streams[GPUS];
 static CUdeviceptr taken[MOST];
@@ -51,6 +53,14 @@ static CUarray sparse;
 static CUmulticastObjectProp multicast = {.numDevices = 1, .size = MOST * BLOCK};
 static int target, current, count;
 static size_t limit_at_first;
+
+static int is_poor;
+void *realloc(void *had, size_t size)
+{
+    static void *(*next)(void *, size_t);
+    next = next ? next : (void *(*)(void *, size_t))dlsym(RTLD_NEXT, "realloc");
+    return is_poor ? NULL : next(had, size);
+}
 
 static void make_current(int device) { cuCtxSetCurrent(device < 0 ? NULL : contexts[device]); }
 static CUstream stream_of(int device) { return device < 0 ? streams[target] : streams[device]; }
@@ -79,7 +89,10 @@ static CUresult take_node(CUdeviceptr *address, CUgraphExec *graph, const char *
         return CUDA_ERROR_UNKNOWN;
     else
         *address = memory.dptr;
-    if ((result = cuGraphInstantiateWithFlags(graph, from, 0)))
+    is_poor = strcmp(kind, "poor") == 0;
+    result = cuGraphInstantiateWithFlags(graph, from, 0);
+    is_poor = 0;
+    if (result)
         return result;
     result = strcmp(kind, "uploaded") == 0 ? cuGraphUpload(*graph, stream_of(current)) : CUDA_SUCCESS;
     return result ? result : cuGraphLaunch(*graph, stream_of(current));
@@ -224,7 +237,7 @@ static void give(const char *kind, int i)
         make_current(current);
     } else {
         cuMemFree_v2(taken[i]);
-        if (is(kind, "node captured uploaded"))
+        if (is(kind, "node captured uploaded poor"))
             cuGraphExecDestroy(graphs[i]);
     }
 }
@@ -263,9 +276,11 @@ static int end_contexts(const char *program, const char *way)
     CUresult result = CUDA_SUCCESS;
     for (int round = 0; round < 3; round++) {
         size_t heap;
-        if (is(way, "green") && cuGreenCtxCreate(&green, NULL, target, 0))
+        if (is(way, "green within") && cuGreenCtxCreate(&green, NULL, target, 0))
             return 3;
         if (is(way, "destroy detach attached") ? cuCtxCreate_v2(&context, 0, target) : cuDevicePrimaryCtxRetain(&context, target))
+            return 4;
+        if (is(way, "within") && cuCtxFromGreenCtx(&context, green))
             return 4;
         cuCtxSetCurrent(context);
         if (cuCtxGetLimit(&heap, CU_LIMIT_MALLOC_HEAP_SIZE) || cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap + BLOCK))
@@ -278,9 +293,9 @@ static int end_contexts(const char *program, const char *way)
             return 6;
         result = is(way, "destroy")           ? cuCtxDestroy_v2(context)
                  : is(way, "detach attached") ? cuCtxDetach(context)
-                 : is(way, "reset")           ? cuDevicePrimaryCtxReset_v2(target)
+                 : is(way, "reset within")    ? cuDevicePrimaryCtxReset_v2(target)
                                               : cuDevicePrimaryCtxRelease_v2(target);
-        if (result == CUDA_SUCCESS && is(way, "green"))
+        if (result == CUDA_SUCCESS && is(way, "green within"))
             result = cuGreenCtxDestroy(green);
         say(program, "give", result);
     }
@@ -334,6 +349,7 @@ static int take_of_pools(const char *program, const char *kind)
         result = CUDA_SUCCESS;
         for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
             CUmemoryPool now;
+            CUdeviceptr unused;
             if (is(kind, "ended") && (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool)))
                 return 3;
             result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
@@ -341,6 +357,8 @@ static int take_of_pools(const char *program, const char *kind)
                 cuMemFreeAsync(taken[count], NULL);
             if (is(kind, "ended") && (cuMemPoolDestroy(pool) || cuDeviceGetMemPool(&now, target) || now == pool))
                 return 4;
+            if (is(kind, "ended") && result == CUDA_SUCCESS && cuMemAllocFromPoolAsync(&unused, 512, pool, NULL) != CUDA_ERROR_INVALID_VALUE)
+                return 5;
         }
         say(program, "take", result);
         for (int i = 0; i < count && is(kind, "ended") && round == 0; i++)
@@ -398,7 +416,7 @@ int main(int words, char **word)
         return 2;
     target = atoi(word[2]);
     current = atoi(word[3]);
-    if (is(word[1], "destroy detach attached reset release green"))
+    if (is(word[1], "destroy detach attached reset release green within"))
         return end_contexts(word[0], word[1]);
     if (is(word[1], "parts"))
         return make_green_contexts(word[0]);
@@ -434,7 +452,7 @@ int main(int words, char **word)
             give(word[1], i);
         make_current(target);
         result = cuCtxSynchronize();
-        if (is(word[1], "node captured uploaded"))
+        if (is(word[1], "node captured uploaded poor"))
             result = cuDeviceGraphMemTrim(target);
         size_t free_bytes = 0, total;
         cuMemGetInfo_v2(&free_bytes, &total);

@@ -230,11 +230,14 @@ static __thread struct { context *all[DEEPEST_STACK]; unsigned depth; } stack;
 static void free_all_of(const context *ended);
 
 static int is_primary(const context *of) { return of < contexts + MAX_GPUS; }
-static context *current_context(void) { return stack.depth ? stack.all[stack.depth - 1] : NULL; }
+/* That of a green context is the primary one's with a bit set: its memory is that one's. */
+static context *whole_of(CUcontext of) { return (context *)((uintptr_t)of & ~(uintptr_t)1); }
+static CUcontext top_of_stack(void) { return stack.depth ? (CUcontext)stack.all[stack.depth - 1] : NULL; }
+static context *current_context(void) { return whole_of(top_of_stack()); }
 /* Of a context that has ended while it was current there is none. */
 static CUdevice gpu_of(const context *of) { return of && of->is_live ? of->device : -1; }
 static CUdevice current_gpu(void) { return gpu_of(current_context()); }
-static context *or_current(CUcontext of) { return of ? (context *)of : current_context(); }
+static context *or_current(CUcontext of) { return of ? whole_of(of) : current_context(); }
 
 static CUresult push_context(context *of)
 {
@@ -405,6 +408,8 @@ CUresult CUDAAPI cuGreenCtxCreate(CUgreenCtx *made, CUdevResourceDesc resources,
         *fresh = (green){device};
     return *made = (CUgreenCtx)fresh, result;
 }
+CUresult CUDAAPI cuCtxFromGreenCtx(CUcontext *made, CUgreenCtx of)
+{ return *made = (CUcontext)((uintptr_t)&contexts[((green *)of)->device] | 1), CUDA_SUCCESS; }
 CUresult CUDAAPI cuGreenCtxDestroy(CUgreenCtx of)
 {
     CUresult result = cuDevicePrimaryCtxRelease_v2(((green *)of)->device);
@@ -420,7 +425,7 @@ CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext of) { return of ? push_context((c
 CUresult CUDAAPI cuCtxGetCurrent(CUcontext *found)
 {
     log_call("cuCtxGetCurrent");
-    return *found = (CUcontext)current_context(), CUDA_SUCCESS;
+    return *found = top_of_stack(), CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *popped)
@@ -428,7 +433,7 @@ CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *popped)
     if (!stack.depth)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (popped)
-        *popped = (CUcontext)current_context();
+        *popped = top_of_stack();
     return stack.depth--, CUDA_SUCCESS;
 }
 

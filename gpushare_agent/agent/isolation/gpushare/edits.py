@@ -101,9 +101,9 @@ def _overridden(container: ContainerSpec) -> Refused | None:
     """Refuses a spec whose own variable would win over the limits. The kubelet puts the spec's variables after a device
     plugin's, so of one name the spec's counts."""
     value = container.env.get(ENV_PRELOAD, "")
-    # The loader takes the libraries of LD_PRELOAD before those of /etc/ld.so.preload, so programs that are linked to the
-    # driver's would call that one and not ours. Other libraries, such as allocators, lift no limit. A value that is too
-    # long to read may name anything.
+    # The loader takes the libraries of LD_PRELOAD before those of /etc/ld.so.preload. Ours leads to itself what is linked
+    # to such a driver, as an image's own variable may name one, but not what a constructor calls before. Other libraries,
+    # such as allocators, lift no limit. A value that is too long to read may name anything.
     is_cut = len(value) >= MAX_ANNOTATION_CHARS
     has_driver = any(path.rpartition("/")[2].startswith("libcuda.so") for path in value.replace(":", " ").split())
     names = [f"{ENV_PRELOAD} ({'libcuda.so' if has_driver else 'too long to be read'})"] if has_driver or is_cut else []
