@@ -99,10 +99,14 @@ class ServingLock:
         self.directory = directory
         self._descriptor: int | None = None
 
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
     def try_acquire(self, *, in_doubt: bool = False) -> bool:
         """Whether no other agent serves there. Without a directory there is no kubelet, and no other agent to wait for.
         `in_doubt` is the answer where that cannot be known now, as without a free descriptor."""
-        if self._descriptor is not None:
+        if self.is_held:
             return True
         try:
             # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
