@@ -99,7 +99,7 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
             assert (counted_for_costs(old), counted_for_costs(new)) == (True, False)
 
 
-async def test_of_two_newcomers_one_serves_and_the_other_waits_for_it(short_dir: Path) -> None:
+async def test_of_two_incoming_agents_one_serves_and_the_other_waits_for_it(short_dir: Path) -> None:
     """Also before it has the lock: the other would take it, and the kubelet follow the one that has none."""
     async with (
         open_test_node() as node,
@@ -123,7 +123,7 @@ async def test_of_two_newcomers_one_serves_and_the_other_waits_for_it(short_dir:
 async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_devices() -> None:
     """Its sockets are new ones: of those before, another agent's registration may have made the kubelet forget."""
     async with open_test_node() as node, open_agent(node) as old, open_agent(node, wait=False) as new:
-        await poll_until(lambda: old.parts.kubelet.handover.waiting, "the newcomer asks")
+        await poll_until(lambda: old.parts.kubelet.handover.waiting, "it asks")
         await new.parts.kubelet.pause()
         new.task.cancel()
         await asyncio.wait({new.task})

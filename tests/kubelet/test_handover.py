@@ -113,7 +113,7 @@ async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> No
         assert not await waiting
 
 
-async def test_an_agent_that_hangs_keeps_no_newcomer_from_the_one_that_serves(short_dir: Path) -> None:
+async def test_an_agent_that_hangs_keeps_no_incoming_one_from_the_one_that_serves(short_dir: Path) -> None:
     """Its process is stopped, or waits for the driver: the kernel takes connections, and nobody answers. All sockets are
     asked, and the agent is to leave once."""
     handover, requested = Handover(), Recorder()
