@@ -334,6 +334,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
     kubelet's calls wait until the ledger is there. Does not ask for the handover before shares can be given."""
     kubelet = agent.kubelet
     kubelet.stands_by = not is_incoming
+    kubelet.handover.is_serving = False  # of a reload the sockets stay: this agent must not ask itself
     log.info("another_agent_serves", then="this one asks it to hand over" if is_incoming else "this one waits")
     await _start_late(agent, group)
     # A version or settings that could give no share leave the kubelet to the agent that serves. If that one ends, this
@@ -350,6 +351,8 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
     while not await kubelet.follow(is_incoming=is_incoming):
         # The wait may have taken hours: GPUs may have been reset or repartitioned meanwhile.
         found = await agent.gpus.read()
+    # From here on: others that waited for the agent that leaves would take the lock next, if nobody kept them waiting.
+    kubelet.handover.is_serving = True
     await agent.gpus.offer(found)
     start_tasks(group, kubelet.registration())
     # Registered before the lock is free: the kubelet's calls wait in this agent's queue until the other one has ended

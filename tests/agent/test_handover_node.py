@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from gpushare_agent.agent.auto_isolation import resolve_isolation
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.kubelet.handover import ServingLock
+from gpushare_agent.agent.program import run_generation
+from gpushare_agent.sandbox.node import running_task
 from tests.agent.support_agent import InnerAgent, counted_for_costs, open_agent, open_child, poll_until, record_claim
 from tests.isolation.support_library import fake_library
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
@@ -91,6 +97,49 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
             assert new.parts.kubelet.not_ready()
             assert not old.parts.kubelet.not_ready()
             assert (counted_for_costs(old), counted_for_costs(new)) == (True, False)
+
+
+async def test_of_two_incoming_agents_one_serves_and_the_other_waits_for_it(short_dir: Path) -> None:
+    """Also before it has the lock: the other would take it, and the kubelet follow the one that has none."""
+    async with (
+        open_test_node() as node,
+        open_agent(node) as old,
+        open_agent(node, wait=False) as one,
+        open_agent(node, wait=False) as other,
+    ):
+        await poll_until(lambda: old.parts.kubelet.handover.waiting == 4, "both ask at both sockets")
+        lock, old.parts.kubelet.lock = old.parts.kubelet.lock, ServingLock(short_dir)
+        await old.parts.leave()
+        old.task.cancel()
+        both = {one.parts.kubelet, other.parts.kubelet}
+        await poll_until(lambda: any(kubelet.handover.waiting for kubelet in both), "one asks the other")
+        (serves,) = (kubelet for kubelet in both if kubelet.handover.waiting)
+        (waits,) = both - {serves}
+        lock.release()
+        await poll_until(lambda: serves.has_recovered, "the other serves")
+        assert not waits.lock.is_held and not any(map(waits.registrar.is_registered, waits.node.names.names))
+
+
+async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_devices() -> None:
+    """Its sockets are new ones: of those before, another agent's registration may have made the kubelet forget."""
+    async with open_test_node() as node, open_agent(node) as old, open_agent(node, wait=False) as new:
+        await poll_until(lambda: old.parts.kubelet.handover.waiting, "it asks")
+        await new.parts.kubelet.pause()
+        new.task.cancel()
+        await asyncio.wait({new.task})
+        again = build(await resolve_isolation(new.parts.node.settings), previous=new.parts)
+        plugins = {one.endpoint.resource: one.endpoint.plugin for one in again.kubelet.registrar._resources}
+        registered: dict[str, int] = {}
+        again.kubelet.registrar.on_registered = lambda name: registered.update({name: len(plugins[name].table.devices)})
+        async with running_task("agent", partial(run_generation, again)):
+            await poll_until(lambda: old.parts.kubelet.handover.waiting, "it asks again")
+            await old.parts.leave()
+            old.task.cancel()
+            await poll_until(lambda: again.kubelet.has_recovered, "it serves")
+            await node.wait_registered()
+            assert registered == {name: len(plugins[name].table.devices) for name in plugins} and all(
+                registered.values()
+            )
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,29 @@ async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> No
         assert not await waiting
 
 
+async def test_an_agent_that_hangs_keeps_no_incoming_one_from_the_one_that_serves(short_dir: Path) -> None:
+    """Its process is stopped, or waits for the driver: the kernel takes connections, and nobody answers. All sockets are
+    asked, and the agent is to leave once."""
+    handover, requested = Handover(), Recorder()
+    handover.is_serving = True
+    handover.on_requested = lambda: requested.record("requested")
+    with bind_unix_socket(short_dir / "vcore-00000000.sock", mode=0o600) as hangs:
+        hangs.listen()
+        async with (
+            served_at(short_dir / "vcore-10000000.sock", handover),
+            served_at(short_dir / "vmemory-10000000.sock", handover),
+            asyncio.TaskGroup() as tasks,
+        ):
+            asked = tasks.create_task(ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S))
+            while handover.waiting < 2:
+                await asyncio.sleep(0.001)
+            await handover.answer()
+            assert await asked
+            assert requested.events == ["requested"]
+            while handover.waiting:
+                await asyncio.sleep(0.001)
+
+
 async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_dir: Path) -> None:
     """A killed agent's socket refuses; one that does not leave is given up. One that does not serve is passed over, as the
     asking one itself, whose sockets are there already; with nobody else the answer is no."""

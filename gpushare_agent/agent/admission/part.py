@@ -146,6 +146,10 @@ class AdmissionPart:
     def go_on_from(self, previous: AdmissionPart) -> None:
         """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
         wait."""
+        self.facts.take_over(previous.facts)
+        self.refused_pods.update(previous.refused_pods)
+        if not previous.registrar.stays_registered:
+            return
         self.registrar.take_over(previous.registrar)
         # Until this generation answers. If its settings fail before that, the next one needs the sockets.
         self.registrar.stays_registered = True
@@ -153,8 +157,6 @@ class AdmissionPart:
             self.lock = previous.lock
         else:
             previous.lock.release()
-        self.facts.take_over(previous.facts)
-        self.refused_pods.update(previous.refused_pods)
         self.is_reloaded = True
 
     async def recover(self) -> None:
@@ -180,8 +182,10 @@ class AdmissionPart:
         with suppress(Unavailable):
             await self.registrar.serve()
         directory = self.node.settings.kubelet.device_plugin_path
-        if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
-            return True
+        # Twice: where the agent that served handed over to another one, that one serves now.
+        for _ in range(2):
+            if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
+                return True
         if self.lock.try_acquire():
             return True
         await asyncio.sleep(LOCK_POLL_S)
@@ -247,7 +251,8 @@ class AdmissionPart:
         except TimeoutError:
             log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
         self.calls.close()
-        self.registrar.stays_registered = True
+        # One that waits for the lock begins again: another agent may have registered after it.
+        self.registrar.stays_registered = self.lock.is_held or self.has_recovered
 
     def not_ready(self) -> list[str]:
         if self.stands_by:

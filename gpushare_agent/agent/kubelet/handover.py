@@ -99,10 +99,14 @@ class ServingLock:
         self.directory = directory
         self._descriptor: int | None = None
 
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
     def try_acquire(self, *, in_doubt: bool = False) -> bool:
         """Whether no other agent serves there. Without a directory there is no kubelet, and no other agent to wait for.
         `in_doubt` is the answer where that cannot be known now, as without a free descriptor."""
-        if self._descriptor is not None:
+        if self.is_held:
             return True
         try:
             # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
@@ -165,11 +169,12 @@ class Handover:
         await stream.recv_message()
         if not self.is_serving:
             raise GRPCError(Status.FAILED_PRECONDITION, "this agent does not serve")
+        # An agent that waits after its own handover must not make this one leave: the two would swap for ever. One that
+        # leaves already is asked once: the next request would be for what it does after its handover.
+        if is_incoming and not any(one[0] for one in self._waiting):
+            self.on_requested()
         waiting = is_incoming, asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
-        # An agent that waits after its own handover must not make this one leave: the two would swap for ever.
-        if is_incoming:
-            self.on_requested()
         try:
             await waiting[1]
             await stream.send_message(b"")
@@ -256,19 +261,31 @@ class QueuedCalls:
 async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:
     """Asks the agent that serves at one of the sockets in `directory`: True once the kubelet follows it no more, False where
     none is there, or it did not within the time."""
-    # One bound for all sockets: stale ones answer at once, and one that serves may take as long as a burst of pods.
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    for path in _instance_sockets(directory):
-        channel = UnixChannel(path)
+    async with asyncio.TaskGroup() as group:
+        # All at once: the one that serves answers late, and another agent that is stopped, or hangs in the driver, never.
+        asked = {group.create_task(_ask(path, method), name="ask") for path in _instance_sockets(directory)}
         try:
-            async with asyncio.timeout_at(deadline):
-                await channel.unary(method, b"", bytes)
-        except (RpcFailed, MalformedMessageError, TimeoutError):
-            continue  # a stale socket, or one of an agent that waits as well
+            async with asyncio.timeout(timeout_s):
+                for answer in asyncio.as_completed(asked):
+                    if await answer:
+                        return True
+        except TimeoutError:
+            pass
         finally:
-            channel.close()
-        return True
+            for one in asked:
+                one.cancel()
     return False
+
+
+async def _ask(path: Path, method: str) -> bool:
+    channel = UnixChannel(path)
+    try:
+        await channel.unary(method, b"", bytes)
+    except (RpcFailed, MalformedMessageError):
+        return False  # a stale socket, or one of an agent that waits as well
+    finally:
+        channel.close()
+    return True
 
 
 def _instance_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> Iterator[Path]:
