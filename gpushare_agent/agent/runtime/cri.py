@@ -27,7 +27,7 @@ from gpushare_agent.core.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.supervision import bounded
 from gpushare_agent.core.model.allocations import ContainerKey
-from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
+from gpushare_agent.core.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable, os_errors_as
 from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.settings.settings import Settings
 
@@ -186,10 +186,9 @@ class RuntimeClient:
 
 def _load_messages() -> None:
     """Imports them once. Raises Unavailable: their file cannot be opened now, as where the node has its most open files."""
-    try:
+    what = "the messages for the container runtime cannot be loaded"
+    with os_errors_as(Unavailable, what, otherwise="asked again later"):
         import_module("gpushare_agent.core.wire.runtime.v1")
-    except OSError as e:
-        raise Unavailable(f"the messages for the container runtime cannot be loaded: {e}; asked again later") from e
 
 
 def _renamed(error: RpcFailed, what: str) -> Exception:
