@@ -33,7 +33,7 @@ from gpushare_agent.core.kit.supervision import (
     wait_for,
     wait_while,
 )
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, file_remedy
 from tests.support_deadline import DEADLINE_S
 
 
@@ -297,7 +297,8 @@ async def test_what_is_unavailable_is_tried_again_and_each_reason_logged_once() 
 async def test_what_the_system_refuses_the_pool_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import without a free descriptor, or on a node that has its most processes, would end the agent."""
     monkeypatch.setattr(supervision, "POOL_RETRY_S", 0.0)
-    errors = [OSError(errno.EMFILE, "too many files"), Unavailable("no thread"), Unavailable("no thread")]
+    refused = OSError(errno.EMFILE, "too many files")
+    errors = [refused, Unavailable("no thread"), Unavailable("no thread")]
 
     def load() -> None:
         if errors:
@@ -306,6 +307,6 @@ async def test_what_the_system_refuses_the_pool_is_tried_again(monkeypatch: pyte
     with capture_logs() as logs:
         await in_pool(load, "not_loaded")
     assert [(line["event"], line["error"]) for line in logs] == [
-        ("not_loaded", "[Errno 24] too many files"),
+        ("not_loaded", f"a file cannot be read: too many files; {file_remedy(refused, '')}"),
         ("not_loaded", "no thread"),
     ]

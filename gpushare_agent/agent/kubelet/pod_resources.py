@@ -152,7 +152,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
 SERVICE = "/v1.PodResourcesLister"
 _KEY_BYTES = 512
-"""More than two fields that say their length in one byte."""
+"""More than two fields have whose length is one byte."""
 RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
@@ -358,8 +358,7 @@ class PodResourcesGate(Struct, eq=False):
         self._preferring += 1
         try:
             # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
-            while self._is_outside:
-                await self._changes.wait_next()
+            await self._changes.wait_until(lambda: not self._is_outside)
             yield self._list_inside
         finally:
             self._preferring -= 1
@@ -407,8 +406,7 @@ class PodResourcesGate(Struct, eq=False):
         until = self.clock() + self.list_timeout_s
         why = "an Allocate of another container stays open, so the kubelet cannot be asked"
         async with bounded(self.list_timeout_s, why):
-            while self._allocating:
-                await self._changes.wait_next()
+            await self._changes.wait_until(lambda: not self._allocating)
         return await self._list("admission", until - self.clock(), resource, settled)
 
     async def _list(

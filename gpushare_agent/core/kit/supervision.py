@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 
 log = structlog.get_logger(__name__)
 
@@ -153,10 +153,10 @@ class ChangeSignal:
         """As `wait`, for the next change from now on."""
         return await self.wait(self.count, at_most_s)
 
-    async def wait_until(self, found: Callable[[], T], deadline_s: float, what: str = "") -> T:
+    async def wait_until(self, found: Callable[[], T], deadline_s: float | None = None, what: str = "") -> T:
         """The first true value of `found`, which is asked again after every change.
 
-        Raises TimeoutError, naming `what`, after `deadline_s` seconds.
+        Raises TimeoutError, naming `what`, after `deadline_s` seconds (None: without a limit).
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -247,9 +247,7 @@ async def in_pool(blocking: Callable[[], object], event: str) -> None:
     file, logged as `event`."""
 
     async def once() -> None:
-        try:
+        with os_errors_as(Unavailable, "a file cannot be read", otherwise="check what the agent was installed with"):
             await asyncio.to_thread(blocking)
-        except OSError as e:
-            raise Unavailable(str(e)) from e
 
     await retried(once, POOL_RETRY_S, event)
