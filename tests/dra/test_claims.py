@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from msgspec import Raw
@@ -46,6 +45,7 @@ from tests.extender.support_extender import eventually
 from tests.support_core import NAMES, inventory, isolation_config, mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
+from tests.support_process import refused_opening
 
 
 async def refused(driver: Driver, number: int = 1) -> str:
@@ -147,16 +147,12 @@ async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GPU would be free while its pod runs, and its files would be removed; a spec that cannot be removed stops none."""
-    first, opened = await prepared(driver), os.open
-
-    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
-        if Path(path).suffix == ".json":
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opened(path, *args, **more)
-
+    first = await prepared(driver)
     (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
-    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="open files are used up"):
-        patch.setattr(os, "open", refuse)
+    with (
+        refused_opening(monkeypatch, lambda path: path.suffix == ".json"),
+        pytest.raises(Unavailable, match="open files are used up"),
+    ):
         await driver.restart()
     await driver.claims.restore()
     assert driver.claims.prepared == {first.ref.uid: first} and len(driver.specs()) == 2
