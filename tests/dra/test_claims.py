@@ -21,6 +21,7 @@ from gpushare_agent.agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name
+from gpushare_agent.core.kit.directories import NEW_PREFIX
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Health
@@ -226,10 +227,15 @@ async def test_no_gpu_is_given_away_twice(tmp_path: Path, first: dict[str, objec
     assert driver.claims.prepared.keys() == {uid_of(1)}
 
 
-async def test_what_the_host_or_the_disk_refuses_is_not_booked(driver: Driver, tmp_path: Path) -> None:
+async def test_what_the_host_or_the_disk_refuses_is_not_booked(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.refusal = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
     assert await refused(driver) == "the disk is full" and not len(driver.cache)
     driver.refusal = None
+    with refused_opening(monkeypatch, lambda path: path.name.startswith(NEW_PREFIX)):
+        why = await refused(driver)
+    assert f"({tmp_path}/cdi/gpushare-agent-claim-{uid_of(1)}.json). the agent's open files" in why, "no temporary name"
     (tmp_path / "records").write_text("no directory")
     assert "recording claim claim-1 failed: " in await refused(driver) and not len(driver.cache)
 
