@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support_deadline import DEADLINE_S
 
@@ -33,6 +37,21 @@ async def output_of(*command: str | Path, given: bytes | None = None, **options:
             out, err = await process.communicate(given)
     assert process.returncode is not None
     return process.returncode, out or b"", err or b""
+
+
+@contextmanager
+def refused_opening(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[Path], bool]) -> Iterator[None]:
+    """These files cannot be opened, as in a process that has its most open files."""
+    opened = os.open
+
+    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
+        if is_refused(Path(path)):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import structlog
 from msgspec import Raw
 
 from gpushare_agent.agent.node import Node
+from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.supervision import run_together
 from gpushare_agent.core.kit.watch_path import DirectoryWatch
 from gpushare_agent.core.kube.client import KubeApi, node_named, open_kube_api
@@ -165,16 +166,11 @@ def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:
         name = choose_name(labels, [path.name for path in directory.iterdir() if path.is_file()], default)
         if not name:
             return None
-        with (directory / name).open("rb") as file:
-            # One byte more than is taken, so that a longer file shows without being read whole.
-            content = file.read(MAX_BYTES + 1)
+        return NamedConfiguration(name=name, content=read_regular(directory / name, MAX_BYTES, follow=True))
     except OSError as e:
-        return f"the configurations in {directory} cannot be read: {e.strerror}"
+        return f"the configuration in {directory} cannot be read: {e.strerror}"
     except ValueError as e:
         return str(e)
-    if len(content) > MAX_BYTES:
-        return f"configuration {name} is larger than {MAX_BYTES // 1024} KiB"
-    return NamedConfiguration(name=name, content=content)
 
 
 async def _read_labels(settings: Settings) -> Mapping[str, str]:

@@ -171,6 +171,7 @@ async def _run_generations(this: _Next, configuration: NodeConfiguration, signal
                     request_reload=signals.request_reload,
                 )
                 upcoming = await _run_until_signal(agent, this, configuration, signals)
+                failure.is_over()
             except AgentError as e:
                 has_begun = agent is not this.previous  # else it was not even built, and `agent` is the one before
                 # Settings that were tried and served are no longer to blame: what fails after the kubelet was answered

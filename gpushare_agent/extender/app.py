@@ -261,10 +261,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
     """The file's content, by the names of our settings. Raises StartupError."""
     what = f"cannot use gpu-admission's configuration {path}"
     with os_errors_as(StartupError, what, otherwise="correct extender.config or leave it out"):
-        # One byte more than allowed, so that a longer file is noticed without being read whole.
-        content = read_regular(path, ADMISSION_CONFIG_BYTES + 1, follow=True)
-    if len(content) > ADMISSION_CONFIG_BYTES:
-        raise StartupError(f"{what}: it is longer than {ADMISSION_CONFIG_BYTES} bytes")
+        content = read_regular(path, ADMISSION_CONFIG_BYTES, follow=True)
     try:
         raw = loaded(content)
     except Corrupt as e:

@@ -236,6 +236,7 @@ class Binder(Struct, kw_only=True, eq=False):
                 with self._alone(uid):
                     async with bounded(self.timing.bind_s, NO_ANSWER):
                         await (self._resolve if left is Left.OPEN else self._clean)(uid, reservation)
+                self._unresolved.is_over(uid)
             except AgentError as e:
                 # By pod, because no other one gets its GPUs meanwhile.
                 if self._unresolved.is_new(str(e), uid):
@@ -374,7 +375,6 @@ class Binder(Struct, kw_only=True, eq=False):
                     raise
         if self._is_left(uid, Left.OPEN):  # else its annotations are left
             del self._left[uid]
-        self._unresolved.is_over(uid)
         is_bound = self.state.reservation(uid) is not None
         self.metrics.count("binds_settled", "bound" if is_bound else "not-bound")
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)

@@ -132,7 +132,7 @@ class ClusterState:
         self._nominated: defaultdict[str, dict[PodUid, Pod]] = defaultdict(dict)
         """By node the pods without a node that are nominated for it: the room is theirs."""
         self._evicted: dict[PodUid, float] = {}
-        """Since when, by `preempted`."""
+        """The pods that `preempted` named, and when: they end, though the watch may not show it yet."""
 
     # --- from the informers ---
 
@@ -459,8 +459,8 @@ class ClusterState:
         for uid in victims:
             self._evicted.setdefault(uid, now)
 
-    def not_evicted(self, before: float) -> None:
-        """Of pods that were evicted until then the watch has shown the end, or they do not end."""
+    def forget_evicted(self, before: float) -> None:
+        """The watch has shown the end of those that were evicted until then, or they do not end."""
         self._evicted = {uid: at for uid, at in self._evicted.items() if at > before}
 
     def is_ending(self, pod: Pod) -> bool:

@@ -138,9 +138,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     async def wait_change(self, term: int, is_leading: bool) -> None:
         """Waits until leadership differs from what the caller knows."""
         # The term as well: leadership may have been lost and won again between two looks.
-        while (self.term, self.leads()) == (term, is_leading):
-            # No await between the comparison and this, so no change is lost.
-            await self._changes.wait_next()
+        await self._changes.wait_until(lambda: (self.term, self.leads()) != (term, is_leading))
 
     async def run(self) -> NoReturn:
         """Takes part until cancelled."""

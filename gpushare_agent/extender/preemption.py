@@ -119,7 +119,7 @@ class Preemption(Struct, kw_only=True, eq=False):
 
     async def preempt_due(self) -> None:
         """Evicts for those that were refused GRACE_S ago."""
-        self.state.not_evicted(self.clock() - EVICTED_S)
+        self.state.forget_evicted(self.clock() - EVICTED_S)
         due = [uid for uid, (due_at, _) in self._refused.items() if due_at <= self.clock()]
         least = self.state.least_priority() if due else 0
         for uid in due:

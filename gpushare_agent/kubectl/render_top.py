@@ -54,7 +54,7 @@ MIN_FIRST_WIDTH = 15
 BEFORE_NAMES = dict.fromkeys((POWER, TEMP, STATE), 20) | dict.fromkeys(
     (CORES_COLUMN, SM, MEMORY_COLUMN), MIN_FIRST_WIDTH
 )
-"""Worth more than the whole length of the names: these are cut to so much before one of them goes."""
+"""Worth more than whole names: the first column is cut to this width before one of these goes."""
 SHORT_NAMES = {TEMP: "°C", POWER: "W"}
 BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
 """Each draws the value to its left."""

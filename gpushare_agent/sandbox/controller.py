@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from gpushare_agent.core.kit.supervision import at_most
 from gpushare_agent.core.model.errors import AgentError, NotFound, Rejected
 from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.kubectl.agent_client import open_agent_client, read_node
@@ -109,12 +110,8 @@ class SandboxController(Struct, frozen=True, kw_only=True):
 
     async def wait_registered(self) -> bool:
         """Waits for all nodes; false after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
-        try:
-            return await self.api.signal.wait_until(
-                lambda: all(one.is_registered() for one in self.nodes), READY_TIMEOUT_S
-            )
-        except TimeoutError:
-            return False
+        registered = self.api.signal.wait_until(lambda: all(one.is_registered() for one in self.nodes))
+        return await at_most(READY_TIMEOUT_S, registered)
 
     def apply(self, manifests: Iterable[RawObject]) -> list[str]:
         """Returns, in order, `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""

@@ -27,8 +27,8 @@ class Checkpoint:
         self.made_of: set[PodUid] = set()
         self.read_of: set[PodUid] = set()
 
-    async def read(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
-        found = [one for one in self.entries if one.pod_uid not in left]
+    async def read(self, without: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+        found = [one for one in self.entries if one.pod_uid not in without]
         self.made_of = {one.pod_uid for one in found}
         return found
 

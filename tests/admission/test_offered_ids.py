@@ -17,7 +17,7 @@ from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import key_of
 from tests.support_core import allocation, container, ids, inventory, pod, used_blocks, used_cores
-from tests.support_deadline import poll_until
+from tests.support_deadline import DEADLINE_S, poll_until
 from tests.support_node import FreeIsolations, node_of
 
 
@@ -67,9 +67,7 @@ async def test_lists_that_were_made_since_a_request_are_not_made_again_for_it() 
 
 async def _listed(tables: DeviceTables, texts: list[str], resource: str = VCORE_RESOURCE) -> None:
     table = tables.tables[resource]
-    async with asyncio.timeout(10):
-        while [row.id for row in table.devices if row.healthy] != texts:
-            await table.changes.wait_next()
+    await table.changes.wait_until(lambda: [row.id for row in table.devices if row.healthy] == texts, DEADLINE_S)
 
 
 def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it() -> None:

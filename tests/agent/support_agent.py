@@ -207,9 +207,7 @@ class Moments:
 
 async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not parts.node.pods.is_synced:
-            await parts.node.pods.changes.wait_next()
+    await parts.node.pods.changes.wait_until(lambda: parts.node.pods.is_synced, DEADLINE_S)
 
 
 def write_faults(

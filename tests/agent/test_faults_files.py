@@ -7,9 +7,9 @@ import errno
 import os
 import resource
 import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -23,6 +23,7 @@ from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import open_agent, open_child, poll_until, record_claim
 from tests.cluster.support_kube import running
 from tests.sandbox.support_sandbox import container, open_test_node, pod
+from tests.support_process import refused_opening
 
 
 async def test_a_reload_without_a_free_descriptor_goes_on_once_there_is_one() -> None:
@@ -46,20 +47,13 @@ async def test_claims_whose_files_cannot_be_read_are_restored_later(monkeypatch:
     """The agent does not end: pods without claims run meanwhile."""
     monkeypatch.setattr(program, "RETRY_S", 0.01)
     monkeypatch.setattr(program, "CLAIMS_WAIT_S", 0.01)
-    opened, is_refused = os.open, [True]
-
-    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
-        if Path(path).name == "mig.json" and is_refused[0]:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opened(path, *args, **more)
-
     async with open_test_node() as node:
         record_claim(node)
-        with monkeypatch.context() as patch, capture_logs() as logs:
-            patch.setattr(os, "open", refuse)
+        with ExitStack() as refused, capture_logs() as logs:
+            refused.enter_context(refused_opening(monkeypatch, lambda path: path.name == "mig.json"))
             async with open_agent(node):
                 await node.start_pods(pod("p", container(cores=30, blocks=10)))
-                is_refused[0] = False
+                refused.close()
                 await poll_until(lambda: "claims_restored" in {one["event"] for one in logs}, "the claims")
         assert [one["event"] for one in logs].count("claims_not_restored") == 1
 

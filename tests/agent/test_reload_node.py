@@ -196,10 +196,11 @@ async def test_settings_with_which_no_life_starts_are_followed_by_those_before()
         path.write_text("web: {addr: 127.0.0.1}\n")
         async with open_child(node, f"--config={path}") as child:
             path.write_text("web: {addr: 203.0.113.1}\n")
-            child.send_signal(signal.SIGHUP)
-            await _recovered(node, 2)
-            assert [line["then"] for line in node.log_lines("settings_not_applied")]
-            assert "gpushare" in await _get(f"{await _life(node, 2)}/metrics")
+            for life in (2, 3):  # each reload says so
+                child.send_signal(signal.SIGHUP)
+                await _recovered(node, life)
+                assert len(node.log_lines("settings_not_applied")) == life - 1
+            assert "gpushare" in await _get(f"{await _life(node, 3)}/metrics")
             await node.start_pods(pod("after", container(cores=30, blocks=10)))
             assert sorted(_registered(node)) == [CORE, MEMORY]
 

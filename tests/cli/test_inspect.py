@@ -134,7 +134,7 @@ async def test_a_very_narrow_terminal_keeps_every_column() -> None:
         assert await terminal.wait_end() == 0
         await terminal.wait_shown(lambda text: "4 GPUs of the node" in text)
     words = set(re.sub(r"\x1b\[[0-9;]*m", "", terminal.shown).split())
-    assert {"NODE", "n1", "Unhealthy", "NAMESPACE", "CONTAINER", "evaluator"} <= words
+    assert {"NODE", "n1", "Unhealthy", "NAMESPACE", "CONTAINER", "evaluator", "REMARK"} <= words
 
 
 async def test_the_document_of_inspect_says_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> None:

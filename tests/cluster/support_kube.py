@@ -121,8 +121,7 @@ def pod_named(store: PodStore, name: str) -> Pod | None:
 
 
 async def wait_store(store: PodStore, condition: Callable[[PodStore], bool]) -> None:
-    while not condition(store):
-        await store.changes.wait_next()
+    await store.changes.wait_until(lambda: condition(store))
 
 
 @asynccontextmanager

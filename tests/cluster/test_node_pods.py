@@ -154,7 +154,7 @@ async def test_a_bookmark_moves_the_version() -> None:
     [
         (streams(bookmark("150"), then="cuts"), 1),
         (stalls_after_headers, 2),
-        (streams(bookmark("150"), bookmark("120")), 2),
+        (streams(bookmark("150"), bookmark("120"), then="ends"), 2),
         (resets, 1),
         (answers(403, raw_status(403)), 1),
         (ends_empty, 1),

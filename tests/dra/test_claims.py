@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from msgspec import Raw
@@ -22,6 +21,7 @@ from gpushare_agent.agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.core.claims.claim import ClaimPolicy, read_claim
 from gpushare_agent.core.claims.devices import device_name
+from gpushare_agent.core.kit.directories import NEW_PREFIX
 from gpushare_agent.core.kube.client import KubeApi
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.gpus import Health
@@ -46,6 +46,7 @@ from tests.extender.support_extender import eventually
 from tests.support_core import NAMES, inventory, isolation_config, mig_instance, used_blocks, used_cores
 from tests.support_deadline import DEADLINE_S
 from tests.support_json import undecoded
+from tests.support_process import refused_opening
 
 
 async def refused(driver: Driver, number: int = 1) -> str:
@@ -147,16 +148,12 @@ async def test_no_claim_is_forgotten_whose_record_cannot_be_read_now(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GPU would be free while its pod runs, and its files would be removed; a spec that cannot be removed stops none."""
-    first, opened = await prepared(driver), os.open
-
-    def refuse(path: str | Path, *args: Any, **more: Any) -> int:
-        if Path(path).suffix == ".json":
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opened(path, *args, **more)
-
+    first = await prepared(driver)
     (tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json").mkdir()
-    with monkeypatch.context() as patch, pytest.raises(Unavailable) as refused:
-        patch.setattr(os, "open", refuse)
+    with (
+        refused_opening(monkeypatch, lambda path: path.suffix == ".json"),
+        pytest.raises(Unavailable) as refused,
+    ):
         await driver.restart()
     assert f"({tmp_path / 'records' / uid_of(1)}.json). The agent's open files are used up" in str(refused.value)
     await driver.claims.restore()
@@ -231,10 +228,15 @@ async def test_no_gpu_is_given_away_twice(tmp_path: Path, first: dict[str, objec
     assert driver.claims.prepared.keys() == {uid_of(1)}
 
 
-async def test_what_the_host_or_the_disk_refuses_is_not_booked(driver: Driver, tmp_path: Path) -> None:
+async def test_what_the_host_or_the_disk_refuses_is_not_booked(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.refusal = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
     assert await refused(driver) == "the disk is full" and not len(driver.cache)
     driver.refusal = None
+    with refused_opening(monkeypatch, lambda path: path.name.startswith(NEW_PREFIX)):
+        why = await refused(driver)
+    assert f"({tmp_path}/cdi/gpushare-agent-claim-{uid_of(1)}.json). the agent's open files" in why, "no temporary name"
     (tmp_path / "records").write_text("no directory")
     assert "recording claim claim-1 failed: " in await refused(driver) and not len(driver.cache)
 

@@ -246,7 +246,7 @@ async def test_gpu_admissions_address_of_its_image_is_served_without_tls() -> No
         ('{"Quota": "x"}', "no field of it"),
         ('{"GPUModelLabel": 7}', "GPUModelLabel is no text"),
         ('{"GPUModelLabel": "not a label!"}', "model_label"),
-        (" " * 70000, "longer than"),
+        (" " * 70000, "larger than"),
     ],
 )
 def test_a_wrong_configuration_is_named(short_dir: Path, text: str, words: str) -> None:

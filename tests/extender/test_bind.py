@@ -154,7 +154,15 @@ async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
         await cluster.carry_out_late()
         assert cluster.node_of("a") == "", "the patch has made a new version: the late bind comes to nothing"
         assert await replica.bind(pods[1], "n1") == ""
-        await replica.binder.reconcile()
+        [(_, stale)] = replica.binder._left.values()
+        for _ in range(2):  # each time that they are left
+            replica.binder._mark_stale(stale)
+            cluster.faults = ["500"] * 20
+            with capture_logs() as logs:
+                await replica.binder.reconcile()
+            assert [one["event"] for one in logs] == ["bind_unresolved"]
+            cluster.faults = []
+            await replica.binder.reconcile()
         assert PREDICATE_TIME_ANNOTATION not in cluster.pod("default", "a")["metadata"]["annotations"]
         assert cluster.rejected == []
 

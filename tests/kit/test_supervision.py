@@ -297,7 +297,8 @@ async def test_what_is_unavailable_is_tried_again_and_each_reason_logged_once() 
 async def test_what_the_system_refuses_the_pool_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import without a free descriptor, or on a node that has its most processes, would end the agent."""
     monkeypatch.setattr(supervision, "POOL_RETRY_S", 0.0)
-    errors = [OSError(errno.EMFILE, "too many files"), Unavailable("no thread"), Unavailable("no thread")]
+    refused = OSError(errno.EMFILE, "too many files")
+    errors = [refused, Unavailable("no thread"), Unavailable("no thread")]
 
     def load() -> None:
         if errors:

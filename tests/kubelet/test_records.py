@@ -23,8 +23,10 @@ def test_a_recorded_file_is_read_whole() -> None:
     for entry, raw in zip(entries, raw_entries, strict=True):
         assert entry.device_ids == {i for group in raw["DeviceIDs"].values() for i in group}
         assert (entry.pod_uid, entry.container) == (raw["PodUID"], raw["ContainerName"])
-    left = {entries[0].pod_uid}
-    assert read_checkpoint(DATA / "checkpoint-1.36.json", left=left) == [e for e in entries if e.pod_uid not in left]
+    without = {entries[0].pod_uid}
+    assert read_checkpoint(DATA / "checkpoint-1.36.json", without=without) == [
+        e for e in entries if e.pod_uid not in without
+    ]
 
 
 def entry(device_ids: object) -> str:

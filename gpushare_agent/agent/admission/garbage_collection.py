@@ -234,9 +234,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         self._changed_pods.clear()
         listed = list(known.values())
         asked = self._pods_to_ask()
-        # Not only of these: a pod that was deleted may have had the name of one that is there now.
-        left = {pod.uid for pod in self.node.pods.pods()}.difference(pod.uid for pod in asked)
-        checkpoint = await self._read_checkpoint(left)
+        # Also of pods that are gone: the kubelet may answer with one of them, by the name of a pod that is there now.
+        others = {pod.uid for pod in self.node.pods.pods()}.difference(pod.uid for pod in asked)
+        checkpoint = await self._read_checkpoint(others)
         for number, pod in enumerate([pod for pod in asked if pod.uid not in known], start=1):
             try:
                 listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
@@ -344,9 +344,9 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def _known_pods(self) -> tuple[Pod, ...] | None:
         return self.node.pods.pods() if self.node.pods.is_synced else None
 
-    async def _read_checkpoint(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+    async def _read_checkpoint(self, without: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
         try:
-            return await self.checkpoint.read(left)
+            return await self.checkpoint.read(without)
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()

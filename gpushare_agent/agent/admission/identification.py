@@ -81,7 +81,8 @@ class Identification(Struct, kw_only=True, eq=False):
     lookup_s: float = 2.0
     poll_again_s: float = 0.4
     _settled: dict[str, dict[bytes, int]] = field(default_factory=lambda: defaultdict(dict))
-    """By resource, how many IDs they are listed with, until the pod or an allocation of it changes."""
+    """By resource and `pod_key`, how many IDs a pod is listed with that has all it requests; until it or an allocation of it
+    changes."""
 
     def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""

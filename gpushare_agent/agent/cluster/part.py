@@ -130,8 +130,7 @@ class ClusterPart:
 
     async def wait_synced(self) -> None:
         """The API server has listed this node's pods."""
-        while not self.node.pods.is_synced:
-            await self.node.pods.changes.wait_next()
+        await self.node.pods.changes.wait_until(lambda: self.node.pods.is_synced)
 
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""

@@ -14,6 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ import msgspec
 from msgspec import DecodeError, Meta, Struct, ValidationError, field
 
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, holds, opened, replace_file, status_of
-from gpushare_agent.core.model.errors import Unavailable, file_remedy
+from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 from gpushare_agent.core.model.isolation import DEVICE_NAME, KIND, OWN_SPEC_NAME, SpecFile
 
 MAX_BYTES = 1024 * 1024
@@ -85,7 +86,7 @@ class CdiFiles:
     def write(self, content: bytes) -> None:
         """Puts the agent's own spec in place. Raises Unavailable; what was there stays then."""
         directory = self.directories[-1]
-        try:
+        with self._renamed("writing"):
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened(directory, None, _DIRECTORY) as opened_directory:
                 # A link or a socket under our name is replaced; a directory may hold what somebody needs.
@@ -93,18 +94,22 @@ class CdiFiles:
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 replace_file(opened_directory, OWN_SPEC_NAME, content)
-        except OSError as e:
-            raise _refused("writing", self.own_path, e) from e
 
     def remove(self) -> None:
         """Removes the agent's own spec, if it is there. Raises Unavailable."""
-        try:
-            with opened(self.directories[-1], None, _DIRECTORY) as directory:
-                os.unlink(OWN_SPEC_NAME, dir_fd=directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as e:
-            raise _refused("removing", self.own_path, e) from e
+        with (
+            self._renamed("removing"),
+            suppress(FileNotFoundError, NotADirectoryError),
+            opened(self.directories[-1], None, _DIRECTORY) as directory,
+        ):
+            os.unlink(OWN_SPEC_NAME, dir_fd=directory)
+
+    def _renamed(self, what: str) -> AbstractContextManager[None]:
+        remedy = (
+            "containers that get GPUs by CDI do not start without it: make the directory writable, or choose another with"
+            " --cdi.spec-directories, one that the runtime reads"
+        )
+        return os_errors_as(Unavailable, f"{what} the CDI spec {self.own_path} failed", otherwise=remedy)
 
     def _read_directory(self, directory: Path) -> list[SpecFile]:
         try:
@@ -180,11 +185,3 @@ def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
     if len(set(names)) < len(names):
         raise _NoSpecError("is no CDI spec: it lists a device twice")
     return spec.kind, names
-
-
-def _refused(what: str, path: Path, error: OSError) -> Unavailable:
-    remedy = "make the directory writable, or choose another with --cdi.spec-directories, one that the runtime reads"
-    return Unavailable(
-        f"{what} the CDI spec {path} failed: {error.strerror or error}. Containers that get GPUs by CDI do not start"
-        f" without it; {file_remedy(error, remedy)}"
-    )

@@ -52,16 +52,16 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
         return ()
     try:
         # Followed: a file of a ConfigMap is a link.
-        content = read_regular(path, MAX_BYTES + 1, follow=True)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES} bytes, and should list a few device nodes")
+        content = read_regular(path, MAX_BYTES, follow=True)
         found = msgspec.json.decode(content, type=dict[str, _Listed | None] | None) or {}
         listed = found["default"] if found else None  # one that has something, but no `default`, may be misspelt
         devices = (listed.devices if listed is not None else None) or ()
         if len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
             raise ValueError(f"at most {MAX_DEVICES} paths below /dev")
     except OSError as e:
-        raise StartupError(f"extra config {path} cannot be read: {e}. Correct it, or leave out --extra-config") from e
+        raise StartupError(
+            f"extra config {path} cannot be read: {e.strerror}. Correct it, or leave out --extra-config"
+        ) from e
     except (DecodeError, ValueError, LookupError, RecursionError) as e:
         raise StartupError(
             f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev: {e}'

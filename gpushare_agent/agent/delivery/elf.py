@@ -27,6 +27,7 @@ from elftools.elf.segments import InterpSegment
 from msgspec import Struct
 
 from gpushare_agent.agent.delivery.volume_plan import ElfClass
+from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.model.errors import Corrupt, NotFound, os_errors_as
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -130,16 +131,12 @@ def read_loader_cache(path: Path) -> tuple[CacheEntry, ...] | None:
     Raises:
         Corrupt: the file cannot be read, or is no such cache.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    # Images and hosts with musl have none: not an error.
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise Corrupt(f"the loader's cache {path} cannot be read: {error.strerror or error}") from error
-    if len(content) > MAX_BYTES:
-        raise Corrupt(f"the loader's cache {path} is larger than {MAX_BYTES} bytes")
+    with os_errors_as(Corrupt, f"the loader's cache {path} cannot be read"):
+        try:
+            content = read_regular(path, MAX_BYTES, follow=True)
+        # Images and hosts with musl have none: not an error.
+        except (FileNotFoundError, NotADirectoryError):
+            return None
     try:
         return parse_loader_cache(content)
     except Corrupt as error:

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from gpushare_agent.agent.delivery.volume_plan import DriverVolume, VolumeName
 from gpushare_agent.core.kit.regular_file import read_regular
-from gpushare_agent.core.model.errors import StartupError
+from gpushare_agent.core.model.errors import StartupError, os_errors_as
 from gpushare_agent.core.settings.settings import Settings
 
 USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
@@ -73,15 +73,12 @@ def read_volume_config(path: Path, host_directory: Path = USUAL_CONFIG.parent) -
     Raises:
         StartupError: the file cannot be read, or something in it is not of the format.
     """
+    with os_errors_as(
+        StartupError, f"volume config {path} cannot be read", otherwise="give another with --volume-config"
+    ):
+        content = read_regular(path, MAX_BYTES, follow=True)
     try:
-        content = read_regular(path, MAX_BYTES + 1, follow=True)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         return parse_volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique), host_directory)
-    except OSError as e:
-        raise StartupError(
-            f"volume config {path} cannot be read: {e.strerror or e}. Give another place with --volume-config"
-        ) from e
     except (ValidationError, ValueError, RecursionError) as e:
         raise StartupError(f"volume config {path}: {e}. No volume is changed; correct the file and run again") from e
 

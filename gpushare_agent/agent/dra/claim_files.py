@@ -11,7 +11,6 @@ OSError. State owned: the files.
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,12 +22,12 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, encode_spec
 from gpushare_agent.agent.isolation import ISOLATIONS
-from gpushare_agent.agent.runtime.machine import this_boot
+from gpushare_agent.agent.runtime.machine import is_before_boot, this_boot
 from gpushare_agent.core.claims.claim import is_claim_uid
 from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kit.supervision import ReportOnce
-from gpushare_agent.core.model.errors import Corrupt, is_of_node
+from gpushare_agent.core.model.errors import Corrupt, may_pass
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +90,7 @@ class ClaimFiles:
         with opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
             try:
                 replace_file(descriptor, name, content, is_synced=is_synced)
-            except OSError as e:  # of a name of its own in the directory
+            except OSError as e:  # it names the temporary file
                 raise OSError(e.errno, e.strerror, str(directory / name)) from e
 
     def _load(self, uid: str) -> PreparedClaim | None:
@@ -103,10 +102,10 @@ class ClaimFiles:
                     content = read_content(directory, path.name, MAX_RECORD_BYTES)
                 claim = _claim_of(content)
                 # Of an agent that noted no boot: containers run with its files, unless the boot came later.
-                if not claim.boot_id and path.stat().st_mtime > time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
+                if not claim.boot_id and not is_before_boot(path.stat()):
                     claim = replace(claim, boot_id=this_boot())
             except (OSError, Corrupt) as e:
-                if isinstance(e, OSError) and is_of_node(e):
+                if isinstance(e, OSError) and may_pass(e):
                     failure = failure or OSError(e.errno, e.strerror, str(path))  # a read names no file
                 elif self._unreadable.is_new(str(e), str(path)):
                     log.error("claim_record_unreadable", path=str(path), error=str(e), then=then)

@@ -448,19 +448,15 @@ class Claims(Struct, kw_only=True, eq=False):
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod]:
         """The pods for which the claim is reserved: only they say which of its requests a container gets. One may never get
         here, so after a while the known ones suffice, as when a pod joins the claim later. Raises Unavailable: none is."""
-        pods: list[Pod] = []
+
+        def known() -> list[Pod]:
+            found = [pod for _, uid in claim.users if (pod := self.node.pods.get(uid)) is not None]
+            return [pod for pod in found if claim.ref.name in pod.claims.values()]
+
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.pods_timeout_s):
-                while True:
-                    seen = self.node.pods.changes.count
-                    found = [pod for _, uid in claim.users if (pod := self.node.pods.get(uid)) is not None]
-                    pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
-                    # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
-                    # others.
-                    if len(pods) == len(claim.users):
-                        return pods
-                    await self.node.pods.changes.wait(seen)
-        if not pods:
+            # All of them, or the time is over: one reserved for a pod that never gets here would hold up the others.
+            await self.node.pods.changes.wait_until(lambda: len(known()) == len(claim.users), self.pods_timeout_s)
+        if not (pods := known()):
             raise Unavailable("the agent does not know the claim's pod yet")
         return pods
 

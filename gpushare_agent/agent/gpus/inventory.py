@@ -115,8 +115,8 @@ class GpuInventoryState:
         self._on_change.append(callback)
 
     def restore(self, saved: SavedHealth) -> None:
-        """Takes over what an earlier agent saved, for GPUs without a known health; the first time also for those of which
-        polls alone have told: the file could not be read before."""
+        """Takes over what an earlier agent saved, for GPUs without a known health. The first time also for GPUs whose health
+        is known by polls alone, because the file may not have been readable before they were read."""
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
             healths[uuid] = replace(healths.get(uuid, self._healths.get(uuid, GpuHealth())), cordon=reason)

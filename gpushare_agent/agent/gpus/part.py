@@ -14,7 +14,7 @@ from gpushare_agent.agent.gpus.watch import GpuDriver, GpuWatch, log_found
 from gpushare_agent.agent.kubelet.device_table import check_lists
 from gpushare_agent.agent.node import Node
 from gpushare_agent.core.kit.supervision import Tasks
-from gpushare_agent.core.model.errors import AgentError, Corrupt, StartupError
+from gpushare_agent.core.model.errors import AgentError, Corrupt, StartupError, os_errors_as
 from gpushare_agent.core.model.gpu_health import HealthPolicy
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import MemoryLimiter
@@ -141,14 +141,10 @@ def open_driver(settings: Settings) -> NodeDriver:
     simulated = settings.simulated
     text = None
     if simulated.topology is not None:
-        try:
+        remedy = "it should hold the text of `nvidia-smi topo -m`"
+        with os_errors_as(StartupError, f"topology file {simulated.topology} cannot be read", otherwise=remedy):
             # errors=replace: the text comes from a terminal, with whatever letters.
             text = simulated.topology.read_text(encoding="utf-8", errors="replace")
-        except OSError as e:
-            raise StartupError(
-                f"topology file {simulated.topology} cannot be read: {e.strerror}. It should hold the text of "
-                "`nvidia-smi topo -m`"
-            ) from e
     try:
         return SimulatedDriver(
             gpus=simulated.gpus,

@@ -42,7 +42,7 @@ from gpushare_agent.core.kit.protobuf import MalformedMessageError
 from gpushare_agent.core.kit.sockets import file_identity, is_served, remove_socket
 from gpushare_agent.core.kit.supervision import ChangeSignal, wait_while
 from gpushare_agent.core.model.allocations import ContainerEdits
-from gpushare_agent.core.model.errors import Refused, is_of_node
+from gpushare_agent.core.model.errors import Refused, may_pass
 from gpushare_agent.core.model.names import DeviceId
 
 log = structlog.get_logger(__name__)
@@ -112,7 +112,7 @@ class ServingLock:
             # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as e:
-            return in_doubt or not is_of_node(e)
+            return in_doubt or not may_pass(e)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -193,8 +193,6 @@ class QueuedCalls:
         self._is_between: Callable[[], bool] | None = None
         self._calls = self._under_way = 0
         self._changes = ChangeSignal()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def open(self, handler: AdmissionHandler) -> None:
         """Lets the calls that wait go on, with this one."""
@@ -212,12 +210,11 @@ class QueuedCalls:
         moment is between two admissions. PreStartContainer, which belongs to none, waits at once."""
         self._is_between = is_between
         self._close_if_between()
-        while self._served is not None:
-            await self._changes.wait_next()
+        await self._changes.wait_until(lambda: self._served is None)
 
     async def wait_idle(self) -> None:
         """Waits until no call is under way."""
-        await self._idle.wait()
+        await self._changes.wait_until(lambda: not self._calls)
 
     async def preferred(
         self, resource: str, available: Collection[DeviceId], must_include: Sequence[DeviceId], size: int
@@ -236,7 +233,6 @@ class QueuedCalls:
     @asynccontextmanager
     async def _counted(self, *, is_start: bool = False) -> AsyncIterator[AdmissionHandler]:
         self._calls += 1
-        self._idle.clear()
         try:
             # A PreStartContainer belongs to no admission: let through, it would keep a burst from ever having an end.
             while (served := self._served) is None or (is_start and self._is_between is not None):
@@ -250,8 +246,7 @@ class QueuedCalls:
                 self._close_if_between()
         finally:
             self._calls -= 1
-            if not self._calls:
-                self._idle.set()
+            self._changes.notify()
 
     def _close_if_between(self) -> None:
         if self._is_between is not None and not self._under_way and self._is_between():

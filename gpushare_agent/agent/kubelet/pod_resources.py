@@ -350,8 +350,7 @@ class PodResourcesGate(Struct, eq=False):
         self._preferring += 1
         try:
             # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
-            while self._is_outside:
-                await self._changes.wait_next()
+            await self._changes.wait_until(lambda: not self._is_outside)
             yield self._list_inside
         finally:
             self._preferring -= 1
@@ -399,8 +398,7 @@ class PodResourcesGate(Struct, eq=False):
         until = self.clock() + self.list_timeout_s
         why = "an Allocate of another container stays open, so the kubelet cannot be asked"
         async with bounded(self.list_timeout_s, why):
-            while self._allocating:
-                await self._changes.wait_next()
+            await self._changes.wait_until(lambda: not self._allocating)
         return await self._list("admission", until - self.clock(), resource, settled)
 
     async def _list(

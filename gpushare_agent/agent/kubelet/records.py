@@ -82,15 +82,15 @@ class KubeletCheckpoint:
         self._ids = ids
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
-    async def read(self, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
-        """All entries in file order but those of the pods that are `left` out, their device IDs as they are written.
+    async def read(self, without: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+        """All entries in file order, `without` those of these pods, their device IDs as they are written.
 
         Raises:
             Unavailable: no such file, not readable, or not within a second.
             Corrupt: not the format.
         """
         what = f"reading the kubelet checkpoint {self._path}"
-        read = partial(read_checkpoint, self._path, self._former, left)
+        read = partial(read_checkpoint, self._path, self._former, without)
         return await self._thread.call(read, what, READ_TIMEOUT_S)
 
     def ours(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
@@ -100,12 +100,14 @@ class KubeletCheckpoint:
         return [replace(e, device_ids=ids) for e, ids in held if ids or e.gpu_names or e.vdevice]
 
 
-def read_checkpoint(path: Path, former: Path | None = None, left: Collection[PodUid] = ()) -> Sequence[CheckpointEntry]:
+def read_checkpoint(
+    path: Path, former: Path | None = None, without: Collection[PodUid] = ()
+) -> Sequence[CheckpointEntry]:
     """Read and check the file, as `KubeletCheckpoint.read`. Raises Unavailable, Corrupt."""
     data = _read_json(path)
     try:
         # An entry takes ten times as long as its JSON: of a full node's, those that nobody asks about are not made.
-        entries = [_entry(raw) for raw in data["Data"]["PodDeviceEntries"] or [] if raw["PodUID"] not in left]
+        entries = [_entry(raw) for raw in data["Data"]["PodDeviceEntries"] or [] if raw["PodUID"] not in without]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise Corrupt(f"kubelet checkpoint {path} is not in the known format: {e!r}") from e
     lacking = {(e.pod_uid, e.container) for e in entries if is_former(e.device_ids)}
@@ -164,9 +166,7 @@ def _gpu_managers(path: Path) -> dict[tuple[str, str], frozenset[str]]:
 def _read_json(path: Path) -> Any:
     """Raises Unavailable, Corrupt."""
     with os_errors_as(Unavailable, f"kubelet checkpoint {path} cannot be read"):
-        text = read_regular(path, MAX_BYTES + 1, follow=True)
-    if len(text) > MAX_BYTES:
-        raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")
+        text = read_regular(path, MAX_BYTES, follow=True)
     try:
         # The checksum next to it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
         # Not by the standard library, which reads half of a surrogate pair: nothing can encode it.

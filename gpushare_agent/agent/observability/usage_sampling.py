@@ -37,9 +37,9 @@ from gpushare_agent.agent.observability.attribution import (
 )
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
-from gpushare_agent.core.kit.supervision import ChangeSignal, wait_for
+from gpushare_agent.core.kit.supervision import ChangeSignal, bounded, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import AgentError, Unavailable
+from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.usage import UsageRound
 
 log = structlog.get_logger(__name__)
@@ -187,28 +187,26 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     async def _sample(self) -> UsageRound:
         """Raises Unavailable."""
         timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * self.period_s))
-        try:
-            async with asyncio.timeout(timeout_s):
-                # Before the driver is asked: what it reports is at least as new as the time shown with it.
-                sampled_at, sampled_boot_s = self.wall_clock(), self.boot_clock()
-                sample = await self.driver.sample()
-                # A GPU that fails only costs its own values: its errors are counted, and the round is shown.
-                for error, count in sorted(sample.errors.items()):
-                    self.metrics.driver_error(error, count)
-                pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
-                # After the sample, because the driver names the PIDs. A process that has ended in between has no owner and
-                # is unattributed for this round.
-                owners = await self.owners.identify(pids)
+        late = (
+            f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each {self.period_s:g} s. Check"
+            " nvidia-smi and the kernel log on this node"
+        )
+        async with bounded(timeout_s, late):
+            # Before the driver is asked: what it reports is at least as new as the time shown with it.
+            sampled_at, sampled_boot_s = self.wall_clock(), self.boot_clock()
+            sample = await self.driver.sample()
+            # A GPU that fails only costs its own values: its errors are counted, and the round is shown.
+            for error, count in sorted(sample.errors.items()):
+                self.metrics.driver_error(error, count)
+            pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
+            # After the sample, because the driver names the PIDs. A process that has ended in between has no owner and
+            # is unattributed for this round.
+            owners = await self.owners.identify(pids)
+            allocated = self._allocated()
+            # The kubelet writes a container's ID into the status a second or two after its start; the runtime has
+            # it at once. The second look costs a call, so only where an ID is unknown.
+            if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
                 allocated = self._allocated()
-                # The kubelet writes a container's ID into the status a second or two after its start; the runtime has
-                # it at once. The second look costs a call, so only where an ID is unknown.
-                if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
-                    allocated = self._allocated()
-        except TimeoutError as e:
-            raise Unavailable(
-                f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each"
-                f" {self.period_s:g} s. Check nvidia-smi and the kernel log on this node"
-            ) from e
         return join_usage(
             sample, owners, allocated, sampled_at=sampled_at, sampled_boot_s=sampled_boot_s, paid=self.paid
         )

@@ -186,7 +186,8 @@ class RuntimeClient:
 
 def _load_messages() -> None:
     """Imports them once. Raises Unavailable: their file cannot be opened now, as where the node has its most open files."""
-    with os_errors_as(Unavailable, "the messages for the container runtime cannot be loaded", otherwise="ask again"):
+    what = "the messages for the container runtime cannot be loaded"
+    with os_errors_as(Unavailable, what, otherwise="asked again later"):
         import_module("gpushare_agent.core.wire.runtime.v1")
 
 

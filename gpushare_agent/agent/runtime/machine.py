@@ -11,7 +11,9 @@ Module" are in one alone):
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -47,6 +49,11 @@ def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices"))
 def this_boot(path: Path = BOOT_ID) -> str:
     """The kernel's ID of this boot; empty where it cannot be read."""
     return (_beginning(path) or b"").decode("ascii", "ignore").strip()
+
+
+def is_before_boot(status: os.stat_result) -> bool:
+    """Whether a file was last written before this boot, if the wall clock was not set since."""
+    return status.st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _beginning(path: Path, most_bytes: int = _MAX_BYTES) -> bytes | None:

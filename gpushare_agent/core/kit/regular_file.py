@@ -19,13 +19,14 @@ def replace_whole(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
-def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool = False) -> bytes:
-    """The first `limit` bytes of the file at `path`. A link is an error unless `follow` is set.
+def read_regular(path: Path, most_bytes: int, *, follow: bool = False, is_own: bool = False) -> bytes:
+    """The content of the file at `path`. A link is an error unless `follow` is set.
 
     `is_own`: the file must be root's or this process's, and nobody else's to write.
 
     Raises:
-        OSError: it cannot be read; it is a link, or no regular file (a pipe would block its reader for ever).
+        OSError: it cannot be read; it is a link, or no regular file (a pipe would block its reader for ever); EFBIG: it has
+            more bytes.
         PermissionError: it is not own.
     """
     file = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
@@ -36,7 +37,11 @@ def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool =
             raise OSError(errno.EINVAL, "it is no regular file")
         if is_own and (why := _not_own(status)):
             raise PermissionError(errno.EPERM, why)
-        return _read(file, limit)
+        # One byte more, so that a longer file shows without being read whole.
+        content = _read(file, most_bytes + 1)
+        if len(content) > most_bytes:
+            raise OSError(errno.EFBIG, f"it is larger than {most_bytes} bytes")
+        return content
     finally:
         os.close(file)
 

@@ -163,18 +163,15 @@ def _content(path: Path, most_bytes: int) -> bytes | None:
     """The content; None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's
     own."""
     try:
-        content = read_regular(path, most_bytes + 1, is_own=True)
+        return read_regular(path, most_bytes, is_own=True)
     except FileNotFoundError:
         return None
     except OSError as e:
-        # Not the agent's own, no regular file, or a link: somebody else put it there; or the disk has lost it, but not its
-        # copy. Other errors may pass, and are tried again.
-        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP, errno.EIO):
+        # Not the agent's own, no regular file, a link, or too large: somebody else put it there; or the disk has lost it,
+        # but not its copy. Other errors may pass, and are tried again.
+        if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP, errno.EFBIG, errno.EIO):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
-    if len(content) > most_bytes:
-        raise Corrupt(f"it has more than {most_bytes} bytes")
-    return content
 
 
 def _write_whole(path: Path, content: bytes, *, is_synced: bool) -> None:

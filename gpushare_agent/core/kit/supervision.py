@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
-from gpushare_agent.core.model.errors import Unavailable, file_remedy, is_of_node
+from gpushare_agent.core.model.errors import Unavailable, file_remedy, may_pass
 
 log = structlog.get_logger(__name__)
 
@@ -153,10 +153,10 @@ class ChangeSignal:
         """As `wait`, for the next change from now on."""
         return await self.wait(self.count, at_most_s)
 
-    async def wait_until(self, found: Callable[[], T], deadline_s: float, what: str = "") -> T:
+    async def wait_until(self, found: Callable[[], T], deadline_s: float | None = None, what: str = "") -> T:
         """The first true value of `found`, which is asked again after every change.
 
-        Raises TimeoutError, naming `what`, after `deadline_s` seconds.
+        Raises TimeoutError, naming `what`, after `deadline_s` seconds (None: without a limit).
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -250,7 +250,7 @@ async def in_pool(blocking: Callable[[], object], event: str) -> None:
         try:
             await asyncio.to_thread(blocking)
         except OSError as e:
-            if not is_of_node(e):  # a file of the agent's own that is missing is not there later
+            if not may_pass(e):  # a file of the agent's own that is missing is not there later
                 raise
             raise Unavailable(f"{e}; {file_remedy(e, '')}") from e
 

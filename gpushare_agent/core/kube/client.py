@@ -141,8 +141,8 @@ class KubeApi(KubeLists):
         return await self._get(f"get pod {namespace}/{name}", pod_path(namespace, name), timeout_s=timeout_s)
 
     async def check_answers(self, *, timeout_s: float) -> None:
-        """Raises Unavailable: the API server does not answer in time. Any answer is one."""
-        with suppress(Rejected, NotFound):
+        """Raises Unavailable: the API server does not answer in time. Any answer of an API server is one."""
+        with suppress(Rejected, NotFound, TooLong):
             await self._get("ask the API server for its version", "/version", timeout_s=timeout_s)
 
     async def get_node(self, name: str) -> Raw:

@@ -21,6 +21,7 @@ import structlog
 from msgspec import Raw, Struct, field
 
 from gpushare_agent.core.kit.backoff import Backoff
+from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.kube.objects import object_meta
 from gpushare_agent.core.kube.session import KubeLists, Watched, WatchEvent
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, Rejected
@@ -84,7 +85,7 @@ class Informer(Struct, kw_only=True, eq=False):
     _lists_requested: int = 0
     # Below the number of requests, which is 0 so far: the first list is made without being asked for.
     _lists_done: int = -1
-    _is_listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _lists: ChangeSignal = field(default_factory=ChangeSignal)
     _scope: asyncio.Timeout | None = None
     last_message_at: float | None = None
     """When a list or an event last came from the API server, by the monotonic clock."""
@@ -113,9 +114,7 @@ class Informer(Struct, kw_only=True, eq=False):
             # Ends the watch, or the pause after a failure, at once: a new leader waits for it.
             self._scope.reschedule(asyncio.get_running_loop().time())
         # A list may fail and be made again: the caller bounds the wait by being cancelled.
-        while self._lists_done < mine:
-            self._is_listed.clear()
-            await self._is_listed.wait()
+        await self._lists.wait_until(lambda: self._lists_done >= mine)
 
     async def run(self, api: KubeLists) -> NoReturn:
         """List and watch until cancelled."""
@@ -187,7 +186,7 @@ class Informer(Struct, kw_only=True, eq=False):
         self.handler.list_ended(listed, missing, version)
         self._version = version
         self._lists_done = requested
-        self._is_listed.set()
+        self._lists.notify()
         self.last_message_at = self.clock()
         self.metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)

@@ -53,7 +53,7 @@ class TooLong(Corrupt):
 
 
 class NotServed(NotFound):
-    """404 from whoever answers without a Status: no object is said to be gone."""
+    """404 without a Status, as from a load balancer: it does not say that the object is gone."""
 
 
 class Throttled(Unavailable):
@@ -265,7 +265,8 @@ async def _status_error(response: ClientResponse, what: str, advice: str, throug
     """The error that a refused request becomes; the server's own message is in it."""
     from aiohttp import ClientError
 
-    # Once in its text and once more in its causes. A body that breaks off must not hide the status, which is known.
+    # A Status may have the message twice, the second time in its causes. A body that breaks off must not hide the HTTP
+    # status, which is known.
     content = bytearray()
     with suppress(ClientError):
         while len(content) < MAX_STATUS_BYTES and (part := await response.content.read(MAX_STATUS_BYTES)):

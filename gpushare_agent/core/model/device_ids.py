@@ -91,7 +91,6 @@ class DeviceIds:
     def __init__(self, gpus: Iterable[GpuUuid] = (), resources: Collection[str] | None = None) -> None:
         """`resources` are the names that the node offers; None: whatever a container holds may be a device of ours."""
         self._resources = resources
-        self._given = 0
         self._digits: dict[GpuUuid, str] = {}
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
@@ -100,11 +99,6 @@ class DeviceIds:
         self._texts: dict[str, str] = {}
         self._units: dict[GpuUuid, ReplicaLayout] = {}
         self.add_gpus(gpus)
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs were given a key; IDs that were read when there were fewer may name others now."""
-        return self._given
 
     def expect_units(self, units: Mapping[GpuUuid, ReplicaLayout]) -> None:
         """The replica layouts by which `<GPU UUID>::<n>` of NVIDIA's plugin is read: its text does not have them."""
@@ -117,7 +111,6 @@ class DeviceIds:
         for gone in [gpu for gpu in self._keys if gpu not in present and gpu.startswith("MIG-")]:
             del self._gpus[self._keys.pop(gone)], self._digits[gone]
         new = [gpu for gpu in present if gpu not in self._keys]
-        self._given += len(new)
         self._digits |= {gpu: _digits(gpu) for gpu in new}
         for gpu in new:
             self._keys[gpu] = key = self._key(gpu)

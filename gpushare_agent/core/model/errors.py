@@ -76,8 +76,8 @@ def os_errors_as(kind: type[AgentError], what: str, *, otherwise: str = "") -> I
         raise kind(f"{what}: {e.strerror or e}{remedy}") from e
 
 
-def is_of_node(error: OSError) -> bool:
-    """The node lacks something, or its disk fails: it says nothing of the file, which may be used later."""
+def may_pass(error: OSError) -> bool:
+    """Whether the file may be usable later: the node lacks something, or its disk fails."""
     return error.errno in _FILE_REMEDIES
 
 

@@ -69,8 +69,7 @@ class ApiObjects:
 
     async def wait_change(self, version: int) -> None:
         """Waits until there is a newer version."""
-        while self.store.version == version:
-            await self.signal.wait_next()
+        await self.signal.wait_until(lambda: self.store.version != version)
 
     def pods(self) -> list[RawObject]:
         return self.store.all("pods")

@@ -173,8 +173,7 @@ class EmbeddedKubelet:
 
     async def _wait_wanted(self, is_wanted: bool) -> None:
         # No deadline: what is waited for is the life of the node.
-        while self._is_wanted != is_wanted:
-            await self._signal.wait_next()
+        await self._signal.wait_until(lambda: self._is_wanted == is_wanted)
 
     async def start(self) -> None:
         """Returns when both sockets listen; admissions begin `times.admission_delay_s` later."""

@@ -163,9 +163,7 @@ class PodWorker:
         for container in self.living():
             self._record(container.name, "Killing", f"Stopping container {container.name}")
             self._runtime.stop(container, grace_s)
-        signal = self._changes
-        while self.living():
-            await signal.wait_next()
+        await self._changes.wait_until(lambda: not self.living())
 
     def confirm_deletion(self) -> None:
         where = self.identity

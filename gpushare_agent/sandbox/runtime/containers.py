@@ -265,9 +265,8 @@ class ContainerRuntime:
         before = self.find(config.pod_uid, config.name)
         attempt = before.attempt + 1 if before is not None else 0
         try:
-            container = self._create(config, attempt)
-        except OSError as error:
-            raise Unavailable(f"{where} cannot start: {error.strerror or error}") from error
+            with os_errors_as(Unavailable, f"{where} cannot start"):
+                container = self._create(config, attempt)
         except ValueError as error:
             raise Unavailable(
                 f"{where} cannot start: no process can have such a command or environment: {error}; correct the manifest"

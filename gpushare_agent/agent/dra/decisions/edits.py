@@ -409,13 +409,13 @@ def _view_edits(
         handlers=handlers,
     )
     isolated = ISOLATIONS[isolation].edits(request)
+    if isinstance(isolated, Refused):
+        return isolated
     # The spec of each may lift the limit, but not by a variable that the edits set.
     for user in users:
         user = replace(user, env={name: value for name, value in user.env.items() if name == ENV_PRELOAD})
-        checked = ISOLATIONS[isolation].edits(replace(request, container=user))
-        isolated = checked if isinstance(checked, Refused) else isolated
-    if isinstance(isolated, Refused):
-        return isolated
+        if isinstance(checked := ISOLATIONS[isolation].edits(replace(request, container=user)), Refused):
+            return checked
     listed = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
     devices = device_edits(listed, tuple(map(_by_cdi, policy.strategies)))
     return merged(devices, ISOLATIONS[isolation].driver_files(container, policy.config), isolated)
@@ -528,10 +528,9 @@ def _views(claim: AllocatedClaim, pods: Sequence[Pod]) -> list[frozenset[str]] |
     the scheduler made for an extended resource, each is a view of its own, because no container names it."""
     found: dict[frozenset[str], str] = {}
     is_named = any(claim.ref.name in pod.claims.values() for pod in pods)
-    for pod in pods:
-        for container in pod.containers:
-            if named := pod.used_claims(container).get(claim.ref.name):
-                found.setdefault(named_of(named, claim.requests), f"{pod.name}/{container.name}")
+    for pod, container in _users(claim.ref.name, claim.requests, pods):
+        named = pod.used_claims(container)[claim.ref.name]
+        found.setdefault(named_of(named, claim.requests), f"{pod.name}/{container.name}")
     for view, user in found.items():
         # A CDI device is one for all containers: two limits for one request cannot both be written.
         other = next((one for one in found if one != view and one & view), None)

@@ -59,7 +59,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_observed,
 )
 from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
-from gpushare_agent.agent.runtime.machine import this_boot
+from gpushare_agent.agent.runtime.machine import is_before_boot, this_boot
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
@@ -184,7 +184,7 @@ class GpushareFiles:
             if boot_id := boot_of(_read(file, CONFIG_BYTES)):
                 return boot_id != self.boot_id
             # Of an earlier agent, or one that could not read the ID: containers may run with it.
-            return os.fstat(file).st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+            return is_before_boot(os.fstat(file))
 
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gpushare_agent.agent.isolation.mps.files import MpsFiles
 from gpushare_agent.core.kit.process import end_process
-from gpushare_agent.core.model.errors import Unavailable
+from gpushare_agent.core.kit.supervision import bounded
+from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 
 COMMAND_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 * 1024
@@ -104,16 +105,10 @@ class MpsControl:
                 f"the MPS control program {self._control} is not installed, so {command} was not sent. It comes with the "
                 "driver; name its path with mps.control"
             )
-        try:
-            async with asyncio.timeout(self._timeout_s):
+        late = f"gave no answer to {command} within {self._timeout_s:g} s. {_RETRIED}"
+        async with bounded(self._timeout_s, f"the MPS control daemon in {self.files.pipe} {late}"):
+            with os_errors_as(Unavailable, f"the MPS control program {program} cannot be run"):
                 code, answer = await self._run(program, command)
-        except TimeoutError as error:
-            raise Unavailable(
-                f"the MPS control daemon in {self.files.pipe} gave no answer to {command} within {self._timeout_s:g} s. "
-                + _RETRIED
-            ) from error
-        except OSError as error:
-            raise Unavailable(f"the MPS control program {program} cannot be run: {error.strerror or error}") from error
         # Not cut off: a list of PIDs that ends in the middle of one names another process.
         if len(answer) > MAX_ANSWER_BYTES:
             raise Unavailable(f"the answer of {program} to {command} is longer than {MAX_ANSWER_BYTES} bytes")

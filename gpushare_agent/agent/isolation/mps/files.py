@@ -27,7 +27,7 @@ import structlog
 
 from gpushare_agent.core.kit.regular_file import read_regular
 from gpushare_agent.core.kit.sockets import MAX_ADDRESS_BYTES, connectable_path
-from gpushare_agent.core.model.errors import StartupError, file_remedy
+from gpushare_agent.core.model.errors import StartupError, os_errors_as
 
 log = structlog.get_logger(__name__)
 
@@ -127,16 +127,13 @@ class MpsFiles:
         if shared_memory is not None:
             desired.append((shared_memory, _SHARED_MODE))
         for directory, mode in desired:
-            try:
+            what = f"the control daemon was not started: the directory {directory} cannot be made for MPS"
+            remedy = "check what is at this path, or choose another: mps.pipe_directory"
+            with os_errors_as(StartupError, what, otherwise=remedy):
                 # One that is there keeps its mode: it may be the operator's.
                 if not directory.is_dir():
                     directory.mkdir(parents=True)
                     directory.chmod(mode)  # whatever the umask
-            except OSError as error:
-                raise StartupError(
-                    f"the directory {directory} for MPS cannot be made ({error.strerror}). The control daemon was not "
-                    f"started. {file_remedy(error, 'Check what is at this path, or choose another: mps.pipe_directory')}"
-                ) from error
             _label(directory)
         if problem := self.obstacle():
             raise StartupError(f"{problem}. The control daemon was not started; choose another with mps.pipe_directory")
@@ -149,16 +146,10 @@ class MpsFiles:
         removed = []
         for name in DAEMON_FILES:
             path = self.pipe / name
-            try:
+            what = f"no MPS control daemon was started: {path}, left by one that has ended, cannot be removed"
+            with os_errors_as(StartupError, what, otherwise="remove it by hand"), suppress(FileNotFoundError):
                 path.unlink()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise StartupError(
-                    f"{path}, left by an MPS control daemon that has ended, cannot be removed ({error.strerror}). No other "
-                    "one was started. Remove it by hand"
-                ) from error
-            removed.append(name)
+                removed.append(name)
         return removed
 
 

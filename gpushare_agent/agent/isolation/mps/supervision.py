@@ -136,11 +136,9 @@ class MpsSupervision(Struct, eq=False):
     async def _serve(self) -> str:
         """Waits until it ends; returns how it did."""
         while True:
-            try:
-                async with asyncio.timeout(self.timeouts.probe_period_s):
-                    return f"it {_ending(await self.daemon.wait())}"
-            except TimeoutError:
-                pass
+            await at_most(self.timeouts.probe_period_s, self.daemon.wait())
+            if self.daemon.exit_code is not None:
+                return f"it {_ending(self.daemon.exit_code)}"
             try:
                 await self.control.get_default_active_thread_percentage()
             except Unavailable as error:

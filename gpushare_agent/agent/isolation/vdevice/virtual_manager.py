@@ -98,8 +98,8 @@ class Intervals(Struct, frozen=True, kw_only=True):
 
 
 UNREAD = Intervals(settled_poll_s=30.0, polls_of_all=1, recent_for_s=0.0)
-"""Where no isolation in use reads lists of processes: polls of all alone. For containers of one that was in use before, and
-all programs that register."""
+"""Where no isolation in use reads the lists of processes: only the polls of all containers. The lists are then for
+containers of an isolation that was in use before, and for programs that register."""
 
 
 class VirtualManager:
