@@ -142,6 +142,24 @@ async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_d
             )
 
 
+async def test_a_reload_of_one_that_stood_by_and_has_the_lock_by_then_registers_its_devices() -> None:
+    """The one that served has ended, and this one was about to register: its lists were not made yet."""
+    async with open_test_node() as node:
+        async with open_agent(node) as old:
+            chosen = await resolve_isolation(old.parts.node.settings)
+        before = build(chosen)
+        assert before.kubelet.lock.try_acquire()
+        await before.kubelet.pause()
+        again = build(chosen, previous=before)
+        plugins = {one.endpoint.resource: one.endpoint.plugin for one in again.kubelet.registrar._resources}
+        registered: dict[str, int] = {}
+        again.kubelet.registrar.on_registered = lambda name: registered.update({name: len(plugins[name].table.devices)})
+        async with running_task("agent", partial(run_generation, again, is_incoming=False)):
+            await poll_until(lambda: again.kubelet.has_recovered, "it serves")
+            await node.wait_registered()
+            assert set(registered) == set(plugins) and all(registered.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
