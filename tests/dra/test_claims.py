@@ -236,7 +236,7 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(
     driver.refusal = None
     with refused_opening(monkeypatch, lambda path: path.name.startswith(NEW_PREFIX)):
         why = await refused(driver)
-    assert f"({tmp_path}/cdi/gpushare-agent-claim-{uid_of(1)}.json). the agent's open files" in why, "no temporary name"
+    assert f"({tmp_path}/cdi/gpushare-agent-claim-{uid_of(1)}.json). The agent's open files" in why, "no temporary name"
     (tmp_path / "records").write_text("no directory")
     assert "recording claim claim-1 failed: " in await refused(driver) and not len(driver.cache)
 
