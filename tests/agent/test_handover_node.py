@@ -1,4 +1,4 @@
-"""Two agents on one node, as during an upgrade: the newcomer takes over, nothing is refused, and either may end or die."""
+"""Two agents on one node, as during an upgrade: the incoming one takes over, nothing is refused, and either may end or die."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number: signal.Signals) -> None:
-    """An upgrade that fails, or is taken back: no third agent is needed, also where the newcomer was killed."""
+    """An upgrade that fails, or is taken back: no third agent is needed, also where the incoming one was killed."""
     async with open_test_node() as node, open_child(node):
         await node.start_pods(pod("before", container(cores=60, blocks=40)))
         async with open_child(node, wait=False) as new:

@@ -86,7 +86,7 @@ def test_without_a_directory_no_other_agent_is_waited_for(short_dir: Path) -> No
 
 @pytest.mark.parametrize("method", [TAKE, WAIT])
 async def test_a_successor_is_told_when_the_agent_has_left(method: str, short_dir: Path) -> None:
-    """Only a newcomer's request makes it leave."""
+    """Only an incoming agent's request makes it leave."""
     handover, requested = Handover(), Recorder()
     handover.is_serving = True
     handover.on_requested = lambda: requested.record("requested")
@@ -101,7 +101,7 @@ async def test_a_successor_is_told_when_the_agent_has_left(method: str, short_di
         assert not handover.waiting
 
 
-async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> None:
+async def test_of_several_successors_one_incoming_agent_is_answered(short_dir: Path) -> None:
     """The others go on waiting, and ask again when the sockets close."""
     handover = Handover()
     handover.is_serving = True
@@ -110,11 +110,11 @@ async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> No
             waiting = tasks.create_task(ask_for_handover(short_dir, WAIT))
             while handover.waiting < 1:
                 await asyncio.sleep(0.001)
-            newcomer = tasks.create_task(ask_for_handover(short_dir, TAKE))
+            incoming = tasks.create_task(ask_for_handover(short_dir, TAKE))
             while handover.waiting < 2:
                 await asyncio.sleep(0.001)
             await handover.answer()
-            assert await newcomer
+            assert await incoming
             assert not waiting.done()
         assert not await waiting
 
@@ -143,7 +143,7 @@ async def test_an_agent_that_hangs_keeps_no_incoming_one_from_the_one_that_serve
 
 
 async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_dir: Path) -> None:
-    """A killed agent's socket refuses; one that does not leave is given up. One that does not serve is passed over, as the
+    """A killed agent's socket refuses; one that does not leave is given up. One that does not serve refuses, as the
     asking one itself, whose sockets are there already; with nobody else the answer is no."""
     bind_unix_socket(short_dir / instance_socket_name("vcore"), mode=0o600).close()
     assert not await ask_for_handover(short_dir, TAKE)
