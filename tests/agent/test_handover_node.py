@@ -312,7 +312,9 @@ async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_re
             assert agent.parts.dra is not None and agent.parts.dra.not_served()
 
 
-async def test_a_claim_with_files_in_an_earlier_directory_keeps_an_incoming_agent_from_being_ready(short_dir: Path) -> None:
+async def test_a_claim_with_files_in_an_earlier_directory_keeps_an_incoming_agent_from_being_ready(
+    short_dir: Path,
+) -> None:
     """As a share of a device plugin does."""
     async with open_test_node() as node:
         record_claim(node, "gpushare")
