@@ -285,8 +285,9 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
             find_configuration(agent.node.settings.kubeconfig, os.environ)
             if not is_incoming:
                 agent.readiness.is_met.set()  # the generation before served, or handed over
-            # A try, no wait: where another agent holds the lock it serves, and this one succeeds it below.
-            is_first = is_incoming and kubelet.lock.try_acquire()
+            # A try, no wait: where another agent holds the lock it serves, and this one succeeds it below. One that stood by
+            # may have got the lock just before its reload.
+            is_first = kubelet.lock.is_held or (is_incoming and kubelet.lock.try_acquire())
             if is_first and agent.dra is not None:
                 agent.dra.acquire()
             is_reload = is_first and kubelet.is_reloaded

@@ -1,4 +1,4 @@
-"""Two agents on one node, as during an upgrade: the newcomer takes over, nothing is refused, and either may end or die."""
+"""Two agents on one node, as during an upgrade: one takes over, nothing is refused, and either may end or die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def _end(child: asyncio.subprocess.Process, number: signal.Signals) -> Non
     await child.wait()
 
 
-async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> None:
+async def test_an_incoming_agent_takes_over_during_a_burst_and_no_pod_is_refused() -> None:
     """The first agent waits for a pause, hands over, and stands by until it is ended. The ledger is whole."""
     names = [f"burst-{number}" for number in range(12)]
     async with open_test_node() as node, open_child(node) as old:
@@ -62,8 +62,8 @@ async def test_a_newcomer_takes_over_during_a_burst_and_no_pod_is_refused() -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number: signal.Signals) -> None:
-    """An upgrade that fails, or is taken back: no third agent is needed, also where the newcomer was killed."""
+async def test_the_one_that_stands_by_serves_again_when_the_incoming_one_ends(number: signal.Signals) -> None:
+    """An upgrade that fails, or is taken back: no third agent is needed, also where the incoming one was killed."""
     async with open_test_node() as node, open_child(node):
         await node.start_pods(pod("before", container(cores=60, blocks=40)))
         async with open_child(node, wait=False) as new:
@@ -76,24 +76,24 @@ async def test_the_one_that_stands_by_serves_again_when_the_newcomer_ends(number
             node.assert_nothing_shared()
 
 
-async def test_a_newcomer_serves_when_the_agent_that_served_was_killed() -> None:
+async def test_an_incoming_agent_serves_when_the_agent_that_served_was_killed() -> None:
     """While it asks: the kernel frees the lock."""
     async with open_test_node() as node, open_child(node) as old:
         old.send_signal(signal.SIGSTOP)
         async with open_child(node, wait=False):
-            await poll_until(lambda: node.log_lines("another_agent_serves"), "the newcomer asks")
+            await poll_until(lambda: node.log_lines("another_agent_serves"), "the incoming one asks")
             await _end(old, signal.SIGKILL)
             await _wait_serving(node, times=2)
             await node.start_pods(pod("after", container(cores=60, blocks=40)))
 
 
 async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> None:
-    """A rollout goes on only when the newcomer serves; a rollback finds the old one ready. Costs count once."""
+    """A rollout goes on only when the incoming one serves; a rollback finds the old one ready. Costs count once."""
     async with open_test_node() as node, open_agent(node) as old:
         assert not old.parts.kubelet.not_ready()
         await node.start_pods(pod("p", container(cores=60, blocks=40)))
         async with open_agent(node, wait=False) as new:
-            await poll_until(lambda: old.parts.kubelet.handover.waiting > 0, "the newcomer asks")
+            await poll_until(lambda: old.parts.kubelet.handover.waiting > 0, "the incoming one asks")
             assert new.parts.kubelet.not_ready()
             assert not old.parts.kubelet.not_ready()
             assert (counted_for_costs(old), counted_for_costs(new)) == (True, False)
@@ -142,6 +142,24 @@ async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_d
             )
 
 
+async def test_a_reload_of_one_that_stood_by_and_has_the_lock_by_then_registers_its_devices() -> None:
+    """The one that served has ended, and this one was about to register: its lists were not made yet."""
+    async with open_test_node() as node:
+        async with open_agent(node) as old:
+            chosen = await resolve_isolation(old.parts.node.settings)
+        before = build(chosen)
+        assert before.kubelet.lock.try_acquire()
+        await before.kubelet.pause()
+        again = build(chosen, previous=before)
+        plugins = {one.endpoint.resource: one.endpoint.plugin for one in again.kubelet.registrar._resources}
+        registered: dict[str, int] = {}
+        again.kubelet.registrar.on_registered = lambda name: registered.update({name: len(plugins[name].table.devices)})
+        async with running_task("agent", partial(run_generation, again, is_incoming=False)):
+            await poll_until(lambda: again.kubelet.has_recovered, "it serves")
+            await node.wait_registered()
+            assert set(registered) == set(plugins) and all(registered.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -154,13 +172,13 @@ async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_d
         (["--device-list-strategy=cdi-cri", "--cdi.spec-directories=/proc/nope/cdi"], "/proc/nope/cdi"),
     ],
 )
-async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_agent_that_serves(
+async def test_an_incoming_agent_that_could_give_no_share_leaves_the_kubelet_to_the_agent_that_serves(
     flags: list[str], named: str
 ) -> None:
     """It is not Ready and says why, so the rollout stops; shares are given as before."""
     async with open_test_node() as node, open_agent(node) as old, open_agent(node, *flags, wait=False) as new:
         await poll_until(
-            lambda: any(named in one for one in new.parts.readiness.not_ready()), "the newcomer has looked"
+            lambda: any(named in one for one in new.parts.readiness.not_ready()), "the incoming one has looked"
         )
         await node.start_pods(pod("after", container(cores=60, blocks=40)))
         assert old.held() and not new.held()
@@ -170,20 +188,20 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         assert len(list(node.paths.device_plugin_path.glob("v*-*.sock"))) == 2
 
 
-async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -> None:
+async def test_an_incoming_agent_takes_over_once_shares_can_be_given(short_dir: Path) -> None:
     """The cause was on the node and is removed: no other rollout is needed."""
     in_the_way = short_dir / "file"
     in_the_way.touch()
     flag = f"--libgpushare.directory={in_the_way / 'gpushare'}"
     async with open_test_node() as node, open_agent(node) as old, open_agent(node, flag, wait=False) as new:
         new.parts.readiness.period_s = 0.05
-        await poll_until(lambda: str(in_the_way) in str(new.parts.readiness.not_ready()), "the newcomer has looked")
+        await poll_until(lambda: str(in_the_way) in str(new.parts.readiness.not_ready()), "the incoming one has looked")
         in_the_way.unlink()
-        await poll_until(lambda: old.parts.kubelet.handover.waiting, "the newcomer asks")
+        await poll_until(lambda: old.parts.kubelet.handover.waiting, "the incoming one asks")
         assert not new.parts.readiness.not_ready()
 
 
-async def test_a_newcomer_with_another_directory_waits_until_the_shares_of_the_first_have_ended(
+async def test_an_incoming_agent_with_another_directory_waits_until_the_shares_of_the_first_have_ended(
     short_dir: Path,
 ) -> None:
     """Their files stay with the agent that keeps them, which serves on."""
@@ -201,7 +219,7 @@ async def test_a_newcomer_with_another_directory_waits_until_the_shares_of_the_f
             assert set(files) <= set(node.paths.virtual_manager.rglob("*"))
             for name in ("before", "meanwhile"):
                 node.api.delete_pod("default", name)
-            await poll_until(lambda: old.parts.kubelet.handover.waiting, "the newcomer asks")
+            await poll_until(lambda: old.parts.kubelet.handover.waiting, "the incoming one asks")
             assert not new.parts.readiness.not_ready()
 
 
@@ -223,13 +241,13 @@ async def test_an_agent_alone_serves_and_warns_of_shares_in_an_earlier_directory
             await poll_until(lambda: not agent.parts.readiness.not_ready(), "it is Ready")
 
 
-async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_has_ended() -> None:
+async def test_an_incoming_agent_that_could_give_no_share_serves_when_the_other_agent_has_ended() -> None:
     """What can be had is given, a share is refused with the setting as it is written, and the agent stays not Ready."""
     flags = ("--libgpushare.directory=/proc/nope/gpushare", "--isolations-allowed=none")
     async with open_test_node() as node, open_child(node) as old, open_agent(node, *flags, wait=False) as new:
-        await poll_until(lambda: "nope" in str(new.parts.readiness.not_ready()), "the newcomer has looked")
+        await poll_until(lambda: "nope" in str(new.parts.readiness.not_ready()), "the incoming one has looked")
         await _end(old, signal.SIGTERM)
-        await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
+        await poll_until(lambda: new.parts.kubelet.has_recovered, "the incoming one serves")
         await node.wait_registered()
         unlimited = {"tencent.com/gpu-isolation": "none"}
         await node.start_pods(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
@@ -294,7 +312,9 @@ async def test_claims_that_an_earlier_agent_has_left_keep_no_agent_from_being_re
             assert agent.parts.dra is not None and agent.parts.dra.not_served()
 
 
-async def test_a_claim_with_files_in_an_earlier_directory_keeps_a_newcomer_from_being_ready(short_dir: Path) -> None:
+async def test_a_claim_with_files_in_an_earlier_directory_keeps_an_incoming_agent_from_being_ready(
+    short_dir: Path,
+) -> None:
     """As a share of a device plugin does."""
     async with open_test_node() as node:
         record_claim(node, "gpushare")

@@ -129,7 +129,7 @@ async def test_an_agent_with_a_kubelet_of_its_own_takes_no_other_agents_claims(t
                 assert not list((tmp_path / "device-plugins").iterdir())
 
 
-async def test_a_newcomer_at_the_same_paths_takes_over_the_claims() -> None:
+async def test_an_incoming_agent_at_the_same_paths_takes_over_the_claims() -> None:
     """As during an upgrade: the driver is registered all the time, and one agent has the claims in its ledger."""
     async with open_test_node(times=TIMES) as node:
         record_claim(node)

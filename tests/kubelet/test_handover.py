@@ -9,9 +9,12 @@ import subprocess
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpushare_agent.agent.admission.part import AdmissionPart
 from gpushare_agent.agent.kubelet.handover import (
     TAKE,
     WAIT,
@@ -22,11 +25,14 @@ from gpushare_agent.agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
+from gpushare_agent.agent.kubelet.registration import Registrar
 from gpushare_agent.core.kit.sockets import bind_unix_socket
 from gpushare_agent.core.model.allocations import ContainerEdits
+from gpushare_agent.core.settings.sections import KubeletSettings
+from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import running
 from tests.kit.support_grpc import served_at
-from tests.kubelet.support_plugin import DEADLINE_S, FakeAdmission, Recorder
+from tests.kubelet.support_plugin import FakeAdmission, Recorder
 from tests.support_process import no_free_descriptor
 
 
@@ -80,12 +86,12 @@ def test_without_a_directory_no_other_agent_is_waited_for(short_dir: Path) -> No
 
 @pytest.mark.parametrize("method", [TAKE, WAIT])
 async def test_a_successor_is_told_when_the_agent_has_left(method: str, short_dir: Path) -> None:
-    """Only a newcomer's request makes it leave."""
+    """Only an incoming agent's request makes it leave."""
     handover, requested = Handover(), Recorder()
     handover.is_serving = True
     handover.on_requested = lambda: requested.record("requested")
     async with serving(short_dir, handover), asyncio.TaskGroup() as tasks:
-        asked = tasks.create_task(ask_for_handover(short_dir, method, timeout_s=DEADLINE_S))
+        asked = tasks.create_task(ask_for_handover(short_dir, method))
         while not handover.waiting:
             await asyncio.sleep(0.001)
         assert requested.events == (["requested"] if method == TAKE else [])
@@ -95,20 +101,20 @@ async def test_a_successor_is_told_when_the_agent_has_left(method: str, short_di
         assert not handover.waiting
 
 
-async def test_of_several_successors_one_newcomer_is_told(short_dir: Path) -> None:
+async def test_of_several_successors_one_incoming_agent_is_answered(short_dir: Path) -> None:
     """The others go on waiting, and ask again when the sockets close."""
     handover = Handover()
     handover.is_serving = True
     async with asyncio.TaskGroup() as tasks:
         async with serving(short_dir, handover):
-            waiting = tasks.create_task(ask_for_handover(short_dir, WAIT, timeout_s=DEADLINE_S))
+            waiting = tasks.create_task(ask_for_handover(short_dir, WAIT))
             while handover.waiting < 1:
                 await asyncio.sleep(0.001)
-            newcomer = tasks.create_task(ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S))
+            incoming = tasks.create_task(ask_for_handover(short_dir, TAKE))
             while handover.waiting < 2:
                 await asyncio.sleep(0.001)
             await handover.answer()
-            assert await newcomer
+            assert await incoming
             assert not waiting.done()
         assert not await waiting
 
@@ -126,7 +132,7 @@ async def test_an_agent_that_hangs_keeps_no_incoming_one_from_the_one_that_serve
             served_at(short_dir / "vmemory-10000000.sock", handover),
             asyncio.TaskGroup() as tasks,
         ):
-            asked = tasks.create_task(ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S))
+            asked = tasks.create_task(ask_for_handover(short_dir, TAKE))
             while handover.waiting < 2:
                 await asyncio.sleep(0.001)
             await handover.answer()
@@ -137,17 +143,40 @@ async def test_an_agent_that_hangs_keeps_no_incoming_one_from_the_one_that_serve
 
 
 async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded(short_dir: Path) -> None:
-    """A killed agent's socket refuses; one that does not leave is given up. One that does not serve is passed over, as the
+    """A killed agent's socket refuses; one that does not leave is given up. One that does not serve refuses, as the
     asking one itself, whose sockets are there already; with nobody else the answer is no."""
     bind_unix_socket(short_dir / instance_socket_name("vcore"), mode=0o600).close()
-    assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+    assert not await ask_for_handover(short_dir, TAKE)
     handover, requested = Handover(), Recorder()
     handover.on_requested = lambda: requested.record("requested")
     async with serving(short_dir, handover):
-        assert not await ask_for_handover(short_dir, TAKE, timeout_s=DEADLINE_S)
+        assert not await ask_for_handover(short_dir, TAKE)
         assert requested.events == []
         handover.is_serving = True
-        assert not await ask_for_handover(short_dir, TAKE, timeout_s=0.05)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await ask_for_handover(short_dir, TAKE)
+
+
+async def test_an_agent_that_hangs_is_asked_once_before_the_lock_is_tried(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one that served has died, the node has no agent meanwhile."""
+    monkeypatch.setattr("gpushare_agent.agent.admission.part.ASK_S", 0.05)
+    settings = Settings(node_name="n", kubelet=KubeletSettings(device_plugin_path=short_dir))
+    agent: Any = SimpleNamespace(
+        registrar=Registrar(device_plugin_path=short_dir, endpoints=[]),
+        node=SimpleNamespace(settings=settings),
+        lock=ServingLock(short_dir),
+    )
+    with bind_unix_socket(short_dir / "vcore-00000000.sock", mode=0o600) as hangs:
+        hangs.listen()
+        hangs.setblocking(False)
+        assert await AdmissionPart.follow(agent, is_incoming=True)
+        hangs.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            hangs.accept()
+    agent.lock.release()
 
 
 def test_stale_sockets_are_removed_and_no_others(short_dir: Path) -> None:

@@ -60,7 +60,7 @@ HANDOVER_WAIT_S = 90.0
 30 s, 46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
 QUIET_POLL_S = 0.02
 ASK_S = 100.0
-"""How long one request for the handover may take; then the GPUs are read again and it is repeated."""
+"""How long requests for the handover may take; then the GPUs are read again and they are repeated."""
 TAKE_OVER_S = 15.0
 """The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
 
@@ -182,10 +182,12 @@ class AdmissionPart:
         with suppress(Unavailable):
             await self.registrar.serve()
         directory = self.node.settings.kubelet.device_plugin_path
-        # Twice: where the agent that served handed over to another one, that one serves now.
-        for _ in range(2):
-            if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
-                return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                # Twice: where the agent that served handed over to another one, that one serves now.
+                for _ in range(2):
+                    if await ask_for_handover(directory, TAKE if is_incoming else WAIT):
+                        return True
         if self.lock.try_acquire():
             return True
         await asyncio.sleep(LOCK_POLL_S)

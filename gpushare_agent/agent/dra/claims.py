@@ -238,7 +238,8 @@ class Claims(Struct, kw_only=True, eq=False):
         try:
             async with self._lock(claim.ref.uid):
                 if self._prepared.get(claim.ref.uid) is claim:
-                    await self._enter(claim, await self._made_again(claim) if may_make else self._again()(claim))
+                    made = await self._made_again(claim) if may_make else self._again()(claim)
+                    await self._enter(claim, made, may_warn=may_make)
                     self._not_written.is_over(claim.ref.uid)
         except AgentError as e:  # its running containers need it no more, and Prepare writes it again
             if self._not_written.is_new(str(e), claim.ref.uid):
@@ -266,20 +267,21 @@ class Claims(Struct, kw_only=True, eq=False):
             return refused
         return self._again()(claim)
 
-    async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused) -> None:
-        """Writes what a prepared claim is now, under its lock. Raises Unavailable: a file cannot be written, or the host not
-        be prepared for another instance or after a boot."""
+    async def _enter(self, claim: PreparedClaim, made: PreparedClaim | Refused, *, may_warn: bool = True) -> None:
+        """Writes what a prepared claim is now, under its lock. `may_warn` its pods of a GPU that is gone: not before its
+        instance was to be made again. Raises Unavailable: a file cannot be written, or the host not be prepared for another
+        instance or after a boot."""
         uid, name = claim.ref.uid, claim.ref.name
         if isinstance(made, Refused):
             await self._in_thread(partial(self.files.remove_spec, uid), f"removing the CDI spec of {name}")
-            before, are_pods_known = self._has_spec.get(uid, True), self.node.pods.is_synced
+            before, may_warn = self._has_spec.get(uid, True), may_warn and self.node.pods.is_synced
             if before:
                 log.error("claim_without_gpu", claim=name, claim_uid=uid, why=made.detail)
-            if before is not False and are_pods_known:
+            if before is not False and may_warn:
                 # Nobody calls for a container that restarts: the runtime alone says that it cannot resolve a device.
                 key = ContainerKey(PodUid(uid), name)
                 self.isolation.host.warn_of(key, "ClaimWithoutGPU", f"has no GPU now: {made.detail}")
-            self._has_spec[uid] = False if are_pods_known else None
+            self._has_spec[uid] = False if may_warn else None
             return
         if (made.places, made.boot_id) != (claim.places, claim.boot_id):
             # The host's files are made from the ledger. The record is last: cut off before, all is done again.

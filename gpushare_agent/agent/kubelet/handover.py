@@ -253,19 +253,16 @@ class QueuedCalls:
             self.close()
 
 
-async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:
+async def ask_for_handover(directory: Path, method: str) -> bool:
     """Asks the agent that serves at one of the sockets in `directory`: True once the kubelet follows it no more, False where
-    none is there, or it did not within the time."""
+    none is there. The caller bounds it."""
     async with asyncio.TaskGroup() as group:
         # All at once: the one that serves answers late, and another agent that is stopped, or hangs in the driver, never.
         asked = {group.create_task(_ask(path, method), name="ask") for path in _instance_sockets(directory)}
         try:
-            async with asyncio.timeout(timeout_s):
-                for answer in asyncio.as_completed(asked):
-                    if await answer:
-                        return True
-        except TimeoutError:
-            pass
+            for answer in asyncio.as_completed(asked):
+                if await answer:
+                    return True
         finally:
             for one in asked:
                 one.cancel()
