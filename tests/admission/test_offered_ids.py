@@ -12,6 +12,7 @@ from gpushare_agent.agent.admission.device_tables import DeviceTables
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, device_id, unit_id
+from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import ResourceKind
 from gpushare_agent.core.settings.settings import Settings
 from tests.cluster.support_kube import running
@@ -101,8 +102,16 @@ def test_what_containers_hold_of_a_gpu_that_is_no_longer_offered_stays_on_it() -
     assert not tables.tables[VCORE_RESOURCE].devices
 
 
-@pytest.mark.parametrize("taken_by", ["excluded_gpus", "dra", "cordon", "no_shares", "fault"])
-async def test_what_a_pod_has_of_a_gpu_that_nobody_new_gets_is_healthy_until_it_ends(taken_by: str) -> None:
+@pytest.mark.parametrize(
+    ("taken_by", "kind"),
+    [
+        *((one, ContainerKind.INIT) for one in ("excluded_gpus", "dra", "cordon", "no_shares", "fault")),
+        ("cordon", ContainerKind.MAIN),
+    ],
+)
+async def test_what_an_init_container_has_of_a_gpu_that_nobody_new_gets_is_healthy_until_its_pod_ends(
+    taken_by: str, kind: ContainerKind
+) -> None:
     """A kubelet that starts again rejects a running pod if an init container's are not: only a fault of the GPU may do that.
     Of the rest none is offered, and at the pod's end none of its own."""
     gpus, state, resource = inventory(2), GpuInventoryState(), VMEMORY_RESOURCE
@@ -119,10 +128,10 @@ async def test_what_a_pod_has_of_a_gpu_that_nobody_new_gets_is_healthy_until_it_
     isolations.has_no_shares = lambda: taken_by == "no_shares"  # type: ignore[method-assign]
     tables = DeviceTables(node=node, isolation=isolations, ids=DeviceIds())
     node.cache.subscribe(tables.allocation_changed)
-    share = allocation(pod("a", container(cores=30, blocks=4)), "main", ids(0, range(30)), ids(0, range(4)))
+    share = allocation(pod("a", container(cores=30, blocks=4)), "main", ids(0, range(30)), ids(0, range(4)), kind)
     node.cache.put(share)
     tables.refresh()
-    held = [] if taken_by == "fault" else [f"{key_of(uuid)}-{n}" for n in range(4)]
+    held = [] if taken_by == "fault" or kind is ContainerKind.MAIN else [f"{key_of(uuid)}-{n}" for n in range(4)]
     free = [] if taken_by in ("no_shares", "fault") else [f"{key_of(other)}-{n}" for n in range(96)]
     assert [row.id for row in tables.tables[resource].devices if row.healthy] == held + free
     async with running(tables.run):

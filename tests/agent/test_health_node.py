@@ -163,8 +163,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
         code, out, err = await _cordon(node, "cordon", "0", "--reason", "new fan")
         assert (code, err) == (0, "")
         assert out.startswith(f"GPU 0 ({uuid}) is cordoned: new fan.\nPods that run on it go on; no new pod gets it")
-        # What the first pod has stays Healthy, for a kubelet that starts again.
-        await node.wait_until(lambda: node.states_of(uuid) == {True, False}, "what is free of the cordoned GPU away")
+        await node.wait_until(lambda: _is_away(node, uuid), "the cordoned GPU away")
         assert (await _cordon(node, "cordon", uuid, "--reason", "new fan"))[1].startswith(f"GPU 0 ({uuid}) is already")
         node.api.create_pod(pod("second", container(cores=30, blocks=10)))
         await node.wait_running("first", "second")

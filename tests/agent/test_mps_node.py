@@ -60,14 +60,10 @@ def mounts_of(node: NodeUnderTest, name: str) -> list[tuple[str, str, bool]]:
 async def wait_shares(node: NodeUnderTest, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     reason = agent.parts.isolation.unavailable_reason
-
     # Both: of an agent that has just registered, the first list may be of before the first check.
-    # What running shares have stays healthy.
-    def is_heard() -> bool:
-        is_offered = node.healthy(MEMORY) > len(node.kubelet.devices.allocated(MEMORY))
-        return is_offered is served and bool(reason("mps")) is not served
-
-    await node.wait_until(is_heard, f"memory healthy: {served}")
+    await node.wait_until(
+        lambda: bool(node.healthy(MEMORY)) is served and bool(reason("mps")) is not served, f"memory healthy: {served}"
+    )
 
 
 @pytest.fixture

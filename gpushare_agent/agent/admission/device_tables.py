@@ -4,10 +4,11 @@ State owned: the tables (kubelet/device_table.py), whether they are behind the a
 withheld for shares that have grown, and what was last logged. A table that is behind does no harm: the admission decides by
 the cache itself.
 
-Free IDs of a healthy GPU are reported Unhealthy if they exceed its free memory, if a share that has grown borrows their
-capacity, and for shares while the daemon that they need is down. What a container has is listed as healthy until its pod
-ends, also of a GPU that is cordoned, excluded or claims' by now, unless the GPU has a fault: a kubelet that starts again
-rejects a running pod if an init container's devices are not healthy (measured on 1.36).
+IDs of a healthy GPU are reported Unhealthy if they exceed its free memory, if a share that has grown borrows their
+capacity, and for shares while the daemon that they need is down. An allocated ID is not withheld when memory is short: its
+container keeps running. What an init container has stays healthy until its pod ends, also of a GPU that is cordoned,
+excluded or claims' by now, unless the GPU has a fault: a kubelet that starts again rejects the pod, which runs, if it is not
+(measured on 1.36). Not what others have: where a pod ends, the scheduler would count on it until the kubelet's next report.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.gpus import Gpu, GpuInventory
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, device_id, gpu_of, has_kubelet_text, split_device_id
+from gpushare_agent.core.model.pods import ContainerKind
 from gpushare_agent.core.model.resources import (
     Measure,
     ReplicaLayout,
@@ -166,7 +168,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     tables: dict[str, DeviceTable] = field(default_factory=dict)
     _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
     _followed: set[GpuUuid] = field(default_factory=set)
-    """GPUs whose lists depend on who has them: shares have grown there, or the kubelet gets only what containers have."""
+    """GPUs whose lists depend on who has them: shares have grown there, or it gives nobody anything new."""
     _unlike: ReportOnce = field(default_factory=ReportOnce)
 
     def __post_init__(self) -> None:
@@ -218,6 +220,11 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         borrowed = cache.borrowed()
         away = {gpu.uuid for gpu in known.gpus if any(missing) or not gpu.is_healthy}
         self._followed = others | away | borrowed.keys()
+        init = (
+            {one.key for one in cache if one.kind is ContainerKind.INIT}
+            if others or away
+            else frozenset[ContainerKey]()
+        )
         for resource, table in self.tables.items():
             kind = names.by_name[resource]
             holders = ledger.holders[kind]
@@ -230,7 +237,11 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
-            kept = {device for device in held if gpu_of(device) in in_order}
+            kept = (
+                {one for one in held if gpu_of(one) in in_order and not init.isdisjoint(holders[one])}
+                if init
+                else set()
+            )
             of_others = _by_gpu(sorted(device for device in kept if gpu_of(device) in others))
             ids |= {gpu: of_others.get(gpu, []) for gpu in others}
             table.set_devices(device_rows(known, ids, self.ids, withheld_ids, kept))
