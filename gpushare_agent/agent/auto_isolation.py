@@ -14,18 +14,15 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.gpus.part import NodeDriver, open_driver
 from gpushare_agent.agent.isolation.choice import Candidate, Choice, choose
-from gpushare_agent.agent.isolation.part import NodeProbe, build_probes
+from gpushare_agent.agent.isolation.part import NodeProbe, build_probes, pods_with_files
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.agent.share_readiness import problem_of
-from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import AUTO
 from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
-
-FILES_TIMEOUT_S = 5.0
 
 
 class NodeSettings(Struct, frozen=True, kw_only=True):
@@ -84,16 +81,13 @@ async def _choose(settings: Settings, driver: NodeDriver, inventory: GpuInventor
 async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> frozenset[str]:
     """The isolations whose files containers have mounted: of the pods with a directory, those that still have a cgroup."""
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    thread = DaemonThread("isolation-files", advice="Check the disks of the isolations' directories.")
     # Programs that run have a library mounted; another choice would leave them with limits that nobody follows.
     found = set()
-    for name, list_pods in ((name, probe.pods) for name, probe in probes.items() if probe.pods is not None):
+    for name, uids in (await pods_with_files(probes)).items():
         try:
-            uids = await thread.call(list_pods, "looking for what isolations need", FILES_TIMEOUT_S)
             # A directory may be left of a pod that has ended; its cgroup is not.
-            if uids and await cgroups.find_pod_directories_in_thread(uids):
+            if await cgroups.find_pod_directories_in_thread(uids):
                 found.add(name)
-        # The choice goes on without this answer: an agent that waits for a slow disk serves nobody.
         except AgentError as e:
             log.warning("running_shares_unknown", isolation=name, error=str(e))
     return frozenset(found)

@@ -252,14 +252,22 @@ async def test_a_container_that_starts_again_waits_while_the_library_is_away() -
 
 
 async def test_a_container_of_an_isolation_that_is_not_in_use_any_more_starts_again_with_new_files() -> None:
-    """With those of the run before, or after a reboot of another boot, it would begin with what is not its own."""
+    """With those of the run before, or after a reboot of another boot, it would begin with what is not its own. Also one
+    whose share was given while the agent with the other isolation waited for the handover."""
     async with open_test_node() as node:
         host = Host(node)
-        async with open_agent(node, "--isolation=gpushare", *host.flags):
+        async with (
+            open_agent(node, "--isolation=gpushare", *host.flags) as old,
+            open_agent(node, "--isolation=none", *host.flags, wait=False) as new,
+        ):
+            await poll_until(lambda: old.parts.kubelet.handover.waiting, "it asks")
             await node.start_pods(pod("old", running("cuda", "sleep", "1000", cores=30, blocks=8)))
             config = host.virtual_manager / node.uid_of("old") / "cuda" / "gpushare.config"
             before = config.stat().st_ino
-        async with open_agent(node, "--isolation=none", *host.flags):
+            await old.parts.leave()
+            old.task.cancel()
+            await poll_until(lambda: new.parts.kubelet.has_recovered, "it serves")
+            await node.wait_registered()
             node.kill_container("old", "cuda")
             await node.wait_until(lambda: node.restarts("old", "cuda") == 1, "the container started again")
             assert config.stat().st_ino != before

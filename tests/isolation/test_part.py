@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import errno
+import threading
+from collections.abc import Collection, Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import ISOLATIONS
+from gpushare_agent.agent.isolation.choice import Standing
 from gpushare_agent.agent.isolation.isolations import Isolations
-from gpushare_agent.agent.isolation.part import IsolationPart
+from gpushare_agent.agent.isolation.part import IsolationPart, NodeProbe, pods_with_files
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import RefusalReason, Refused
@@ -79,6 +82,21 @@ async def test_a_pod_of_an_isolation_that_is_not_in_use_any_more_is_prepared_for
     key = ContainerKey(PodUid(uid), "main")
     assert await found.prepare([key]) == (refused if key == SHARE.key else None)
     assert part.keys == ([key] if key == SHARE.key else [])
+
+
+async def test_pods_with_files_are_listed_in_a_thread_and_a_failure_costs_its_isolation_alone() -> None:
+    """A disk that hangs must not hold the loop."""
+
+    def fail() -> Sequence[PodUid]:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    def listed() -> Sequence[PodUid]:
+        return [] if threading.current_thread() is threading.main_thread() else [SHARE.key.pod_uid]
+
+    probe = NodeProbe(check=IsolationPart().check, standing=Standing(place=1, because="it is there"))
+    pods = {"broken": fail, "good": listed, "empty": list, "none": None}
+    found = await pods_with_files({name: replace(probe, pods=one) for name, one in pods.items()})
+    assert found == {"good": {SHARE.key.pod_uid}}
 
 
 class Prepares(IsolationPart):

@@ -21,9 +21,9 @@ from gpushare_agent.agent.isolation.part import (
     IsolationDriver,
     IsolationHost,
     IsolationPart,
-    ProbedDriver,
     build_part,
     build_probes,
+    pods_with_files,
 )
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.agent.isolation.vdevice.virtual_manager import VirtualManager, build_virtual_manager
@@ -33,7 +33,7 @@ from gpushare_agent.agent.runtime.cri import runtime_client
 from gpushare_agent.agent.runtime.machine import read_kernel_module
 from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
-from gpushare_agent.core.model.errors import AgentError, NodeEventReason, Refused
+from gpushare_agent.core.model.errors import NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.core.model.names import GpuUuid, PodUid
@@ -44,9 +44,9 @@ from gpushare_agent.core.settings.settings import Settings
 log = structlog.get_logger(__name__)
 
 
-class Isolations(Struct, frozen=True, kw_only=True):
-    """`vdevices` and `cdi_watch` are None where nothing on this node needs them. `former` are the parts that are not in use
-    any more, with the pods that still have their files: these are prepared as before, until they end."""
+class Isolations(Struct, kw_only=True, eq=False):
+    """`vdevices` and `cdi_watch` are None where nothing on this node needs them. `former`, from `start` on, are the parts
+    that are not in use any more, with the pods that still have their files: these are prepared as before, until they end."""
 
     host: IsolationHost
     kernel_module: KernelModule | None
@@ -61,12 +61,24 @@ class Isolations(Struct, frozen=True, kw_only=True):
 
     async def start(self) -> None:
         """What must be there before a call of the kubelet is answered: files, the daemon's state, the names of CDI."""
+        # Not at the build: until now another agent may have given shares under its own isolation.
+        await self._find_former()
         for watch in self.watches.values():
             await watch.poll()
         if self.cdi_watch is not None:
             await self.cdi_watch.check()
         for text in device_list_warnings(self.host.node.settings, self.host.volumes):
             log.warning("device_list_strategy", detail=text)
+
+    async def _find_former(self) -> None:
+        settings, host = self.host.node.settings, self.host
+        probes = build_probes(settings, host.driver)
+        of_before = await pods_with_files({n: p for n, p in probes.items() if n not in settings.isolation_parts_in_use})
+        self.former = [(part, pods) for n, pods in of_before.items() if (part := build_part(n, host)) is not None]
+        # One for all: two managers would bind one socket by turns. Where none is in use, only for who has a directory.
+        if self.vdevices is None and of_before:
+            only = frozenset[PodUid]().union(*of_before.values())
+            self.vdevices = build_virtual_manager(host, self.kernel_module, only)
 
     def tasks(self) -> Tasks:
         services: dict[str, Runs | None] = {"cdi specs": self.cdi_watch, "virtual manager": self.vdevices}
@@ -247,12 +259,8 @@ def build(
     )
     in_use = [name for name in ISOLATIONS if name in settings.isolation_parts_in_use]
     parts = {name: part for name in in_use if (part := build_part(name, host)) is not None}
-    of_before = _pods_of_before(settings, driver)
-    former = [(part, pods) for name, pods in of_before.items() if (part := build_part(name, host)) is not None]
-    # One for all: two managers would bind one socket by turns. Where none is needed any more, only for who has a directory.
     is_mounted = any(ISOLATIONS[name].mounts_vdevice for name in in_use)
-    only = None if is_mounted else frozenset[PodUid]().union(*of_before.values())
-    vdevices = build_virtual_manager(host, module, only) if is_mounted or only else None
+    vdevices = build_virtual_manager(host, module) if is_mounted else None
     watches = {name: _watch(name, part, vdevices) for name, part in parts.items()}
     # An incoming instance has checked nothing yet: without a row the alert GpushareIsolationUnavailable does not fire.
     node.metrics.show_isolations(
@@ -264,24 +272,10 @@ def build(
         parts=parts,
         watches=watches,
         vdevices=vdevices,
-        former=former,
         cdi_watch=CdiWatch(cdi_specs(settings, mounts_driver=mounts_driver(settings)), lambda: node.gpus().gpus)
         if {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI}.intersection(settings.device_list_strategy)
         else None,
     )
-
-
-def _pods_of_before(settings: Settings, driver: ProbedDriver) -> dict[str, frozenset[PodUid]]:
-    """By isolation that is not in use any more, the pods with files of it. Blocks."""
-    found = dict[str, frozenset[PodUid]]()
-    for name, probe in build_probes(settings, driver).items():
-        if probe.pods is None or name in settings.isolation_parts_in_use:
-            continue
-        try:
-            found[name] = frozenset(probe.pods())
-        except AgentError as e:
-            log.warning("running_shares_unknown", isolation=name, error=str(e))
-    return {name: pods for name, pods in found.items() if pods}
 
 
 def _watch(name: str, part: IsolationPart, vdevices: VirtualManager | None) -> AvailabilityWatch:

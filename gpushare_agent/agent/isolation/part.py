@@ -25,6 +25,7 @@ from gpushare_agent.agent.isolation.kept import ProbeResult
 from gpushare_agent.agent.node import Node
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.agent.runtime.cri import RuntimeClient
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
 from gpushare_agent.core.kit.supervision import Runs
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, NodeEventReason, Refused
@@ -38,6 +39,7 @@ from gpushare_agent.core.settings.settings import Settings
 log = structlog.get_logger(__name__)
 
 Check = Callable[[], Awaitable[object]]
+FILES_TIMEOUT_S = 5.0
 
 
 class ProbedDriver(MemoryLimiter, Protocol):
@@ -173,6 +175,19 @@ def build_probes(settings: Settings, driver: ProbedDriver) -> dict[str, NodeProb
     single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]
     makers = {name: getattr(module_of(name, "part"), "probe", None) for name in single}
     return {name: make(settings, driver) for name, make in makers.items() if make is not None}
+
+
+async def pods_with_files(probes: Mapping[str, NodeProbe]) -> dict[str, frozenset[PodUid]]:
+    """By isolation, the pods with files of it, where there are any. What does not answer is logged and left out: an agent
+    that waits for a slow disk serves nobody."""
+    thread = DaemonThread("isolation-files", advice="Check the disks of the isolations' directories.")
+    found = dict[str, frozenset[PodUid]]()
+    for name, list_pods in ((name, probe.pods) for name, probe in probes.items() if probe.pods is not None):
+        try:
+            found[name] = frozenset(await thread.call(list_pods, "listing the isolations' files", FILES_TIMEOUT_S))
+        except AgentError as e:
+            log.warning("running_shares_unknown", isolation=name, error=str(e))
+    return {name: pods for name, pods in found.items() if pods}
 
 
 class AvailabilityWatch(Struct, eq=False):
