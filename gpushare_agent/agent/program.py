@@ -360,6 +360,8 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
     # Registered before the lock is free: the kubelet's calls wait in this agent's queue until the other one has ended
     # what it does on the node.
     await kubelet.take_over()
+    # Again: until its end the other one took cordons from people, and events from the driver.
+    await agent.gpus.writer.restore(is_newest=True)
     kubelet.stands_by = False
 
 

@@ -120,6 +120,25 @@ async def test_of_two_incoming_agents_one_serves_and_the_other_waits_for_it(shor
         assert not waits.lock.is_held and not any(map(waits.registrar.is_registered, waits.node.names.names))
 
 
+async def test_what_an_operator_does_while_an_agent_hands_over_counts_for_the_next_one(short_dir: Path) -> None:
+    """The incoming one has read what is saved before it registers: until the other has ended, that takes commands."""
+    async with open_test_node() as node, open_agent(node, "--gpus=2") as old, open_agent(node, wait=False) as new:
+        first, second = (gpu.uuid for gpu in old.parts.node.gpus().gpus)
+        old.parts.node.inventory.cordon(first, "fan")
+        await old.parts.gpus.writer.save_now()
+        await poll_until(lambda: old.parts.kubelet.handover.waiting, "it asks")
+        lock, old.parts.kubelet.lock = old.parts.kubelet.lock, ServingLock(short_dir)
+        await old.parts.leave()
+        await poll_until(lambda: new.parts.node.inventory.cordoned == {first: "fan"}, "it offers its devices")
+        old.parts.node.inventory.uncordon(first)
+        old.parts.node.inventory.cordon(second, "dust")
+        await old.parts.gpus.writer.save_now()
+        old.task.cancel()
+        lock.release()
+        await poll_until(lambda: new.parts.kubelet.has_recovered, "it serves")
+        assert new.parts.node.inventory.cordoned == {second: "dust"}
+
+
 async def test_an_agent_that_reloads_before_it_serves_registers_again_with_its_devices() -> None:
     """Its sockets are new ones: of those before, another agent's registration may have made the kubelet forget."""
     async with open_test_node() as node, open_agent(node) as old, open_agent(node, wait=False) as new:

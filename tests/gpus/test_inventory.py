@@ -92,6 +92,17 @@ def test_a_poll_that_sees_the_reset_ends_the_saved_wait() -> None:
     assert reasons(state) == ["", ""]
 
 
+def test_of_an_agent_that_served_until_now_all_that_is_saved_is_newer() -> None:
+    """Also what it ended since: the wait for a reset and the cordon of the GPU that is offered again."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.restore(SavedHealth(cordons={FIRST: "fan"}, waits={FIRST: "Xid 79"}))
+    state.read(inventory())
+    saved = SavedHealth(cordons={SECOND: "dust"}, waits={SECOND: "Xid 79"})
+    state.restore(saved, is_newest=True)
+    state.read(inventory())
+    assert state.saved == saved and [gpu.is_healthy for gpu in state.current.gpus] == [True, False]
+
+
 def test_an_inventory_without_gpus_has_no_probe_due() -> None:
     """And neither has one whose remembered GPUs were never seen."""
     state = GpuInventoryState(IMMEDIATE)

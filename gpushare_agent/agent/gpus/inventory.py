@@ -114,15 +114,19 @@ class GpuInventoryState:
     def subscribe(self, callback: Callable[[GpuInventory], None]) -> None:
         self._on_change.append(callback)
 
-    def restore(self, saved: SavedHealth) -> None:
+    def restore(self, saved: SavedHealth, *, is_newest: bool = False) -> None:
         """Takes over what an earlier agent saved, for GPUs without a known health. The first time also for GPUs whose health
-        is known by polls alone, because the file may not have been readable before they were read."""
+        is known by polls alone, because the file may not have been readable before they were read. `is_newest`: that agent
+        served until now, so it counts for all."""
+        if is_newest:
+            now = self._clock()
+            self._healths = {uuid: uncordoned(health, self.policy, now) for uuid, health in self._healths.items()}
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
             healths[uuid] = replace(healths.get(uuid, self._healths.get(uuid, GpuHealth())), cordon=reason)
         # What this process knows is newer than the file.
-        known = self._healths.keys() if self._is_restored else {*self.saved.cordons, *self.saved.waits}
-        self._healths |= {uuid: health for uuid, health in healths.items() if uuid not in known}
+        known = set(self._healths) if self._is_restored else {*self.saved.cordons, *self.saved.waits}
+        self._healths |= {uuid: health for uuid, health in healths.items() if is_newest or uuid not in known}
         self._is_restored = True
         self._publish()
 

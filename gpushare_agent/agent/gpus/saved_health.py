@@ -97,8 +97,9 @@ RETRY = Backoff(base_s=5.0, cap_s=300.0)
 
 
 class HealthStateWriter:
-    """`restore` once, before the GPUs are read; then `run` once, which restores where that failed. Subscribe
-    `inventory_changed` to the inventory. Without a `file` nothing is saved."""
+    """`restore` before the GPUs are read, and again when another agent that served has ended (`is_newest`); then `run`
+    once, which restores where that failed. Subscribe `inventory_changed` to the inventory. Without a `file` nothing is
+    saved."""
 
     def __init__(self, inventory: GpuInventoryState, file: HealthStateFile | None, *, backoff: Backoff = RETRY) -> None:
         self._inventory = inventory
@@ -110,7 +111,7 @@ class HealthStateWriter:
         self._reconciler = Reconciler()
         self._failures = 0
 
-    async def restore(self) -> str:
+    async def restore(self, *, is_newest: bool = False) -> str:
         """Returns the error where the file cannot be read now, else empty."""
         if self._file is None:
             return ""
@@ -123,7 +124,7 @@ class HealthStateWriter:
             self._reconciler.request()
             return str(e)
         self._written = saved
-        self._inventory.restore(saved)
+        self._inventory.restore(saved, is_newest=is_newest)
         if saved != NOTHING_SAVED:
             log.info("health_restored", cordoned=sorted(saved.cordons), wait_for_reset=sorted(saved.waits))
         return ""
