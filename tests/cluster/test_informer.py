@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 
+from aiohttp.web import Request, StreamResponse
 from msgspec import Raw as Undecoded
 
 from gpushare_agent.core.kube.client import LIVE_PODS
@@ -13,9 +15,9 @@ from gpushare_agent.core.kube.objects import pod_uid
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from tests.cluster.support_kube import FAST, running
+from tests.cluster.support_kube import FAST, opened, running
 from tests.extender.support_extender import FakeCluster, eventually, fake_cluster, raw_pod
-from tests.fakes.api_server import Raw
+from tests.fakes.api_server import FakeApiServer, Raw, Seen, ends_empty, fake_api
 
 
 class Pods(Handler):
@@ -139,3 +141,20 @@ async def test_an_unreadable_object_keeps_its_last_readable_state() -> None:
         assert "uid-p0" in pods.nodes
         assert b'objects_unreadable_total{kind="pods"}' in metrics.exposition("")[1]
         assert b'objects_unreadable_total{kind="pods"} 0.0' not in metrics.exposition("")[1]
+
+
+async def test_a_watch_that_ends_without_an_event_was_heard_from() -> None:
+    """Else an API server that sends no bookmarks would look silent."""
+    heard, ticks = list[float | None](), count()
+
+    async def ends(server: FakeApiServer, seen: Seen, request: Request) -> StreamResponse:
+        heard.append(informer.last_message_at)
+        return await ends_empty(server, seen, request)
+
+    metrics = ExtenderMetrics()
+    informer = Informer(
+        kind="pods", watched=LIVE_PODS, handler=Pods(), metrics=metrics, backoff=FAST, clock=lambda: float(next(ticks))
+    )
+    async with fake_api(watches=[ends]) as server, opened(server.url) as api, running(lambda: informer.run(api)):
+        await server.wait_watches(2)
+    assert heard[0] is not None and heard[1] is not None and heard[0] < heard[1]

@@ -88,7 +88,7 @@ class Informer(Struct, kw_only=True, eq=False):
     _lists: ChangeSignal = field(default_factory=ChangeSignal)
     _scope: asyncio.Timeout | None = None
     last_message_at: float | None = None
-    """When a list or an event last came from the API server, by the monotonic clock."""
+    """When a list or an event last came from the API server, or a watch ended cleanly, by the monotonic clock."""
     lost: Lost | None = None
     """Since when nothing could be listed or watched, and why; None once a watch is under way."""
 
@@ -155,6 +155,7 @@ class Informer(Struct, kw_only=True, eq=False):
                     events += 1
                     self.last_message_at = self.clock()
                     self._apply(event)
+            self.last_message_at = self.clock()  # the server has ended it, or has said that nothing is new
         except AgentError as e:
             error = e
             # The error of now; the time is that of the first one.

@@ -28,6 +28,7 @@ from gpushare_agent.core.kit.json_schema import decoded, decoded_or
 from gpushare_agent.core.kit.tcp_listeners import host_port
 from gpushare_agent.core.kube.configuration import ConfigurationSource, open_api_client
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.core.model.pods import version_number
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
@@ -316,7 +317,7 @@ MAX_LINE_BYTES = 2 << 20
 
 class KubeTimeouts(Struct, frozen=True, kw_only=True):
     """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
-    came, because a half-open connection looks exactly like that."""
+    came, because a half-open connection looks exactly like that. Some servers send none."""
 
     connect_s: float = 5.0
     request_s: float = 15.0
@@ -443,8 +444,9 @@ class KubeLists:
     async def watch_all(self, watched: Watched, resource_version: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
-        The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
-        old (HTTP or ERROR event 410) or nothing comes, Unavailable for a cut line, Corrupt for a line that is no event.
+        The iterator ends when the server ends the watch, or when nothing comes and the server has the version. Entering or
+        iterating raises Conflict where the version is too old (HTTP or ERROR event 410) or the server does not have it,
+        Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
         # Jittered, so that the agents of a cluster do not all come back in one second.
@@ -461,21 +463,35 @@ class KubeLists:
                 # By hand: the timeout is for the headers alone, the stream lasts for minutes.
                 response = await stream.__aenter__()
         try:
-            async with aclosing(self._events(response, request.what)) as events:
+            async with aclosing(self._events(response, watched, resource_version)) as events:
                 yield events
         finally:
             await stream.__aexit__(None, None, None)
 
-    async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[WatchEvent, None]:
+    async def _has(self, watched: Watched, version: str) -> bool:
+        """Whether the server is known to have this version or a later one, by a list that is as short as can be."""
+        request, only = watched.request("list"), ("resourceVersion", "0") if watched.from_cache else ("limit", "1")
+        request, limit_bytes = replace(request, query=(*request.query, only)), self._limits.list_bytes
+        _, newest, _ = await self._page(
+            request, lambda _: None, timeout_s=self._timeouts.list_s, limit_bytes=limit_bytes
+        )
+        return 0 < version_number(version) <= version_number(newest)
+
+    async def _events(
+        self, response: ClientResponse, watched: Watched, version: str
+    ) -> AsyncGenerator[WatchEvent, None]:
+        what = watched.request("watch").what
         # Once for all events: what they cost comes with every change of a pod.
         with renamed(what, self._session.through):
             while True:
                 try:
                     async with asyncio.timeout(self._timeouts.watch_idle_s):
                         line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
-                # So a server answers for hours that does not have the version yet, because its etcd was restored from a
-                # backup (seen on Kubernetes 1.36).
                 except TimeoutError as e:
+                    # Some servers send no bookmarks. But so a server answers for hours that does not have the version yet,
+                    # because its etcd was restored from a backup (seen on Kubernetes 1.36).
+                    if await self._has(watched, version):
+                        return
                     raise Conflict(f"cannot {what}: not even a bookmark came in time{self._session.through}") from e
                 if not line:
                     return
