@@ -294,6 +294,22 @@ async def test_another_static_pod_that_cannot_be_read_refuses_no_other_pods_call
     assert isinstance(result, Target) and result.pod.name == "ordinary"
 
 
+async def test_a_pod_with_the_name_of_a_static_one_that_cannot_be_read_does_not_hide_it_from_later_calls() -> None:
+    """It needs nothing more, and stands for both only in the call in which the static one counts as gone."""
+    static = Static(pod("s-node", container(), uid="api"), None)
+    static.store.put_static([_static(HASH, 10)])
+    clock = FakeClock(0.0)
+    identification = identification_of(static.node, static, clock=clock, poll_again_s=0.4)
+
+    async def inside(_resource: str, settled: Mapping[bytes, int]) -> Sequence[ListedDevices]:
+        clock.now += 0.3
+        return [] if settled else [Listing("s-node", {})]
+
+    assert isinstance(await identification.identify(vcore_call(size=20), inside), Refused)
+    found = await identification.identify(vcore_call(size=10), inside)
+    assert isinstance(found, Target) and found.pod.uid == HASH
+
+
 async def test_what_was_found_of_a_pod_that_ends_is_not_kept_for_the_next_of_its_name() -> None:
     """The kubelet lists both for a while, and what it lists of the third pod is what it listed of the first."""
     node, client = node_of(), PodResourcesClient(None, DeviceIds())

@@ -145,15 +145,23 @@ def test_each_of_many_contexts_counts_and_is_given_back(machine_with: MachineWit
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "mib"), [("ordered", [6], 6 * OTHER_BLOCK_MIB), ("ended", [22, 22, 0], 22 * 32)]
+    ("kind", "steps"),
+    [
+        ("ordered", [(6, 2, 6 * OTHER_BLOCK_MIB)]),
+        ("ended", [(22, 2, 22 * 32), (22, 2, 22 * 32), (0, 2, 22 * 32)]),
+        ("kept", [(22, 2, 22 * 32), (22, 0, 0)]),
+    ],
 )
 def test_a_pool_that_has_more_than_is_in_use_ends_at_the_share(
-    machine_with: MachineWith, kind: str, blocks: list[int], mib: int
+    machine_with: MachineWith, kind: str, steps: list[tuple[int, int, int]]
 ) -> None:
-    """Chunks of pools that were destroyed, until what lies in them is freed, which the end of no context does. And freed
-    memory that the driver may not give again yet, for which it takes more than anybody could count before, once."""
+    """Chunks of pools that were destroyed, until what lies in them is freed, which the end of no context does, and the
+    program has waited, also where a pool was to keep them. And freed memory that the driver may not give again yet, for
+    which it takes more than anybody could count before, once."""
     ended = share_of_several(machine_with(memory_mib=OTHER_GPU_MIB)).run(kind, "0", "0", way="other_gpu")
-    assert [step[1:] for step in told(ended)] == [(each, 2, [CONTEXT_MIB + mib]) for each in blocks], ended.error
+    assert [step[1:] for step in told(ended)] == [
+        (count, result, [CONTEXT_MIB + mib]) for count, result, mib in steps
+    ], ended.error
 
 
 def test_more_pools_may_be_destroyed_with_memory_in_them_than_are_known(machine_with: MachineWith) -> None:

@@ -26,6 +26,7 @@
  *   ordered                blocks of a pool, each freed before the next one, which may not have its memory before a wait
  *   ended                  pools that are destroyed with 512 bytes in them, each as the current one of the GPU; again when these are freed,
  *                          and when the context was reset with them, which frees nothing
+ *   kept                   pools that are to keep what they have, destroyed so, and freed; then waits
  *   poor                   a graph's node, of which the program has no memory to note anything
  *   kernel, graph, sync, multi    launches for so many SECONDS; sync: waited for each time, multi: cooperative on two GPUs
  *
@@ -338,7 +339,8 @@ static int take_of_pools(const char *program, const char *kind)
     CUmemPoolProps properties = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
                                  .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = target}};
     CUresult result = cuDevicePrimaryCtxRetain(&contexts[0], target);
-    int is_allowed = 0;
+    int is_allowed = 0, ends = !is(kind, "ordered");
+    cuuint64_t threshold = is(kind, "kept") ? 1ull << 40 : 0;
     cuCtxSetCurrent(contexts[0]);
     if (is(kind, "ordered") && (cuMemPoolCreate(&pool, &properties) ||
                                 cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &is_allowed)))
@@ -350,19 +352,24 @@ static int take_of_pools(const char *program, const char *kind)
         for (count = 0; count < MOST && result == CUDA_SUCCESS; count += result == CUDA_SUCCESS) {
             CUmemoryPool now;
             CUdeviceptr unused;
-            if (is(kind, "ended") && (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool)))
+            if (ends && (cuMemPoolCreate(&pool, &properties) || cuDeviceSetMemPool(target, pool) ||
+                         cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &threshold)))
                 return 3;
-            result = cuMemAllocFromPoolAsync(&taken[count], is(kind, "ended") ? 512 : BLOCK, pool, NULL);
+            result = cuMemAllocFromPoolAsync(&taken[count], ends ? 512 : BLOCK, pool, NULL);
             if (result == CUDA_SUCCESS && is(kind, "ordered"))
                 cuMemFreeAsync(taken[count], NULL);
-            if (is(kind, "ended") && (cuMemPoolDestroy(pool) || cuDeviceGetMemPool(&now, target) || now == pool))
+            if (ends && (cuMemPoolDestroy(pool) || cuDeviceGetMemPool(&now, target) || now == pool))
                 return 4;
-            if (is(kind, "ended") && result == CUDA_SUCCESS && cuMemAllocFromPoolAsync(&unused, 512, pool, NULL) != CUDA_ERROR_INVALID_VALUE)
+            if (ends && result == CUDA_SUCCESS && cuMemAllocFromPoolAsync(&unused, 512, pool, NULL) != CUDA_ERROR_INVALID_VALUE)
                 return 5;
         }
         say(program, "take", result);
-        for (int i = 0; i < count && is(kind, "ended") && round == 0; i++)
+        for (int i = 0; i < count && ends && round == 0; i++)
             cuMemFreeAsync(taken[i], NULL);
+    }
+    if (is(kind, "kept")) {
+        result = cuCtxSynchronize();
+        say(program, "give", result);
     }
     return 0;
 }
@@ -420,7 +427,7 @@ int main(int words, char **word)
         return end_contexts(word[0], word[1]);
     if (is(word[1], "parts"))
         return make_green_contexts(word[0]);
-    if (is(word[1], "ordered ended"))
+    if (is(word[1], "ordered ended kept"))
         return take_of_pools(word[0], word[1]);
     if (is(word[1], "contexts"))
         return make_contexts(word[0]);
