@@ -214,6 +214,26 @@ async def test_a_pod_that_becomes_unreadable_survives_a_new_list() -> None:
         assert list(_phases(store)) == ["a", "b"]
 
 
+async def test_after_etcd_was_restored_from_a_backup_the_list_counts() -> None:
+    """The server counts on from the backup: the state of now has a smaller version than the one that is known, a pod that
+    came since is gone, and one that went is there again."""
+
+    async def lists_restored(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        server.listed, server.listed_version = [raw_pod("a", version="110"), raw_pod("went", version="90")], "120"
+        return await lists_pods(server, seen, request)
+
+    events = [added(raw_pod("a", version="140")), added(raw_pod("since", version="150"))]
+    gone = {"type": "DELETED", "object": raw_pod("went", version="150")}
+    behaviour: dict[str, Any] = {
+        "lists": [lists_pods, lists_restored],
+        "watches": [streams(*events, gone, then="ends"), stalls_after_headers],
+    }
+    async with informed(SHORT, pods=[raw_pod("went", version="90")], **behaviour) as (_, store, _):
+        await wait_store(store, lambda store: list(_phases(store)) == ["a", "since"])
+        await wait_store(store, lambda store: list(_phases(store)) == ["a", "went"])
+        assert [one.resource_version for one in store.pods()] == ["110", "90"]
+
+
 async def test_pods_of_other_nodes_are_left_out() -> None:
     """A server that ignores the selector does not fill the store with pods of other nodes."""
     async with informed(pods=[raw_pod("a"), raw_pod("x", spec={"nodeName": "node-2"})]) as (_, store, _):

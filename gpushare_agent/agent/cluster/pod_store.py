@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import structlog
 from msgspec import Raw, Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.agent.kubelet.static_pods import StaticPods
 from gpushare_agent.core.kit.supervision import ChangeSignal, ReportOnce, bounded
@@ -114,6 +115,13 @@ class PodStore:
             if (old := self._pods.get(uid)) is None or not (old.mirror_uid or old == pod)
         ]
         self._apply(changes)
+
+    def forget_versions(self) -> None:
+        """All that comes from now on counts as newer than what is known."""
+        self._gone.clear()
+        for pod in self.pods():
+            self._put(pod, replace(pod, resource_version=""))
+        self._sorted = None
 
     def get(self, uid: PodUid) -> Pod | None:
         return self._pods.get(uid)
@@ -244,6 +252,9 @@ class NodePods(Handler, Struct, kw_only=True, eq=False):
 
     def list_begins(self) -> None:
         self._listed = {}
+
+    def went_back(self) -> None:
+        self.store.forget_versions()
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """One change of the store, which decides what of the `missing` is newer than the list."""

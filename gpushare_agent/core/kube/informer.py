@@ -23,7 +23,7 @@ from msgspec import Raw, Struct, field
 from gpushare_agent.core.kit.backoff import Backoff
 from gpushare_agent.core.kit.supervision import ChangeSignal
 from gpushare_agent.core.kube.objects import object_meta
-from gpushare_agent.core.kube.session import KubeLists, Watched, WatchEvent
+from gpushare_agent.core.kube.session import KubeLists, Watched, WatchEvent, WentBack
 from gpushare_agent.core.model.errors import AgentError, Conflict, Corrupt, Rejected
 from gpushare_agent.core.model.pods import version_number
 
@@ -48,6 +48,10 @@ class Handler:
 
     def list_begins(self) -> None:
         """The API server has not been asked yet: what is known now by other ways, and not listed then, is gone."""
+        return
+
+    def went_back(self) -> None:
+        """The versions known so far say nothing of what comes now (`WentBack`)."""
         return
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
@@ -161,6 +165,8 @@ class Informer(Struct, kw_only=True, eq=False):
             # The error of now; the time is that of the first one.
             self.lost = Lost(since=self.lost.since if self.lost is not None else self.clock(), why=str(e))
             # Versions are numbers in every API server that is known: another one may be why the watch is refused.
+            if isinstance(e, WentBack):
+                self.handler.went_back()
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps

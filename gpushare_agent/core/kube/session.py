@@ -53,6 +53,10 @@ class TooLong(Corrupt):
     """The answer is longer than the caller allows: ask for less."""
 
 
+class WentBack(Conflict):
+    """The server lacks a version that it gave: its etcd was restored from a backup, and counts on from there."""
+
+
 class NotServed(NotFound):
     """404 without a Status, as from a load balancer: it does not say that the object is gone."""
 
@@ -445,7 +449,7 @@ class KubeLists:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch, or when nothing comes and the server has the version. Entering or
-        iterating raises Conflict where the version is too old (HTTP or ERROR event 410) or the server does not have it,
+        iterating raises Conflict where the version is too old (HTTP or ERROR event 410), WentBack where nothing comes,
         Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
@@ -492,7 +496,7 @@ class KubeLists:
                     # because its etcd was restored from a backup (seen on Kubernetes 1.36).
                     if await self._has(watched, version):
                         return
-                    raise Conflict(f"cannot {what}: not even a bookmark came in time{self._session.through}") from e
+                    raise WentBack(f"cannot {what}: not even a bookmark came in time{self._session.through}") from e
                 if not line:
                     return
                 # The event may be half an object: the watch begins again after the last whole one.
