@@ -20,6 +20,7 @@ from gpushare_agent.agent.share_readiness import problem_of
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import AUTO
+from gpushare_agent.core.model.names import PodUid
 from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -82,12 +83,12 @@ async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> froze
     """The isolations whose files containers have mounted: of the pods with a directory, those that still have a cgroup."""
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
     # Programs that run have a library mounted; another choice would leave them with limits that nobody follows.
-    found = set()
-    for name, uids in (await pods_with_files(probes)).items():
-        try:
-            # A directory may be left of a pod that has ended; its cgroup is not.
-            if await cgroups.find_pod_directories_in_thread(uids):
-                found.add(name)
-        except AgentError as e:
-            log.warning("running_shares_unknown", isolation=name, error=str(e))
-    return frozenset(found)
+    if not (pods := await pods_with_files(probes)):
+        return frozenset()
+    try:
+        # A directory may be left of a pod that has ended; its cgroup is not.
+        alive = await cgroups.find_pod_directories_in_thread(frozenset[PodUid]().union(*pods.values()))
+    except AgentError as e:
+        log.warning("running_shares_unknown", isolations=sorted(pods), error=str(e))
+        return frozenset()
+    return frozenset(name for name, uids in pods.items() if not uids.isdisjoint(alive))

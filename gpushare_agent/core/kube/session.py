@@ -475,10 +475,9 @@ class KubeLists:
     async def _has(self, watched: Watched, version: str) -> bool:
         """Whether the server is known to have this version or a later one, by a list that is as short as can be."""
         request, only = watched.request("list"), ("resourceVersion", "0") if watched.from_cache else ("limit", "1")
-        request, limit_bytes = replace(request, query=(*request.query, only)), self._limits.list_bytes
-        _, newest, _ = await self._page(
-            request, lambda _: None, timeout_s=self._timeouts.list_s, limit_bytes=limit_bytes
-        )
+        request = replace(request, query=(*request.query, only))
+        list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
+        _, newest, _ = await self._page(request, lambda _: None, timeout_s=list_s, limit_bytes=list_bytes)
         return 0 < version_number(version) <= version_number(newest)
 
     async def _events(
