@@ -48,11 +48,9 @@ class Handler:
 
     def list_begins(self) -> None:
         """The API server has not been asked yet: what is known now by other ways, and not listed then, is gone."""
-        return
 
     def went_back(self) -> None:
         """The versions known so far say nothing of what comes now (`WentBack`)."""
-        return
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """The list as of `version` has these keys; the `missing` were put earlier and are not in it."""
