@@ -173,9 +173,7 @@ class HttpServer:
             if excess <= 0:
                 break
             self._close(other)
-            self._warn(
-                "answers_dropped", most_bytes=self._limits.unsent_bytes, then="those that wait longest are closed"
-            )
+            self._warn("answers_dropped", most_bytes=self._limits.unsent_bytes, then="the oldest of them are closed")
             excess -= size
 
     def _note(self, connection: _Connection, *, is_busy: bool) -> None:
