@@ -141,25 +141,56 @@ async def test_an_idle_connection_is_closed_after_its_time_and_a_stream_is_not(p
         assert (await stream.answer())[0] == 200
 
 
-async def test_a_peer_that_takes_nothing_of_an_answer_is_cut_off() -> None:
-    """It keeps its answer in memory no longer than that."""
-    sending: list[asyncio.Transport] = []
+class Sender:
+    """A handler with an answer of 32 MiB, and the transports to which it was given."""
 
-    async def show(request: web.Request) -> web.Response:
+    def __init__(self) -> None:
+        self.transports: list[asyncio.Transport] = []
+
+    async def show(self, request: web.Request) -> web.Response:
         assert request.transport is not None
-        sending.append(request.transport)
+        self.transports.append(request.transport)
         return web.Response(body=b"x" * 2**25)
 
-    async with serving(web.get("/large", show), limits=HttpLimits(unread_s=QUICK)) as port:
-        loop = asyncio.get_running_loop()
+    async def wait_closing(self, number: int) -> None:
+        while len(self.transports) <= number or not self.transports[number].is_closing():
+            await asyncio.sleep(QUICK / 5)
+
+
+async def ask_and_read_nothing(port: int, sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_sendall(sock, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+async def test_a_peer_that_takes_nothing_of_an_answer_is_cut_off() -> None:
+    """It keeps its answer in memory no longer than that."""
+    sender = Sender()
+    async with serving(web.get("/large", sender.show), limits=HttpLimits(unread_s=QUICK)) as port:
         with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.setblocking(False)
-            await loop.sock_connect(sock, ("127.0.0.1", port))
-            await loop.sock_sendall(sock, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-            while not sending or not sending[0].is_closing():
-                await asyncio.sleep(QUICK / 5)
-            assert sending[0].get_write_buffer_size() == 0
+            await ask_and_read_nothing(port, sock)
+            await sender.wait_closing(0)
+            assert sender.transports[0].get_write_buffer_size() == 0
+
+
+async def test_answers_that_nobody_reads_have_a_bound_together(peers: Peers) -> None:
+    """The one that waits longest ends for a further one, and who reads gets all of its own."""
+    sender = Sender()
+    limits = HttpLimits(unread_s=NEVER_S, unsent_bytes=80 * MIB)
+    with structlog.testing.capture_logs() as logged:
+        async with serving(web.get("/large", sender.show), limits=limits) as port, asyncio.timeout(DEADLINE_S):
+            with socket.socket() as first, socket.socket() as second:
+                for sock in (first, second):
+                    await ask_and_read_nothing(port, sock)
+                while len(sender.transports) < 2:
+                    await asyncio.sleep(QUICK / 5)
+                assert not any(transport.is_closing() for transport in sender.transports)
+                status, body = await (await peers.open(port)).get("/large")
+                await sender.wait_closing(0)
+                assert (status, len(body)) == (200, 32 * MIB)
+                assert sender.transports[1].get_write_buffer_size()
+    assert [line["event"] for line in logged] == ["answers_dropped"]
 
 
 async def test_without_descriptors_it_is_logged_once_and_served_again(peers: Peers) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
+from gpushare_agent.agent.observability.usage_sampling import IDS_AGAIN_S, LOG_AGAIN_S, UsageSampling
 from gpushare_agent.agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import Unavailable
@@ -261,16 +261,34 @@ async def test_a_bug_in_one_round_costs_that_round() -> None:
     assert sampling.current is not None
 
 
+async def test_a_driver_that_fails_in_every_other_round_is_logged_once() -> None:
+    """And again where it has been well for a minute."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling()
+    with capture_logs() as logs:
+        for number in range(200):
+            world.now += 1.0
+            world.error = Unavailable("the driver does not answer") if number % 2 == 0 else None
+            await sampling.sample_once()
+        assert [line["event"] for line in logs] == ["usage_not_sampled", "usage_sampled_again"]
+        world.now += LOG_AGAIN_S
+        world.error = Unavailable("the driver does not answer")
+        await sampling.sample_once()
+    assert [line["event"] for line in logs].count("usage_not_sampled") == 2
+    assert world.counted.count(("failed",)) == 101
+
+
 async def test_a_slow_driver_delays_the_next_round_and_none_overlap() -> None:
-    """However many periods pass during a round, the next one begins after it; that is logged once and counted."""
+    """However many periods pass during a round, the next one begins after it; that is logged once, also where it is in time
+    for a moment, and counted."""
     world = World(gate=asyncio.Event())
     period_s = 0.02
     with capture_logs() as logs:
         async with rounds(world.sampling(period_s=period_s)) as reported:
-            for number in range(1, 4):
+            for number, periods in enumerate((3.5, 3.5, 0.0, 3.5), 1):
                 while not world.open_samples:
                     await asyncio.sleep(0)
-                world.now += 3.5 * period_s
+                world.now += periods * period_s
                 gate, world.gate = world.gate, asyncio.Event()
                 assert gate is not None
                 gate.set()

@@ -10,7 +10,7 @@ longer true are worse than none. It stands for the time since the round before (
 longer time, in which rounds failed, for one period.
 
 State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
-in the log.
+in the log, since when.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ MAX_SAMPLE_TIMEOUT_S = 10.0
 IDS_TIMEOUT_S = 0.5
 IDS_AGAIN_S = 2.0
 """Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
+LOG_AGAIN_S = 60.0
+"""Least time between two beginnings of one problem that are both in the log: a driver may fail, or be late, in every other
+round."""
 
 Observer = Callable[[UsageRound | None], None]
 
@@ -88,6 +91,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
     _is_slow: bool = False
+    _lines_at: dict[str, float] = field(default_factory=dict)
     _last: UsageRound | None = None
     is_idle: bool = False
     """True if nobody reads, and there was a pause since the last round."""
@@ -170,11 +174,11 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             self._failed(str(e))
             return
         except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
-            if not self._is_failing:
+            if not self._is_failing and self._is_new("usage_not_sampled"):
                 log.exception("usage_not_sampled", next_in_s=self.period_s)
             self._failed("")
             return
-        if self._is_failing:
+        if self._is_failing and self._is_new("usage_sampled_again"):
             log.info("usage_sampled_again")
         self._is_failing = False
         self._round_at = started_at
@@ -249,20 +253,26 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         if not self._is_failing:
             self._is_requested.set()
         # A bug has been logged with its traceback already.
-        if error and not self._is_failing:
+        if error and not self._is_failing and self._is_new("usage_not_sampled"):
             log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
         # Only now: one missed round must not make the dashboard and the metrics blink.
         if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
-            log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
+            if self._is_new("usage_unknown"):
+                log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._covered_at = float("-inf")
             self._publish(None)
 
     def _note_slow(self, took_s: float) -> None:
         self.metrics.sampling_overran()
-        if not self._is_slow:
+        if not self._is_slow and self._is_new("usage_sampling_slow"):
             log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
         self._is_slow = True
+
+    def _is_new(self, event: str) -> bool:
+        now, before = self.clock(), self._lines_at.get(event, float("-inf"))
+        self._lines_at[event] = now
+        return now - before >= LOG_AGAIN_S
 
     def _publish(self, found: UsageRound | None) -> None:
         self._last, self.is_idle = found, False

@@ -7,6 +7,7 @@
 | keeps a connection that it does not use | `idle_s`, by aiohttp |
 | does not go on with its TLS handshake | `handshake_s`, by asyncio |
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
+| takes answers slowly, or many at once | `unsent_bytes` of all peers: a further answer closes those that wait longest |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
 | goes on with a body after its answer | dropped: of one longer than `body_bytes` UNREAD_BYTES, then it waits in the kernel |
@@ -67,6 +68,7 @@ class HttpLimits(Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     handshake_s: float = 5.0
     unread_s: float = 10.0
+    unsent_bytes: int = 32 << 20
     line_bytes: int = 8190
     header_fields: int = 64
     body_bytes: int = 1024
@@ -155,9 +157,24 @@ class HttpServer:
     def _close_one(self) -> None:
         """The one that has idled longest; a busy one only where none idles."""
         if victim := min(self._open, key=lambda connection: connection.is_busy, default=None):
-            del self._open[victim]
-            if victim.task is not None:
-                victim.task.cancel()
+            self._close(victim)
+
+    def _close(self, victim: _Connection) -> None:
+        del self._open[victim]
+        if victim.task is not None:
+            victim.task.cancel()
+
+    def _make_room(self, connection: _Connection, answer: web.StreamResponse) -> None:
+        """Closes others until this answer fits too: 256 that nobody reads would be more memory than an agent may have."""
+        connection.answer_bytes = answer.content_length or 0
+        unsent = {other: size for other in self._open if other is not connection and (size := other.unsent_bytes)}
+        excess = sum(unsent.values()) + connection.answer_bytes - self._limits.unsent_bytes
+        for other, size in unsent.items():
+            if excess <= 0:
+                break
+            self._close(other)
+            self._warn("answers_dropped", most_bytes=self._limits.unsent_bytes, then="the oldest of them are closed")
+            excess -= size
 
     def _note(self, connection: _Connection, *, is_busy: bool) -> None:
         connection.is_busy = is_busy
@@ -206,7 +223,9 @@ class HttpServer:
         try:
             refusal = self._refusal(request)
             if refusal is None:
-                return await handler(request)
+                answer = await handler(request)
+                self._make_room(connection, answer)
+                return answer
             # The rest of a body in chunks has to be parsed to be dropped, which costs more than any other answer.
             if refusal.status == HTTPStatus.LENGTH_REQUIRED:
                 await _end_with(refusal, request)
@@ -266,6 +285,7 @@ class _Connection(web.RequestHandler):
         self.sock = sock
         self.task: asyncio.Task[None] | None = None
         self.is_begun = self.is_busy = False
+        self.answer_bytes = 0
         self.has_ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -300,6 +320,11 @@ class _Connection(web.RequestHandler):
         length = request.content_length or 0
         self._unread_bytes = length if UNREAD_BYTES < length <= body_bytes else UNREAD_BYTES
         self._unread = None if request.content.is_eof() else request.content
+
+    @property
+    def unsent_bytes(self) -> int:
+        """The length of its answer while the peer has not taken all of it: until then aiohttp keeps the whole."""
+        return self.answer_bytes if self._wire is not None and self._wire.get_write_buffer_size() else 0
 
     def note_request(self) -> None:
         """The first request is there: from now on `idle_s` bounds the time between two."""
