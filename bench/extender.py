@@ -197,6 +197,8 @@ async def _resync(extender: _Extender, server: ClusterServer, cluster: SampleClu
     question = filter_args(raw_pod("probe", 200, 0), cluster.names)
     async with asyncio.timeout(_START_TIMEOUT_S):
         await server.watched(_LISTED)
+    # The first answer about a pod names the best nodes alone, every later one all that fit.
+    await extender.ask("filter", question)
     for _ in range(count):
         before = dict(server.watches)
         server.relist()

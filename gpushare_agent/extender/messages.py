@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Raw, Struct, field
-from msgspec.json import Decoder
+from msgspec.json import Decoder, encode
 
 from gpushare_agent.core.kit.json_schema import NULL, UNREADABLE, decoded
 from gpushare_agent.core.kube.pods import PodJson, PodSpec, read_pod_json
@@ -299,5 +299,8 @@ def _uids(victims: _Victims, where: str) -> list[PodUid]:
 
 
 def _encoded(raw: object) -> bytes:
-    # A name in the request may have half a surrogate pair, which UTF-8 cannot have.
-    return json.dumps(raw, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    try:
+        return encode(raw)
+    except UnicodeEncodeError:
+        # A reason may name what a node's annotation or a quota has: half a surrogate pair, which UTF-8 cannot have.
+        return json.dumps(raw, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -79,6 +79,13 @@ def test_results_have_the_fields_of_the_public_types_in_their_order() -> None:
     )
 
 
+def test_a_reason_that_utf8_cannot_have_is_answered_all_the_same() -> None:
+    """A GPU's name may end in half a surrogate pair."""
+    names = parse_nodes_args(read("filter_args_names.json"), NAMES)
+    answered = json.loads(filter_result(Filtered(failed={"n1": "no GPU \ud800", "n2": "é"}), names))
+    assert answered["FailedNodes"] == {"n1": "no GPU ?", "n2": "é"}
+
+
 def test_both_forms_of_victims_say_the_same() -> None:
     """Whole pods and UIDs."""
     by_pod = at_once(parse_preempt_args(read("preemption_args_victims.json"), NAMES))
