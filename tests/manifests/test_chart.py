@@ -479,6 +479,8 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"extender": {"enabled": True, "resources": None}}, "resources is required"),
         ({"simulated": {"enabled": True, "memoryMiB": 4194305}}, "simulated.memoryMiB"),
         ({"image": {"repository": None}}, "repository is required"),
+        ({"config": {"map": {"a": {"web": {"port": 9}}}}}, "config.map.a.web.port: Service, probes and policies"),
+        ({"isolation": "mps", "config": {"map": {"a": {"isolation": "none"}}}}, "config.map.a.isolation: has no effect"),
         ({"simulated": {"enabled": True, "gpus": None}}, "gpus is required"),
         ({"runtimeSocket": {"enabled": True, "directory": None}}, "directory is required"),
         ({"networkPolicy": {"enabled": True, "prometheusNamespace": None}}, "prometheusNamespace is required"),
