@@ -480,7 +480,10 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"simulated": {"enabled": True, "memoryMiB": 4194305}}, "simulated.memoryMiB"),
         ({"image": {"repository": None}}, "repository is required"),
         ({"config": {"map": {"a": {"web": {"port": 9}}}}}, "config.map.a.web.port: Service, probes and policies"),
-        ({"isolation": "mps", "config": {"map": {"a": {"isolation": "none"}}}}, "config.map.a.isolation: has no effect"),
+        (
+            {"isolation": "mps", "config": {"map": {"a": {"isolation": "none"}}}},
+            "config.map.a.isolation: has no effect",
+        ),
         ({"simulated": {"enabled": True, "gpus": None}}, "gpus is required"),
         ({"runtimeSocket": {"enabled": True, "directory": None}}, "directory is required"),
         ({"networkPolicy": {"enabled": True, "prometheusNamespace": None}}, "prometheusNamespace is required"),
