@@ -86,21 +86,16 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
         return NodeReading(node=None)
     labels, annotations = read.meta.labels, read.meta.annotations
     reported, allocated, problem = None, None, ""
+    annotation, instead = GPUS_ANNOTATION, "Its capacity is divided evenly instead"
     try:
-        if (text := annotations.get(GPUS_ANNOTATION)) is not None:
+        if (text := annotations.get(annotation)) is not None:
             reported = _reported(text, names, is_offered=any(offered))
+            annotation, instead = ALLOCATIONS_ANNOTATION, "Its pods are charged by what they ask for"
+            if (text := annotations.get(annotation)) is not None:
+                allocated = parse_allocations(text, {gpu.index for gpu in reported[0]}).of_pod
     except Corrupt as error:
         problem = (
-            f"node {name}: the annotation {GPUS_ANNOTATION} cannot be used: {error}. Its capacity is divided evenly "
-            "instead; see the agent's log there"
-        )
-    try:
-        if reported is not None and (text := annotations.get(ALLOCATIONS_ANNOTATION)) is not None:
-            allocated = parse_allocations(text, {gpu.index for gpu in reported[0]}).of_pod
-    except Corrupt as error:
-        problem = (
-            f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
-            "Its pods are charged by what they ask for; see the agent's log there"
+            f"node {name}: the annotation {annotation} cannot be used: {error}. {instead}; see the agent's log there"
         )
     # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
     gpus, topology = reported or _even_gpus(counts, names)

@@ -157,6 +157,10 @@ AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
 HTTP_PORT = "http"
 """Name of the container's port where the agent serves."""
 _GET_TIMEOUT_S = 15.0
+_NOT_REACHED = (
+    'where the API server answers `kubectl get pods`, check that the agent listens on its pod\'s address (web.addr: "") and '
+    "that a NetworkPolicy lets the API servers in"
+)
 
 
 def node_of(call: Invocation) -> str:
@@ -193,10 +197,17 @@ def _behind_api_server(api: KubeApi, agent: AgentPod) -> AgentClient:
     name = f"node {agent.node} (pod {agent.namespace}/{agent.name})"
 
     async def get(path: str, query: Query) -> dict[str, Any]:
-        answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
-        return _json_object(bytes(answer), f"cannot read {path} of {name}")
+        return _json_object(await read_through_pod(api, agent, path, query), f"cannot read {path} of {name}")
 
     return AgentClient(name, get)
+
+
+async def read_through_pod(api: KubeApi, agent: AgentPod, path: str, query: Query) -> bytes:
+    """The agent's answer, a JSON object. Raises AgentError."""
+    try:
+        return bytes(await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query))
+    except Unavailable as e:
+        raise Unavailable(f"{e}; {_NOT_REACHED}") from e
 
 
 async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: str) -> AgentPod:

@@ -64,7 +64,7 @@ from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.extender.decisions.quota import NOTHING, Quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.objects import read_node
-from gpushare_agent.kubectl.agent_client import AgentPod, find_agent
+from gpushare_agent.kubectl.agent_client import AgentPod, find_agent, read_through_pod
 from gpushare_agent.kubectl.cluster_nodes import open_cluster
 from gpushare_agent.kubectl.cluster_reading import (
     QUOTA_NOT_ENFORCED,
@@ -267,8 +267,8 @@ class ClusterPage:
                 self._agents[node] = agent
             path, query = f"/api/v1/{request.match_info['what']}", dict(request.query)
             async with self._reads:
-                answer = await api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
-            return await JsonBody(bytes(answer)).answer(request)
+                answer = await read_through_pod(api, agent, path, query)
+            return await JsonBody(answer).answer(request)
         except AgentError as e:
             # The pod may be another by now.
             self._agents.pop(node, None)

@@ -43,7 +43,7 @@ _BAR = 8
 _WIDTH_WITH_BARS = 90
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE: dict[str, str] = {
-    RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
+    RefusalReason.INVALID_REQUEST: "Correct the pod's manifest, as the refusal states",
     RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
     RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end",
     RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end",

@@ -21,6 +21,7 @@ from gpushare_agent.agent.delivery.device_lists import NodeDevices
 from gpushare_agent.agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.agent.kubelet.records import CheckpointEntry, read_checkpoint
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.core.model.decision_records import Asked
 from gpushare_agent.core.model.errors import RefusalReason, Refused, Unavailable
 from gpushare_agent.core.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.core.model.names import VMEMORY_RESOURCE as MEMORY
@@ -196,6 +197,10 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     await agent.admit(owner, "m", CORE)
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
     assert agent.outcomes[2:] == ["chain/s vmemory", "chain/s vcore", "taken 5", "chain/m vcore"]
+    # Nobody planned the sidecar's place, and people ask for it all the same: once, by the first of its resources.
+    sidecar, further = agent.explained[2:4]
+    assert sidecar and (sidecar.gpus, sidecar.asked) == (("GPU-0",), Asked(cores=5, memory_bytes=512 << 20))
+    assert "init container" in sidecar.why and further is None
     assert used_cores(agent.cache) == {"GPU-0": 15}
 
 

@@ -193,8 +193,9 @@ async def test_a_reason_that_is_not_known_has_no_advice(capsys: pytest.CaptureFi
 
 
 def test_every_refusal_has_advice() -> None:
-    """A new reason needs its advice."""
+    """A new reason needs its advice. What is wrong may be an annotation, where the limits are right."""
     assert set(ADVICE) == set(RefusalReason)
+    assert "limits" not in ADVICE[RefusalReason.INVALID_REQUEST]
 
 
 async def test_control_characters_of_a_decision_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -330,11 +330,12 @@ async def test_a_node_without_an_agent_is_reported(short_dir: Path) -> None:
 
 
 async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: Path) -> None:
-    """The API server's own words are in the line."""
+    """The API server's own words are in the line, and what to look at."""
     refused = {"message": "error trying to reach service: connection refused"}
     answers = {AGENTS: raw_list([raw_agent_pod("n1")]), NODE_THROUGH_POD: (503, refused)}
     async with api_server(short_dir, answers) as (_, settings):
-        with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
+        said = r"pod gpushare-system/agent-n1 .* 503: error trying to reach service: .*web\.addr: \"\".*NetworkPolicy"
+        with pytest.raises(Unavailable, match=said):
             await call("top", settings, "n1")
 
 

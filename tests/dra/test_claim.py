@@ -99,6 +99,9 @@ def test_a_claim_without_a_size_is_one_by_the_setting_alone_and_under_no_isolati
         read(raw_claim(result(consumedCapacity={"cores": "5", "memory": "0"})), policy)
 
 
+UNTYPED = {"source": "FromClaim", "opaque": {"driver": "gpushare-agent", "parameters": {"isolation": "mps"}}}
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -122,6 +125,7 @@ def test_a_claim_without_a_size_is_one_by_the_setting_alone_and_under_no_isolati
         (raw_claim(result(), config=[share_config(coreLimit=True)]), "whole number from 0 to 100"),
         (raw_claim(result(cores=40), config=[share_config(coreLimit=30)]), "below its 40 cores"),
         (raw_claim(result(), config=[share_config(kind="GpuConfig")]), "reads gpushare-agent/v1alpha1 ShareConfig"),
+        (raw_claim(result(), config=[UNTYPED]), "have apiVersion '' and kind '', and this driver reads"),
     ],
 )
 def test_what_cannot_be_used_is_named(raw: dict[str, Any], words: str) -> None:

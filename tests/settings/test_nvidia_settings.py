@@ -48,7 +48,7 @@ def test_several_replicas_are_refused_under_mps_unless_said_otherwise(argv: Sequ
         (("replicas=*=0",), "must be from 1 to 1000"),
         (("replicas=*=many",), "must be from 1 to 1000"),
         (("replicas=*=16384",), "must be from 1 to 1000 for each GPU: the kubelet takes all units"),
-        (("names=*A100*=a100",), "is no resource name"),
+        (("names=*A100*=a100",), "allowed: resource name such as"),
         (("resource=nvidia.com/" + "g" * 53,), "NVIDIA's names have at most 63"),
         (("resource=nvidia.com/" + "g" * 50, "rename-replicas"), "NVIDIA's names have at most 63"),
         (("enabled", "resource=tencent.com/vcuda-core"), "both have the resource tencent.com/vcuda-core"),

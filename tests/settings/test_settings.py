@@ -167,6 +167,14 @@ def test_several_memories_are_as_many_simulated_gpus() -> None:
         (["--resources.vcore=a.b/c", "--resources.vmemory=a.b/c"], ["two resources", "--resources.vcore"]),
         (["--node-name", "UPPER_case"], ["'UPPER_case'", "small letters"]),
         (["--device-plugin-path="], ["flag --device-plugin-path", "a path"]),
+        (["--extender.quota-name=A"], ["'A'", "name of a Kubernetes object"]),
+        *(
+            (
+                ["--dra.nvidia-names", f"--dra.consumable-shares={bad}"],
+                [f"'{bad}'", "memory, unlimited, or a number from 1"],
+            )
+            for bad in ("1.5", "-3", "1000", "unmemory", "")
+        ),
         (["--topolgy", "file"], ["--topolgy is unknown", "did you mean --topology?"]),
         (["--resources.enabled=false"], ["resources.enabled is false", "dra.gpus"]),
         (["--v=loud"], ["flag --v", "'loud'", "klog's number"]),
@@ -182,6 +190,11 @@ def test_a_bad_flag_ends_in_one_line_that_tells_what_is_allowed(argv: list[str],
     """The line names the flag as it was written, the value, the variable and what is allowed."""
     (problem,) = problems_of(*argv)
     assert all(part in problem for part in expected), problem
+
+
+def test_a_number_of_shares_may_be_one_of_yaml(directory: Path) -> None:
+    path = write(directory, "dra: {nvidia_names: true, consumable_shares: 4}")
+    assert load_settings(["--config", path], {}).settings.dra.consumable_shares == "4"
 
 
 def test_every_mistake_is_reported_at_once(directory: Path) -> None:

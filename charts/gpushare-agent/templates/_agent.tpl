@@ -66,6 +66,9 @@
 {{- end -}}
 {{- with $variables }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
 {{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "container" $container) -}}
+{{- range $name, $one := $values.config.map -}}
+  {{- if kindIs "map" $one }}{{ include "gpushare-agent.refuse-overridden" (dict "value" (printf "config.map.%s" $name) "settings" $one "container" $container) }}{{ end -}}
+{{- end -}}
 {{- with $values.env }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
 
 {{- if $values.runtimeSocket.enabled -}}

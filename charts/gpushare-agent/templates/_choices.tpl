@@ -119,6 +119,9 @@ manifests/components/{{ . }}
 {{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}
 {{- $_ := set $refused "root" "the manifests mount the node's places where they are, leave it out" -}}
 {{- $_ := set $refused "kubelet.root_dir" "in the agent's pod it is /var/lib/kubelet, use the value `kubeletDirectory`" -}}
+{{- range $name, $one := $values.config.map -}}
+  {{- if kindIs "map" $one }}{{ include "gpushare-agent.refuse" (dict "value" (printf "config.map.%s" $name) "settings" $one "refused" $refused) }}{{ end -}}
+{{- end -}}
 {{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts and rights that it needs" $value) }}{{ end -}}
 {{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
 {{- $refused = dict -}}

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, renumbered
-from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
+from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids, passed_on
 from gpushare_agent.agent.admission.decisions.former_devices import texts
 from gpushare_agent.agent.admission.decisions.identity import Call, Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
@@ -197,10 +197,10 @@ class Admission(Struct, kw_only=True, eq=False):
             if pending is None:
                 next_container = self.identification.next_container(resource, ids)
                 if next_container is not None:
-                    passed_on = Decision(target=next_container, resource=resource)
                     pod_has = self.node.cache.of_pod(next_container.pod.uid)
                     planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
-                    return self._allocate(next_container, passed_on, kind, ids, planned)
+                    decision = passed_on(next_container, resource, planned, self.node.names)
+                    return self._allocate(next_container, decision, kind, ids, planned)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
                 # Without a target GetPreferredAllocation could not say whose call it was: the refusal says why, and nothing

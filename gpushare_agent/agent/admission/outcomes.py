@@ -37,8 +37,8 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     wall_clock_ns: Callable[[], int] = time.time_ns
 
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
-        """A decision without a place decided nothing now: an init container's IDs are passed on, or a further
-        resource of a container is added to those that it has."""
+        """A decision without a place decided nothing now: a further resource of a container is added to those that it
+        has."""
         self.node.metrics.admission(decision.resource, "allocated", "")
         if decision.placed is not None:
             self._record(with_gpus(decision, allocation.gpus), gpus=allocation.gpus)

@@ -264,10 +264,7 @@ def read_config(raw: Raw) -> ShareConfig:
     """Raises Corrupt with what to write instead; an unknown field is a mistake of spelling that nobody would notice."""
     typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != CONFIG_API_VERSION or typed.kind != CONFIG_KIND:
-        raise Corrupt(
-            f"the opaque parameters are {shown(typed.api_version)} {shown(typed.kind)}, and this driver reads"
-            f" {CONFIG_API_VERSION} {CONFIG_KIND}"
-        )
+        raise Corrupt(f"{typed}, and this driver reads {CONFIG_API_VERSION} {CONFIG_KIND}")
     try:
         found = decoded(_PARAMETERS, raw, CONFIG_KIND)
     except Corrupt as e:

@@ -22,7 +22,7 @@ from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
 from gpushare_agent.core.kit.json_schema import decoded
-from gpushare_agent.core.kube.objects import Quantity, whole_number
+from gpushare_agent.core.kube.objects import Quantity, shown, whole_number
 from gpushare_agent.core.model.errors import Corrupt
 from gpushare_agent.core.model.names import MIB
 
@@ -100,8 +100,11 @@ class _Json(_Base):
 class Typed(Struct, rename="camel"):
     """The kind and version that an opaque configuration states."""
 
-    api_version: object = None
-    kind: object = None
+    api_version: object = ""
+    kind: object = ""
+
+    def __str__(self) -> str:
+        return f"the opaque parameters have apiVersion {shown(self.api_version)} and kind {shown(self.kind)}"
 
 
 TYPED, _JSON = Decoder(Typed), Decoder(_Json)
@@ -112,11 +115,10 @@ def read_gpu_config(raw: Raw) -> tuple[ShareConfig, bool]:
     Corrupt with what cannot be done."""
     typed = decoded(TYPED, raw, "the opaque parameters")
     if typed.api_version != API_VERSION or typed.kind not in ("GpuConfig", "MigDeviceConfig"):
-        shown, kind = repr(typed.api_version)[:80], repr(typed.kind)[:80]
         why = _KINDS.get(typed.kind) if isinstance(typed.kind, str) else None
         raise Corrupt(
-            f"the opaque parameters are {shown} {kind}, and of NVIDIA's this driver reads {API_VERSION} GpuConfig"
-            " and MigDeviceConfig" + (f": {why}" if why else "")
+            f"{typed}, and of NVIDIA's this driver reads {API_VERSION} GpuConfig and MigDeviceConfig"
+            + (f": {why}" if why else "")
         )
     try:
         sharing = decoded(_JSON, raw, str(typed.kind)).sharing

@@ -34,7 +34,7 @@ def decoded(decoder: Decoder[T], content: bytes | bytearray | Raw, where: str) -
     except ValidationError as e:
         raise Corrupt(f"{where}: {e}") from e
     except UNREADABLE as e:
-        raise Corrupt(f"{where}: is no JSON ({e})") from e
+        raise Corrupt(f"{where} is no JSON ({e})") from e
 
 
 def loaded(content: str | bytes) -> Any:

@@ -25,8 +25,8 @@ from gpushare_agent.core.settings.tree import ALIASES, ENVIRONMENT_PREFIX, Setti
 from gpushare_agent.core.settings.values import OneOf
 
 _ROOT_TITLE = "The node."
-TEXTS = "a comma list"
-"""The values of a list of texts; its validators say more."""
+TEXT, TEXTS = "text", "a comma list"
+"""The values of a text and of a list of texts; their validators say more."""
 
 
 class Kind(Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="K=V[,K=V…]", allowed="pairs such as zone=a,rack=7")
     if annotation is Path or Path in get_args(annotation):
         return Kind(placeholder="PATH", allowed="a path")
-    return Kind(placeholder="TEXT", allowed="text")
+    return Kind(placeholder="TEXT", allowed=TEXT)
 
 
 def _list_kind(item: Any) -> Kind:

@@ -142,6 +142,13 @@ class ResizeSettings(Section):
     on their GPU; needs manifests/resize."""
 
 
+_Shares = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # as YAML reads `4`
+    matches(re.compile("memory|unlimited|[1-9][0-9]{0,2}"), "is no memory, unlimited, or a number from 1 to 999"),
+]
+
+
 class DraSettings(Section):
     """GPUs by ResourceClaims (Dynamic Resource Allocation)."""
 
@@ -153,7 +160,7 @@ class DraSettings(Section):
     """Taint of an unhealthy or cordoned GPU. NoExecute evicts its pods."""
     nvidia_names: bool = False
     """Serve claims written for NVIDIA's DRA driver: its attributes and GpuConfig; cores default to 0."""
-    consumable_shares: str = Field(default="memory", pattern="memory|unlimited|[1-9][0-9]{0,2}")
+    consumable_shares: _Shares = "memory"
     """Size of a claim that names no memory, as by that option of NVIDIA's driver. memory: all of it. With nvidia_names
     also unlimited: nothing; a number: one of so many shares; both without limits."""
 

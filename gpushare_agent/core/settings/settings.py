@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.settings.node_configuration import NamedConfiguration
 from gpushare_agent.core.settings.nvidia_plugin import parse_nvidia, read_nvidia
-from gpushare_agent.core.settings.reference import TEXTS, Key, all_keys, text_of
+from gpushare_agent.core.settings.reference import TEXT, TEXTS, Key, all_keys, text_of
 from gpushare_agent.core.settings.sources import (
     Layer,
     MigratedKey,
@@ -37,6 +37,8 @@ from gpushare_agent.core.settings.values import PLACE
 NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
 """Where the node's name comes from when no setting has it."""
 
+_OF_VALIDATOR = "Value error, "
+"""pydantic writes it before the words of a ValueError."""
 _SHOWN_CHARACTERS = 80
 _SIZE = re.compile(r"([0-9]{1,7}) ?([MGT])i?B?", re.IGNORECASE)
 
@@ -162,7 +164,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
     parts = [part for part in location if isinstance(part, str)]
     # pydantic's place goes on into the items of a list; a setting has at most a section and a name.
     key = next((key for n in (2, 1) for key in all_keys() if key.name == ".".join(parts[:n])), None)
-    reason = message.removeprefix("Value error, ")
+    reason = message.removeprefix(_OF_VALIDATOR)
     # A rule between settings names no key: the values that break it may come from several places.
     if key is None:
         name = ".".join(parts) or "settings"
@@ -174,7 +176,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
         value = value[:_SHOWN_CHARACTERS] + "…"
     return (
         f"{found.source}: {value} is not allowed for --{key.flag} (variable {key.variable});"
-        f" allowed: {_allowed(key, reason)}{_in_mib(key, str(found.value))}"
+        f" allowed: {_allowed(key, message)}{_in_mib(key, str(found.value))}"
     )
 
 
@@ -184,16 +186,11 @@ def _in_mib(key: Key, text: str) -> str:
     return f"; {text} is {int(size[1]) << 10 * 'MGT'.index(size[2].upper())}" if size is not None else ""
 
 
-def _allowed(key: Key, reason: str) -> str:
-    """The words of a validator of the field, which say more than the type; else the type's."""
-    # "a comma list" would not say what is wrong with an item.
-    if key.kind.allowed == TEXTS:
-        return reason
-    return (
-        reason.removeprefix("is no ")
-        if reason.startswith(("is no node name", "is no CDI kind")) or "resource name" in reason
-        else key.kind.allowed
-    )
+def _allowed(key: Key, message: str) -> str:
+    """The words of a validator of a text or a list of them, which say more than the type; else the type's."""
+    reason = message.removeprefix(_OF_VALIDATOR)
+    is_ours = reason != message and key.kind.allowed in (TEXT, TEXTS)
+    return reason.removeprefix("is no ") if is_ours else key.kind.allowed
 
 
 __all__ = ["NODE_NAME_SOURCES", "LoadedSettings", "Settings", "SettingsError", "load_settings"]
