@@ -172,10 +172,13 @@ async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns()
 
 
 async def test_what_may_differ_is_asked_about_at_once() -> None:
-    """A pod that has changed, a container with other IDs, and after a restart of the kubelet every pod."""
+    """A pod whose containers no longer run, one with other IDs, and after a restart of the kubelet every pod. Annotations do
+    not count: the agent writes them to all pods of a node that it comes to."""
     node = ReconciledNode()
     await node.asked()
-    node.store.upsert(replace(node.pods[7], resource_version="2"))
+    for one in node.pods[:6]:
+        node.store.upsert(replace(one, annotations={"gpushare-agent/gpus": "0"}, resource_version="2"))
+    node.store.upsert(replace(node.pods[7], has_started=False, resource_version="2"))
     node.cache.release_pod(node.pods[6].uid)
     asked = await node.asked()
     assert {"p6", "p7"} < asked and len(asked) == 7
