@@ -90,10 +90,13 @@ class Directories(Struct, eq=False):
         pids = one.pids if one.pids is not None or before is None else before.pids
         if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
             return None
+        # Stamps say that the file is what was written: other processes do not make its content again.
+        content = (
+            None if before is not None and is_untouched and before.config == one.config else encode_config(one.config)
+        )
         # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
         # until then.
-        content = encode_config(one.config)
-        if not one.is_config_known:
+        if content is not None and not one.is_config_known:
             content = _with_existing_limit(content, files.read_config(key))
         if is_untouched:
             files.write(key, pids=pids, config=content)
@@ -102,7 +105,7 @@ class Directories(Struct, eq=False):
             # agent: a list that a former one left stays; without one the file is empty, as the library expects one there.
             files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
         # Not the content, which has 8 KiB for names that the key has already.
-        config = one.config if one.is_config_known else decode_config(content)
+        config = one.config if content is None or one.is_config_known else decode_config(content)
         written = Written(config=config, pids=pids, stamps=files.stamps(key))
         if not has_socket:
             self.bound[key] = files.bind_socket(key)
