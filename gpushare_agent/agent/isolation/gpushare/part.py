@@ -143,8 +143,10 @@ class GpusharePart(IsolationPart):
             if (desired := self._limits(key)) is not None:
                 found[key] = desired
                 self._keys.setdefault(key.pod_uid, []).append(key)
-        self._limits_of, self._changed = found, set()
-        return found
+        self._changed = set()
+        if found != self._limits_of:  # the same mapping as before lets who watches them rest: pods change often
+            self._limits_of = found
+        return self._limits_of
 
     def _probed_library(self) -> ProbedLibrary:
         library = self._files.library
