@@ -56,9 +56,9 @@ class HookedFiles(VDeviceFiles):
     has_config: bool | None = None
     """Whether the last `write` had one."""
 
-    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> bool:
+    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> None:
         self.has_config = config is not None
-        return super().write(key, pids=pids, config=config)
+        super().write(key, pids=pids, config=config)
 
     def pod_names(self) -> tuple[PodUid, ...]:
         self.listings_of_pods += 1

@@ -104,10 +104,9 @@ class Directories(Struct, eq=False):
             # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this
             # agent: a list that a former one left stays; without one the file is empty, as the library expects one there.
             files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
-        written = Written(config=config, pids=pids, stamps=files.stamps(key))
         if not has_socket:
             self.bound[key] = files.bind_socket(key)
-        return written
+        return Written(config=config, pids=pids, stamps=files.stamps(key))
 
 
 def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
