@@ -172,13 +172,16 @@ async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns()
 
 
 async def test_what_may_differ_is_asked_about_at_once() -> None:
-    """A pod that has changed, a container with other IDs, and after a restart of the kubelet every pod."""
+    """A pod that has ended, a container with other IDs, and after a restart of the kubelet every pod. Other changes of pods
+    are none of the kubelet's records: the agent writes annotations to all of a node that it comes to."""
     node = ReconciledNode()
     await node.asked()
-    node.store.upsert(replace(node.pods[7], resource_version="2"))
+    for one in node.pods:
+        node.store.upsert(replace(one, annotations={"gpushare-agent/gpus": "0"}, resource_version="2"))
+    node.store.upsert(replace(node.pods[7], phase=PodPhase.SUCCEEDED, resource_version="3"))
     node.cache.release_pod(node.pods[6].uid)
     asked = await node.asked()
-    assert {"p6", "p7"} < asked and len(asked) == 7
+    assert {"p6", "p7"} < asked and len(asked) == 7 and not node.cache.of_pod(node.pods[7].uid)
     assert node.cache.of_pod(node.pods[6].uid)  # adopted again from the kubelet's records
     node.collection.kubelet_restarted()
     assert len(await node.asked()) == 8

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits
 from gpushare_agent.agent.isolation.gpushare.observed import ObservedContainers
@@ -52,7 +53,8 @@ def kept(part: GpusharePart) -> Mapping[ContainerKey, tuple[GpuLimits, ...]]:
 async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_after_a_change(
     node: Any, part: GpusharePart
 ) -> None:
-    """By the pod's annotation of now. A pod that is not known yet has none to go by; a whole GPU has no limits."""
+    """By the pod's annotation of now. A pod that is not known yet has none to go by; a whole GPU has no limits. Another
+    change of a pod leaves the mapping the same, by which its readers know that nothing is to be done."""
     add_share(node, UID)
     add_share(node, ELSEWHERE, 20, 0, **{ISOLATION_ANNOTATION: "none"})
     add_share(node, WHOLE, 100, 0)
@@ -61,6 +63,11 @@ async def test_shares_under_this_isolation_alone_are_kept_and_made_again_only_af
     known = node.pods.pods()
     node.pods.replace_all([one for one in known if one.uid != UID])
     assert kept(part) is found and not part._seen._is_awaited.is_set()
+    node.pods.replace_all([replace(one, annotations={**one.annotations, "other": "x"}) for one in known])
+    part.changed(UID)
+    assert kept(part) is found
+    part._seen._is_awaited.clear()
+    node.pods.replace_all([one for one in known if one.uid != UID])
     part.changed(UID)
     assert kept(part) == {} and part._seen._is_awaited.is_set()
     node.pods.replace_all(known)

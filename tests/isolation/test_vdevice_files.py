@@ -231,16 +231,18 @@ def test_a_file_that_is_right_is_left_alone(files: VDeviceFiles) -> None:
     """The same content is not written again; other content, another mode or a missing file is."""
     files.prepare(KEY)
     path = files.path(KEY) / "pids.config"
-    assert files.write(KEY, pids=[3, 5])
+    files.write(KEY, pids=[3, 5])
     first = path.stat()
-    assert not files.write(KEY, pids=[5, 3])
+    files.write(KEY, pids=[5, 3])
     files.prepare(KEY)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path.chmod(0o666)
-    assert files.write(KEY, pids=[3, 5])
+    files.write(KEY, pids=[3, 5])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     path.unlink()
-    assert files.write(KEY, pids=[3, 5])
-    assert files.write(KEY, pids=[3])
+    files.write(KEY, pids=[3, 5])
+    assert path.exists()
+    files.write(KEY, pids=[3])
     assert decode_pids(path.read_bytes()) == (3,)
 
 

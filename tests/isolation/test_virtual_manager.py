@@ -53,6 +53,12 @@ class HookedFiles(VDeviceFiles):
     listings_of_pods = 0
     listings_of_aside = 0
     aside_error: Unavailable | None = None
+    has_config: bool | None = None
+    """Whether the last `write` had one."""
+
+    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> None:
+        self.has_config = config is not None
+        super().write(key, pids=pids, config=config)
 
     def pod_names(self) -> tuple[PodUid, ...]:
         self.listings_of_pods += 1
@@ -402,13 +408,20 @@ async def test_what_others_removed_is_back_after_a_round(world: World, name: str
 
 
 async def test_unchanged_files_are_not_written_again(world: World) -> None:
-    """Neither at a second poll nor at a registration: their inodes stay."""
+    """Neither at a second poll nor at a registration: their inodes stay. Other processes make one file again, and the other
+    is not even compared, which takes a tenth of a round."""
     async with serving(world) as manager:
         await world.poll(manager)
         before = world.files.stamps(KEY)
         await manager.poll()
         await register(world.directory / "vcuda.sock", name="cuda")
         assert world.files.stamps(KEY) == before
+        world.set_pids(ID, 11, 7, 12)
+        await manager.poll()
+        assert (world.pids, world.files.has_config) == ((7, 11, 12), False)
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        await manager.poll()
+        assert (world.limit, world.files.has_config) == (60, True)
 
 
 async def test_many_containers_are_written_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

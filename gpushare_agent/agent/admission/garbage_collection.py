@@ -95,8 +95,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     _reconciler: Reconciler = field(default_factory=Reconciler)
     _changed_pods: set[PodUid] = field(default_factory=set)
     _recovered: dict[tuple[str, str], ListedPod] = field(default_factory=dict)
-    _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
-    """As they were then; the longest unasked first."""
+    _agreed: dict[PodUid, tuple[bool, Sequence[Allocation]]] = field(default_factory=dict)
+    """Whether they had ended, and what they had; the longest unasked first."""
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Releases an ended pod's allocations at once. For PodStore.subscribe."""
@@ -262,7 +262,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     def _pods_to_ask(self) -> Sequence[Pod]:
         """The pods that may differ from the kubelet's records, and some of those that agreed with them."""
         pods = [p for p in self.node.pods.pods() if self.node.names.wants_any(p) or self.node.cache.of_pod(p.uid)]
-        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.node.cache.of_pod(p.uid))}
+        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p.is_terminal, self.node.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
         # A dict keeps the order of insertion: the first are those that were not asked about for longest.
         left = agree - set(list(self._agreed)[:RECHECKED_PODS])
@@ -280,7 +280,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             if uid in differ or pod is None or not (pod.has_started or pod.is_terminal):
                 continue
             if is_trusted and not any(self._is_fresh(allocation) for allocation in allocations):
-                self._agreed[uid] = pod, allocations
+                self._agreed[uid] = pod.is_terminal, allocations
 
     def _decide(
         self, listed: Sequence[ListedPod], checkpoint: Sequence[CheckpointEntry], scope: set[PodUid] | None

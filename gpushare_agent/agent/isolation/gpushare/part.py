@@ -143,8 +143,9 @@ class GpusharePart(IsolationPart):
             if (desired := self._limits(key)) is not None:
                 found[key] = desired
                 self._keys.setdefault(key.pod_uid, []).append(key)
-        self._limits_of, self._changed = found, set()
-        return found
+        # The same mapping where nothing differs, by which its readers know that they may rest: pods change often.
+        self._limits_of, self._changed = self._limits_of if found == self._limits_of else found, set()
+        return self._limits_of
 
     def _probed_library(self) -> ProbedLibrary:
         library = self._files.library

@@ -113,11 +113,11 @@ class VDeviceFiles:
                 _clear_half_written(directory, names)
                 _put(key, directory, filter(is_container_id, names), pids, config, is_new=True)
 
-    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> bool:
+    def write(self, key: ContainerKey, *, pids: Collection[int] | None = None, config: bytes | None = None) -> None:
         """Writes pids.config and vcuda.config where they do not hold this; None leaves what is there. Of more than 1,024
-        PIDs the lowest are written, and the log warns. Whether anything was written."""
+        PIDs the lowest are written, and the log warns."""
         with self._step("writing", self._text_path(key)), self._open(key) as directory:
-            return _put(key, directory, _copies(directory), pids, config)
+            _put(key, directory, _copies(directory), pids, config)
 
     def read_pids(self, key: ContainerKey) -> tuple[int, ...] | None:
         """What pids.config lists, None where there is none that can be read as one."""
@@ -264,23 +264,20 @@ def _put(
     config: bytes | None,
     *,
     is_new: bool = False,
-) -> bool:
-    """Into the directory and its copies; whether anything differed."""
+) -> None:
+    """Into the directory and its copies."""
     encoded, dropped = encode_pids(pids or ())
-    # The config last: where it is, the library expects both.
-    contents = {PIDS_NAME: encoded if pids is not None else None, CONFIG_NAME: config}
-    written: set[str] = set()
     with ExitStack() as stack:
         opened_copies = [stack.enter_context(made_directory(directory, name)) for name in copies]
         for copy in opened_copies if is_new else ():
             _clear_half_written(copy, names_in(copy))
-        for place in (directory, *opened_copies):
-            for name, content in contents.items():
-                if content is not None and replace_file(place, name, content):
-                    written.add(name)
-    if dropped and PIDS_NAME in written:
+        places = (directory, *opened_copies)
+        has_changed = pids is not None and True in [replace_file(place, PIDS_NAME, encoded) for place in places]
+        if config is not None:  # last: where it is, the library expects both
+            for place in places:
+                replace_file(place, CONFIG_NAME, config)
+    if dropped and has_changed:
         log.warning("vdevice_pids_dropped", pod_uid=key.pod_uid, container=key.container, dropped=dropped)
-    return bool(written)
 
 
 def _copies(directory: int) -> list[str]:

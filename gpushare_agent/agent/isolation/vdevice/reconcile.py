@@ -85,28 +85,28 @@ class Directories(Struct, eq=False):
     def _write(self, one: DesiredDirectory) -> Written | None:
         files, key, before = self.files, one.key, one.before
         has_socket = one.socket is not None and files.has_socket(key, one.socket)
-        is_untouched = has_socket and before is not None and files.stamps(key) == before.stamps
+        kept = before if has_socket and before is not None and files.stamps(key) == before.stamps else None
         # Not known now: what was written last is better than an empty list, under which the library limits nobody.
         pids = one.pids if one.pids is not None or before is None else before.pids
-        if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
+        if kept is not None and (kept.config, kept.pids) == (one.config, pids):
             return None
-        # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
-        # until then.
-        content = encode_config(one.config)
-        if not one.is_config_known:
-            content = _with_existing_limit(content, files.read_config(key))
-        if is_untouched:
+        config, content = one.config, None
+        if kept is None or kept.config != config:  # else other processes alone are written: most often
+            content = encode_config(config)
+            # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic
+            # limit until then.
+            if not one.is_config_known:
+                content = _with_existing_limit(content, files.read_config(key))
+                config = decode_config(content)  # kept without the content, which has 8 KiB for names that the key has
+        if kept is not None:
             files.write(key, pids=pids, config=content)
         else:
             # Also where a file alone was replaced: what else is in there is not known. Neither known nor written by this
             # agent: a list that a former one left stays; without one the file is empty, as the library expects one there.
             files.prepare(key, pids=pids if pids is not None else files.read_pids(key) or (), config=content)
-        # Not the content, which has 8 KiB for names that the key has already.
-        config = one.config if one.is_config_known else decode_config(content)
-        written = Written(config=config, pids=pids, stamps=files.stamps(key))
         if not has_socket:
             self.bound[key] = files.bind_socket(key)
-        return written
+        return Written(config=config, pids=pids, stamps=files.stamps(key))
 
 
 def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
