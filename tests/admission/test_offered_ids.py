@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from gpushare_agent.agent.admission import device_tables
 from gpushare_agent.agent.admission.device_tables import DeviceTables
 from gpushare_agent.agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.agent.kubelet.device_table import DeviceRow, device_rows
 from gpushare_agent.core.model.device_ids import DeviceIds
 from gpushare_agent.core.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, device_id, unit_id
 from gpushare_agent.core.model.pods import ContainerKind
@@ -64,6 +66,32 @@ async def test_lists_that_were_made_since_a_request_are_not_made_again_for_it() 
         assert isolations.lists == 1
         tables.request_refresh()
         await poll_until(lambda: isolations.lists == 2, "the list that was requested")
+
+
+def test_only_the_lists_that_an_allocation_changes_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica of a GPU makes the agent look at all lists, in the middle of the next admission: they have thousands of
+    rows."""
+    gpus, made = inventory(1), list[int]()
+
+    def counted(*arguments: Any) -> list[DeviceRow]:
+        rows = device_rows(*arguments)
+        made.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(device_tables, "device_rows", counted)
+    node = node_of(gpus)
+    tables = DeviceTables(node=node, isolation=FreeIsolations(), ids=DeviceIds())
+    tables.refresh()
+    rows = [len(tables.tables[name].devices) for name in (VCORE_RESOURCE, VMEMORY_RESOURCE)]
+    assert made == rows
+    share = allocation(pod("a", container(cores=30, blocks=4)), "main", ids(0, range(30)), ids(0, range(4)))
+    node.cache.put(share)
+    tables.refresh()
+    assert made == rows
+    unit = {ResourceKind.GPU: frozenset({unit_id(gpus.gpus[0].uuid, 0, "2s")})}
+    node.cache.put(replace(share, key=share.key._replace(container="replica"), ids=unit))
+    tables.refresh()
+    assert made == rows * 2
 
 
 async def _listed(tables: DeviceTables, texts: list[str], resource: str = VCORE_RESOURCE) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 import structlog
@@ -42,12 +43,19 @@ from gpushare_agent.core.model.resources import (
 from gpushare_agent.core.placement import GpuAccount
 
 
-def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, list[DeviceId]]:
+def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, Sequence[DeviceId]]:
     """The IDs of one resource by GPU: as many as it has units, by number."""
-    return {gpu: [device_id(gpu, number) for number in range(count)] for gpu, count in units.items()}
+    return {gpu: _numbered(gpu, count) for gpu, count in units.items()}
 
 
-def as_held(offered: Mapping[GpuUuid, list[DeviceId]], in_use: Collection[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
+@lru_cache(maxsize=512)
+def _numbered(gpu: GpuUuid, count: int) -> tuple[DeviceId, ...]:
+    return tuple(device_id(gpu, number) for number in range(count))
+
+
+def as_held(
+    offered: Mapping[GpuUuid, Sequence[DeviceId]], in_use: Collection[DeviceId]
+) -> dict[GpuUuid, Sequence[DeviceId]]:
     """The same, with what containers hold under another text in the place of as many free IDs of the GPU, the highest.
     Without them the kubelet would reject such a pod when it admits it again."""
     found = dict(offered)
@@ -170,6 +178,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     _followed: set[GpuUuid] = field(default_factory=set)
     """GPUs whose lists depend on who has them: shares have grown there, or it gives nobody anything new."""
     _unlike: ReportOnce = field(default_factory=ReportOnce)
+    _shown: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """What each list was made of."""
 
     def __post_init__(self) -> None:
         self.tables |= {name: DeviceTable() for name in self.node.names.names}
@@ -231,7 +241,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             layout, found = kind.layout(names), missing
             held: Collection[DeviceId] = self._in_use(resource, holders) if kind.is_part else holders.keys()
             if kind.is_part:
-                ids = unit_ids(inventory.gpus, resource, layout, held)
+                ids: dict[GpuUuid, Sequence[DeviceId]] = {**unit_ids(inventory.gpus, resource, layout, held)}
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
                 ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
@@ -244,7 +254,11 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             )
             of_others = _by_gpu(sorted(device for device in kept if gpu_of(device) in others))
             ids |= {gpu: of_others.get(gpu, []) for gpu in others}
-            table.set_devices(device_rows(known, ids, self.ids, withheld_ids, kept))
+            made_of = (known, ids, withheld_ids, kept)
+            # Allocations change few lists, and one has thousands of rows.
+            if made_of != self._shown.get(resource) or table.withdrawn_left_s() is not None:
+                table.set_devices(device_rows(known, ids, self.ids, withheld_ids, kept))
+                self._shown[resource] = made_of
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
         """Units that containers have under this name."""

@@ -195,8 +195,9 @@ def device_rows(
     """The `devices` of every GPU, in order of GPU index; a GPU's health is that of all of them but those `withheld`, and
     those `kept`, which are healthy."""
     return [
-        DeviceRow(id=text, healthy=device in kept or (gpu.is_healthy and device not in withheld), numa=gpu.numa_node)
+        DeviceRow(id=text, healthy=device in kept or (is_healthy and device not in withheld), numa=gpu.numa_node)
         for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
+        for is_healthy in (gpu.is_healthy,)
         for device, text in zip(devices[gpu.uuid], ids.write_all(devices[gpu.uuid]), strict=True)
     ]
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from enum import IntEnum, auto
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -317,6 +316,11 @@ def _too_few_free(requested: int, free: int, gpus: int) -> str:
     return f"only {free} of {gpus} GPUs {'is' if free == 1 else 'are'} entirely free, {requested} wanted"
 
 
+def _rounded_up(part: Fraction, of: int) -> int:
+    # Multiplying fractions takes ten times as long.
+    return -(-part.numerator * of // part.denominator)
+
+
 def _gpus(count: int, kind: str) -> str:
     return f"{count} {kind} GPU{'' if count == 1 else 's'}"
 
@@ -394,7 +398,7 @@ class GpuAccount(Struct, kw_only=True):
     @property
     def mib_of_part(self) -> int:
         """Memory of units under NVIDIA's names. The sum is rounded up, not each of three thirds."""
-        return ceil(self.used.part * self.memory_mib) if self.used.part else 0
+        return _rounded_up(self.used.part, self.memory_mib)
 
     @property
     def blocks_of_part(self) -> int:
@@ -402,7 +406,7 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def cores_of_part(self) -> int:
-        return ceil(self.used.part * CORES_PER_GPU) if self.used.part else 0
+        return _rounded_up(self.used.part, CORES_PER_GPU)
 
     @property
     def allocated_cores(self) -> int:
@@ -428,10 +432,13 @@ class GpuAccount(Struct, kw_only=True):
         they have of other resources."""
         if self._is_whole_for_others or not self.is_accepted:
             return Fraction(0)
+        free = 1 - self.used.part
         # One without memory of its own has 0 MiB: its units are parts of its compute alone.
-        memory = Fraction(self.memory_mib - self._mib_of_others, self.memory_mib) if self.memory_mib else Fraction(1)
-        free = min(Fraction(CORES_PER_GPU - self.used.cores, CORES_PER_GPU), memory)
-        return max(Fraction(0), free - self.used.part)
+        if (others_mib := self._mib_of_others) and self.memory_mib:
+            free = min(free, Fraction(self.memory_mib - others_mib, self.memory_mib) - self.used.part)
+        if self.used.cores:
+            free = min(free, Fraction(CORES_PER_GPU - self.used.cores, CORES_PER_GPU) - self.used.part)
+        return max(Fraction(0), free)
 
     def free_units_of(self, count: int) -> int:
         """How many units of a GPU that has `count` of them have room."""

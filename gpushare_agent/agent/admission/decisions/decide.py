@@ -502,8 +502,8 @@ def _check_units(case: Case) -> tuple[GpuUuid, ...] | Refused:
     layout = case.kind.layout(case.policy.names)
     if (refused := _unlike(layout, case.ledger) or _several(layout, case.ids, len(case.ids))) is not None:
         return refused
-    accounts = {account.uuid: account for account in case.accounts()}
     parts = parts_of(case.ids)
+    accounts = {account.uuid: account for account in case.accounts(only=parts)}
     for uuid, part in parts.items():
         if (lack := accounts[uuid].lack(Request(part=part))) is not None:
             return Refused(
