@@ -68,18 +68,13 @@ def import_libraries(*, is_agent: bool) -> None:
 
     import_lean("structlog", {"rich": None})
     for library, unused in _UNUSED.items() if is_agent else ():
-        import_lean(library, {name: Hollow(name) for name in unused})
+        import_lean(library, {name: Hollow(name) for name in unused.split()})
 
 
 _UNUSED = {
-    "pydantic_settings": (
-        "importlib.metadata",
-        "importlib.resources.abc",
-        "dotenv",
-        "pydantic_settings.sources.providers.cli",
-    ),
-    "betterproto2": ("betterproto2._version",),
-    "prometheus_client": ("http.server", "socketserver", "urllib.request", "wsgiref.simple_server"),
+    "pydantic_settings": "importlib.metadata importlib.resources.abc dotenv pydantic_settings.sources.providers.cli",
+    "betterproto2": "betterproto2._version",
+    "prometheus_client": "http.server socketserver urllib.request wsgiref.simple_server",
 }
 
 

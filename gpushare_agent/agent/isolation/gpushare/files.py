@@ -33,6 +33,7 @@ from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
     CLOSED_MODE,
     container_path,
+    has_file,
     opened_container,
     opened_root,
     pods_in,
@@ -60,15 +61,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
 )
 from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
 from gpushare_agent.agent.runtime.machine import is_before_boot, this_boot
-from gpushare_agent.core.kit.directories import (
-    DIRECTORY,
-    DIRECTORY_MODE,
-    made_directory,
-    names_in,
-    opened,
-    replace_file,
-    status_of,
-)
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_nameable, require_nameable
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, Unavailable
@@ -197,7 +190,7 @@ class GpushareFiles:
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""
         with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
-            return tuple(uid for uid in pods_in(root) if _has_config(root, uid))
+            return tuple(uid for uid in pods_in(root) if has_file(root, uid, CONFIG_NAME))
         return ()
 
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
@@ -452,13 +445,6 @@ def _is_locked(file: int, slot: int) -> bool:
     """Whether a process lives that holds the slot: its end, however it comes, releases the lock."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, FIRST_LOCKED_BYTE + slot, 1, 0)
     return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
-
-
-def _has_config(root: int, uid: PodUid) -> bool:
-    # The start lists a full node before it registers: a glob of each pod takes twice as long.
-    with suppress(OSError), opened(uid, root, DIRECTORY) as pod:
-        return any(status_of(pod, f"{name}/{CONFIG_NAME}") is not None for name in names_in(pod))
-    return False
 
 
 def _read(file: int, size: int) -> bytes:
