@@ -107,9 +107,9 @@ def _import_all(modules: list[str]) -> dict[str, float]:
     shares = _Shares()
     for loader in (SourceFileLoader, ExtensionFileLoader):
         loader.exec_module = shares.wrap(loader)  # type: ignore[method-assign]  # for this process
-    from gpushare_agent.__main__ import _import_structlog
+    from gpushare_agent.__main__ import import_libraries
 
-    _import_structlog()  # before all that imports it: the agent has it without rich
+    import_libraries(is_agent=True)  # before all that imports them: the agent has them without some modules
     from gpushare_agent.core.kube.configuration import load_library
 
     for name in modules:

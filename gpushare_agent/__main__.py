@@ -18,14 +18,15 @@ def main(module: str = "gpushare_agent.commands", function: str = "main") -> int
     from gpushare_agent.core.cli import interrupts
 
     interrupts.end_at_once()
-    if sys.argv[1:2] == ["run"] and module == "gpushare_agent.commands":
+    is_agent = sys.argv[1:2] == ["run"] and module == "gpushare_agent.commands"
+    if is_agent:
         interrupts.hold_hangup()
     from importlib import import_module
 
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # else pydantic searches every installed package for one
     try:
-        _import_structlog()
+        import_libraries(is_agent=is_agent)
         return int(getattr(import_module(module), function)())
     except BaseException as error:
         if not interrupts.is_behind(error):
@@ -52,16 +53,29 @@ def complete_plugin() -> int:
     return main("gpushare_agent.kubectl.plugin", "complete")
 
 
-def _import_structlog() -> None:
-    """Without rich, which it would import for coloured tracebacks: 50 ms and 5 MiB (docs/reference/measurements.md) for
-    nothing that the agent prints. Commands that want rich import it as ever."""
-    if "rich" in sys.modules:
-        return
-    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's own way to say "not to be had"
-    try:
-        import structlog  # noqa: F401 - imported for what it remembers of rich
-    finally:
-        del sys.modules["rich"]
+def import_libraries(*, is_agent: bool) -> None:
+    """Those of which the agent needs less than they import (docs/reference/measurements.md).
+
+    | library | without | which it imports for |
+    |---|---|---|
+    | structlog | rich: 50 ms and 5 MiB | coloured tracebacks. Commands that want rich import it as ever |
+    | pydantic_settings | importlib.metadata: 8 ms with email | pydantic's plugins, which are switched off above |
+    | | the others: 6 ms | sources of its own, which core/settings/sources.py replaces |
+    | betterproto2 | its version, which takes importlib.metadata too | its check of the compiler's: pyproject.toml has it |
+    | prometheus_client | http.server and others: 8 ms | servers and clients of its own |
+    """
+    from gpushare_agent.core.kit.lean_imports import Hollow, import_lean
+
+    import_lean("structlog", {"rich": None})
+    for library, unused in _UNUSED.items() if is_agent else ():
+        import_lean(library, {name: Hollow(name) for name in unused.split()})
+
+
+_UNUSED = {
+    "pydantic_settings": "importlib.metadata importlib.resources.abc dotenv pydantic_settings.sources.providers.cli",
+    "betterproto2": "betterproto2._version",
+    "prometheus_client": "http.server socketserver urllib.request wsgiref.simple_server",
+}
 
 
 if __name__ == "__main__":

@@ -144,9 +144,9 @@ def _serve(requests: socket.socket) -> list[str]:
 def main() -> None:
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")
-    from gpushare_agent.__main__ import _import_structlog
+    from gpushare_agent.__main__ import import_libraries
 
-    _import_structlog()
+    import_libraries(is_agent=False)
     module, *words = _serve(socket.socket(fileno=int(sys.argv[1])))
     sys.argv[1:], sys.orig_argv[1:] = words, ["-m", module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -348,7 +348,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_incoming: b
         start_tasks(group, agent.dra.tasks())
     # The ledger is rebuilt from the kubelet's records; pods only help it, so an API server that is away is not waited
     # for.
-    await at_most(SYNC_WAIT_S, agent.cluster.wait_synced())
+    await at_most(SYNC_WAIT_S, agent.node.pods.wait_synced())
     found = await agent.gpus.read()
     while not await kubelet.follow(is_incoming=is_incoming):
         # The wait may have taken hours: GPUs may have been reset or repartitioned meanwhile.
@@ -392,7 +392,7 @@ async def _serve_containers(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
 
 async def _announce(agent: NodeAgent) -> None:
     """Compares the ledger with the pods once they are listed, and says when all is in place. Then it is done."""
-    await agent.cluster.wait_synced()
+    await agent.node.pods.wait_synced()
     # Only now: before the list a pod that is not there might just not have been seen yet.
     agent.kubelet.garbage.request_reconcile()
     await agent.kubelet.registrar.all_registered.wait()

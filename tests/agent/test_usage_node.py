@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpushare_agent.agent.auto_isolation import NodeSettings
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.observability import part
+from gpushare_agent.agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.core.kit.sockets import is_served
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.usage import UsageRound
+from gpushare_agent.core.settings.settings import load_settings
 from tests.agent.support_agent import InnerAgent, open_agent, poll_until
 from tests.isolation.support_tenant import SlowFiles
 from tests.sandbox.support_sandbox import NodeUnderTest, container, open_test_node, pod
@@ -239,3 +244,22 @@ async def test_five_pods_start_while_the_file_of_another_is_shortened(monkeypatc
             assert set(slow.waited) <= {"unlink usage"}
         finally:
             slow.release()
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["listed", "API server away"])
+async def test_the_first_round_waits_a_moment_for_the_pods_list(is_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it the runtime would be asked for every container's ID, and READY would wait for the round."""
+    begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def run(sampling: UsageSampling) -> None:
+        begun.set_result(sampling.pods.is_synced)
+
+    monkeypatch.setattr(UsageSampling, "run", run)
+    async with open_test_node() as node:
+        parts = build(NodeSettings(settings=load_settings(node.arguments(), {}).settings))
+    if is_away:
+        monkeypatch.setattr(part, "LIST_WAIT_S", 0)
+    else:
+        asyncio.get_running_loop().call_soon(parts.node.pods.replace_all, ())
+    await parts.observability.late_tasks()["usage sampling"]()
+    assert begun.result() is not is_away

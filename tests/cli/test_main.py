@@ -19,6 +19,7 @@ from gpushare_agent import __version__
 from gpushare_agent.commands import COMMAND_LINE, COMMANDS, main
 from gpushare_agent.core.cli import interrupts
 from gpushare_agent.core.cli.command_line import Command, CommandLine, runnable
+from gpushare_agent.core.kit.lean_imports import Hollow, import_lean
 from gpushare_agent.core.settings.reference import all_keys, select_keys
 from gpushare_agent.core.settings.settings import load_settings
 from gpushare_agent.kubectl.plugin import PLUGIN_LINE
@@ -428,6 +429,36 @@ async def test_reading_settings_loads_no_slow_library() -> None:
     code = f"import sys, gpushare_agent.commands; print([m for m in {SLOW_LIBRARIES!r} if m in sys.modules])"
     _, out, _ = await output_of(sys.executable, "-c", code, env=clean_environment())
     assert out.decode().strip() == "[]"
+
+
+LEAN = """
+import sys
+from gpushare_agent.__main__ import import_libraries
+import_libraries(is_agent=True)
+from gpushare_agent.agent import program
+print([m for m in ("rich", "email", "importlib.metadata", "dotenv", "http.server", "urllib.request") if m in sys.modules])
+from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
+print(BaseHTTPRequestHandler.__module__, version("betterproto2")[:1], "rich" in sys.modules)
+"""
+
+
+async def test_the_agent_starts_without_what_its_libraries_import_for_others() -> None:
+    """Whoever imports that later gets the real modules."""
+    _, out, err = await output_of(sys.executable, "-c", LEAN, env=clean_environment(PYDANTIC_DISABLE_PLUGINS="true"))
+    assert out.decode().splitlines() == ["[]", "http.server 0 False"], err
+
+
+def test_a_library_that_cannot_do_without_a_module_is_imported_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first attempt stays, and the agent starts, a little later."""
+    (tmp_path / "needing.py").write_text("import colorsys\nhue = colorsys.rgb_to_hsv(1, 1, 1)[0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert isinstance(import_lean("needing", {"colorsys": Hollow("colorsys")}), TypeError)
+    assert import_module("needing").hue == 0.0
+    del sys.modules["needing"]
 
 
 VIEWS = ("top", "inspect", "explain pod", "config", "check", "cdi list", "driver-volume", "cordon --list")

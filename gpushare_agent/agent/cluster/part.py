@@ -128,10 +128,6 @@ class ClusterPart:
         why = f": {lost.why}" if (lost := self.informer.lost) is not None else ""
         return [] if self.node.pods.is_synced else [f"the API server has not listed this node's pods yet{why}"]
 
-    async def wait_synced(self) -> None:
-        """The API server has listed this node's pods."""
-        await self.node.pods.changes.wait_until(lambda: self.node.pods.is_synced)
-
     async def _run(self) -> NoReturn:
         """All that needs the API server. While it is away, all of this waits."""
         async with AsyncExitStack() as stack:

@@ -1,7 +1,8 @@
 """The pods of this node as the API server last reported them, and what keeps them so. Memory only.
 
-`PodStore` is synchronous. Readers may call at any time: nothing in it awaits, so a method never leaves it half changed. The
-mutable state is: the pods by UID and by name, the UIDs deleted lately, `changes`, `is_synced`.
+`PodStore` is synchronous but for `wait_synced`. Readers may call at any time: nothing that changes it awaits, so a method
+never leaves it half changed. The mutable state is: the pods by UID and by name, the UIDs deleted lately, `changes`,
+`is_synced`.
 
 `NodePods` is its only writer: the informer's handler, and the read of one pod now. An admission cannot wait for the watch:
 `fetch` reads the pod by name and stores it, and what the watch reports meanwhile wins. Its state is the pods of a list that
@@ -58,6 +59,10 @@ class PodStore:
         self._sorted: tuple[Pod, ...] | None = None
         self.changes = ChangeSignal()
         self.is_synced = False
+
+    async def wait_synced(self) -> None:
+        """The API server has listed this node's pods."""
+        await self.changes.wait_until(lambda: self.is_synced)
 
     def replace_all(self, pods: Iterable[Pod], *, resource_version: str = "") -> None:
         """LISTED: these are the pods as of `resource_version`; the rest are gone.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ from gpushare_agent.agent.observability.saved_past import SavedPast
 from gpushare_agent.agent.observability.usage_history import HISTORY_POINTS, UsageHistory
 from gpushare_agent.agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
-from gpushare_agent.core.kit.supervision import Runs, Tasks, bodies
+from gpushare_agent.core.kit.supervision import Runs, Tasks, at_most, bodies
 from gpushare_agent.core.model.allocations import NO_CHARGE, Allocation, ContainerKey
 from gpushare_agent.core.model.names import MIB
 from gpushare_agent.core.model.pods import ClaimUser, Pod
@@ -48,6 +48,9 @@ from gpushare_agent.core.placement.gpu_account import account_of
 
 if TYPE_CHECKING:
     from gpushare_agent.agent.mig.instances import MigInstances
+
+LIST_WAIT_S = 2.0
+"""For the list of the node's pods, before the use is sampled without it."""
 
 
 class ObservabilityPart(Struct, frozen=True, kw_only=True):
@@ -66,8 +69,13 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
         return bodies({"web": self.web})
 
     def late_tasks(self) -> Tasks:
-        services: dict[str, Runs | None] = {"usage sampling": self.usage, "past": self.past, "display": self.display}
-        return bodies(services)
+        services: dict[str, Runs | None] = {"past": self.past, "display": self.display}
+        return {"usage sampling": self._sample, **bodies(services)}
+
+    async def _sample(self) -> NoReturn:
+        # The runtime would be asked for each container's ID, which the pods' statuses have.
+        await at_most(LIST_WAIT_S, self.usage.pods.wait_synced())
+        await self.usage.run()
 
     def take_over(self, previous: ObservabilityPart) -> None:
         """The past of an agent that has read its settings again."""

@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 import structlog
 from msgspec import Struct
 
+from gpushare_agent.core.kit.lean_imports import import_lean
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -64,9 +65,9 @@ def load_library() -> KubeLibrary:
     """The library, imported at the first call. Raises ImportError where it is not installed."""
     # Called in threads: two clients may be opened at once, and modules must not be put in place twice.
     with _lock:
-        # Imported by somebody already, tests for one: two copies of its classes would not know each other.
-        if _LIBRARY not in sys.modules:
-            _load_lean()
+        stand_ins = {name: _LoadedOnUse(name, used) for name, used in _ON_USE.items()}
+        if (reason := import_lean(_LIBRARY, stand_ins, _load_lean)) is not None:
+            log.info("kubernetes_library_loaded_whole", reason=str(reason))
         return KubeLibrary(
             client=import_module(f"{_LIBRARY}.client"),
             config=import_module(f"{_LIBRARY}.config"),
@@ -75,25 +76,11 @@ def load_library() -> KubeLibrary:
 
 
 def _load_lean() -> None:
-    stand_ins = {name: _LoadedOnUse(name, used) for name, used in _ON_USE.items() if name not in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        for name in _HOLLOW:
-            _put_package(name)
-        for name, module in _OFFERED.items():
-            setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
-        import_module(f"{_LIBRARY}.config.kube_config")
-    except (ImportError, AttributeError, OSError) as e:
-        # Nothing half done may stay: the import that follows finds the whole library.
-        for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
-            del sys.modules[name]
-        if isinstance(e, OSError):  # without a free descriptor: the next call begins again
-            raise
-        log.info("kubernetes_library_loaded_whole", reason=str(e))
-    finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:
-                del sys.modules[name]
+    for name in _HOLLOW:
+        _put_package(name)
+    for name, module in _OFFERED.items():
+        setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
+    import_module(f"{_LIBRARY}.config.kube_config")
 
 
 class _LoadedOnUse(ModuleType):

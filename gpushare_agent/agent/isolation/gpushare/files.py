@@ -33,6 +33,7 @@ from gpushare_agent.agent.isolation import tenant_files
 from gpushare_agent.agent.isolation.directories import (
     CLOSED_MODE,
     container_path,
+    has_file,
     opened_container,
     opened_root,
     pods_in,
@@ -189,7 +190,7 @@ class GpushareFiles:
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""
         with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
-            return tuple(uid for uid in pods_in(root) if any(self.containers.glob(f"{uid}/*/{CONFIG_NAME}")))
+            return tuple(uid for uid in pods_in(root) if has_file(root, uid, CONFIG_NAME))
         return ()
 
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
