@@ -34,7 +34,7 @@ from gpushare_agent.core.kube.configuration import (
     find_configuration,
     open_api_client,
 )
-from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, ListLimits, Watched
+from gpushare_agent.core.kube.session import KubeSession, KubeTimeouts, ListLimits, Watched, WentBack
 from gpushare_agent.core.model.errors import (
     AgentError,
     Conflict,
@@ -57,6 +57,7 @@ from tests.fakes.api_server import (
     answers_gone,
     answers_html_502,
     fake_api,
+    lists_pods,
     raw_status,
     resets,
     stalls_after_headers,
@@ -311,21 +312,37 @@ async def test_each_bad_watch_has_its_error(behaviour: Behaviour, error: type[Ex
             await _watch_all(api)
 
 
-@pytest.mark.parametrize("from_version", ["100", "101", "opaque"])
+CACHE, ETCD = {"resourceVersion": "0"}, {"limit": "1"}
+
+
 @pytest.mark.parametrize(
-    ("watched", "short"), [(pods_of_node(NODE), {"resourceVersion": "0"}), (LIVE_PODS, {"limit": "1"})]
+    ("watched", "from_version", "asked"),
+    [
+        (pods_of_node(NODE), "90", [CACHE]),
+        (pods_of_node(NODE), "100", [CACHE, ETCD]),
+        (pods_of_node(NODE), "101", [CACHE, ETCD]),
+        (pods_of_node(NODE), "opaque", [CACHE, ETCD]),
+        (LIVE_PODS, "100", [ETCD]),
+        (LIVE_PODS, "101", [ETCD]),
+    ],
 )
 async def test_a_silent_watch_ends_cleanly_where_the_server_has_the_version(
-    watched: Watched, short: dict[str, str], from_version: str
+    watched: Watched, from_version: str, asked: list[dict[str, str]]
 ) -> None:
     """It sends no bookmarks: all objects are not listed again for that. But one that was restored from a backup may not
-    have the version for hours."""
+    have the version for hours. That it lacks a version is no matter of its watch cache, which may lag."""
+
+    async def lists(server: FakeApiServer, seen: Seen, request: web.Request) -> web.StreamResponse:
+        server.listed_version = "90" if "resourceVersion" in seen.query else "100"
+        return await lists_pods(server, seen, request)
+
     timeouts = KubeTimeouts(request_s=DEADLINE_S, list_s=DEADLINE_S, watch_idle_s=SHORT.watch_idle_s)
-    async with fake_api(watches=[stalls_after_headers]) as server, opened(server.url, timeouts=timeouts) as api:
-        with nullcontext() if from_version == "100" else pytest.raises(Conflict, match="in time"):
+    fake = fake_api(lists=[lists], watches=[stalls_after_headers])
+    async with fake as server, opened(server.url, timeouts=timeouts) as api:
+        with nullcontext() if from_version in ("90", "100") else pytest.raises(WentBack, match="in time"):
             async with api.watch_all(watched, from_version) as events:
                 assert [event async for event in events] == []
-    assert server.seen[1].query == {"fieldSelector": watched.fields, **short}
+    assert [one.query for one in server.seen[1:]] == [{"fieldSelector": watched.fields, **short} for short in asked]
 
 
 async def test_a_left_watch_closes_its_connection() -> None:

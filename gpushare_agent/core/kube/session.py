@@ -473,12 +473,15 @@ class KubeLists:
             await stream.__aexit__(None, None, None)
 
     async def _has(self, watched: Watched, version: str) -> bool:
-        """Whether the server is known to have this version or a later one, by a list that is as short as can be."""
-        request, only = watched.request("list"), ("resourceVersion", "0") if watched.from_cache else ("limit", "1")
-        request = replace(request, query=(*request.query, only))
-        list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
-        _, newest, _ = await self._page(request, lambda _: None, timeout_s=list_s, limit_bytes=list_bytes)
-        return 0 < version_number(version) <= version_number(newest)
+        """Whether the server is known to have this version or a later one, by lists that are as short as can be."""
+        request, list_s, list_bytes = watched.request("list"), self._timeouts.list_s, self._limits.list_bytes
+        # The watch cache's version shows what the server has, not what it lacks: of one that has lost etcd it stays behind.
+        for only in (("resourceVersion", "0"), ("limit", "1"))[not watched.from_cache :]:
+            short = replace(request, query=(*request.query, only))
+            _, newest, _ = await self._page(short, lambda _: None, timeout_s=list_s, limit_bytes=list_bytes)
+            if 0 < version_number(version) <= version_number(newest):
+                return True
+        return False
 
     async def _events(
         self, response: ClientResponse, watched: Watched, version: str
