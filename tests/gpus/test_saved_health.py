@@ -194,6 +194,20 @@ async def test_a_file_that_cannot_be_read_is_not_written_until_it_was_read() -> 
     assert not any(gpu.is_healthy for gpu in state.current.gpus)
 
 
+async def test_what_the_agent_before_saved_last_is_read_later_where_it_cannot_be_read_now() -> None:
+    """Also where an earlier state of it was read: else the next change would write over what was saved since."""
+    state, file = GpuInventoryState(IMMEDIATE), File()
+    writer = _writer(state, file)
+    await writer.restore()
+    state.read(inventory())
+    file.kept, file.failure = SavedHealth(cordons={GPU: "fan"}, waits={}), "the disk is slow"
+    await writer.restore(is_newest=True)
+    file.failure = ""
+    state.cordon(OTHER, "dust")
+    assert await writer.save_now() == ""
+    assert state.cordoned == {GPU: "fan", OTHER: "dust"} and file.saves == [state.saved]
+
+
 async def test_what_is_restored_is_not_written_again() -> None:
     """Until it changes."""
     kept = SavedHealth(cordons={GPU: "fan"}, waits={})

@@ -60,13 +60,15 @@ class GpuInventoryState:
         self._clock = clock
         self._seen = GpuInventory(gpus=(), topology=build_topology((), ()))
         self._healths: dict[GpuUuid, GpuHealth] = {}
-        self._is_restored = self._is_driver_lost = False
+        self._is_driver_lost = False
         self._refused_since: float | None = None
         self._has_served = False
         self._before_loss: dict[GpuUuid, GpuHealth] = {}
         self._forgiven_at: float | None = None
         self.held: Mapping[GpuUuid, str] = {}
         """The GPUs of `hold`."""
+        self.is_restored = False
+        """What an earlier agent saved last is taken over."""
         self.is_read = False
         """The driver has listed the GPUs since the start; an empty list counts."""
         self.current = self._seen
@@ -125,15 +127,15 @@ class GpuInventoryState:
         for uuid, reason in saved.cordons.items():
             healths[uuid] = replace(healths.get(uuid, self._healths.get(uuid, GpuHealth())), cordon=reason)
         # What this process knows is newer than the file.
-        known = set(self._healths) if self._is_restored else {*self.saved.cordons, *self.saved.waits}
+        known = set(self._healths) if self.is_restored else {*self.saved.cordons, *self.saved.waits}
         self._healths |= {uuid: health for uuid, health in healths.items() if is_newest or uuid not in known}
-        self._is_restored = True
+        self.is_restored = True
         self._publish()
 
     def take_over(self, earlier: GpuInventoryState) -> None:
         """Continues with the healths of `earlier`, of the same process: newer than the saved ones, and complete. The GPUs
         themselves come with the first `read`. Before `restore`."""
-        self._healths, self._is_restored = dict(earlier._healths), earlier._is_restored
+        self._healths, self.is_restored = dict(earlier._healths), earlier.is_restored
         self._is_driver_lost = earlier._is_driver_lost
         self._refused_since, self._has_served = earlier._refused_since, earlier._has_served
         self._before_loss = dict(earlier._before_loss)

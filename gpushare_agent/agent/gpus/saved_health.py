@@ -121,6 +121,8 @@ class HealthStateWriter:
             if self._failure.is_new("cannot be read"):
                 then = "cordons and waits for a reset of an earlier run are unknown until it is read again"
                 log.warning("health_state_not_read", error=str(e), then=then)
+            if is_newest:  # what was read before is no longer all of it
+                self._written, self._inventory.is_restored = None, False
             self._reconciler.request()
             return str(e)
         self._written = saved
