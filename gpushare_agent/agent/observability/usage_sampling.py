@@ -9,8 +9,8 @@ delays the next one, which then begins at the next full period. A round counts f
 longer true are worse than none. It stands for the time since the round before (`covered_s`), also for a pause; after a
 longer time, in which rounds failed, for one period.
 
-State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
-in the log, since when.
+State owned: the last round, when it was read, the container IDs as the runtime last reported them, and what the log says,
+since when.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ IDS_TIMEOUT_S = 0.5
 IDS_AGAIN_S = 2.0
 """Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
 LOG_AGAIN_S = 60.0
-"""Least time between two beginnings of one problem that are both in the log: a driver may fail, or be late, in every other
-round."""
+"""Least time between two lines of one event: a driver may fail, or be late, in every other round. What lasts is in the log
+after this time at the latest."""
 
 Observer = Callable[[UsageRound | None], None]
 
@@ -91,6 +91,8 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
     _is_slow: bool = False
+    _is_logged: bool = False
+    """The last line says that rounds fail."""
     _lines_at: dict[str, float] = field(default_factory=dict)
     _last: UsageRound | None = None
     is_idle: bool = False
@@ -174,11 +176,11 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             self._failed(str(e))
             return
         except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
-            if not self._is_failing and self._is_new("usage_not_sampled"):
+            if self._is_due("usage_not_sampled", is_failing=True):
                 log.exception("usage_not_sampled", next_in_s=self.period_s)
             self._failed("")
             return
-        if self._is_failing and self._is_new("usage_sampled_again"):
+        if self._is_due("usage_sampled_again", is_failing=False):
             log.info("usage_sampled_again")
         self._is_failing = False
         self._round_at = started_at
@@ -253,7 +255,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         if not self._is_failing:
             self._is_requested.set()
         # A bug has been logged with its traceback already.
-        if error and not self._is_failing and self._is_new("usage_not_sampled"):
+        if error and self._is_due("usage_not_sampled", is_failing=True):
             log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
         # Only now: one missed round must not make the dashboard and the metrics blink.
@@ -270,9 +272,16 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._is_slow = True
 
     def _is_new(self, event: str) -> bool:
-        now, before = self.clock(), self._lines_at.get(event, float("-inf"))
-        self._lines_at[event] = now
-        return now - before >= LOG_AGAIN_S
+        now = self.clock()
+        if is_new := now - self._lines_at.get(event, float("-inf")) >= LOG_AGAIN_S:
+            self._lines_at[event] = now
+        return is_new
+
+    def _is_due(self, event: str, *, is_failing: bool) -> bool:
+        if self._is_logged is is_failing or not self._is_new(event):
+            return False
+        self._is_logged = is_failing
+        return True
 
     def _publish(self, found: UsageRound | None) -> None:
         self._last, self.is_idle = found, False
