@@ -54,8 +54,8 @@ async def ignore(_request: web.Request) -> web.Response:
 class Peers(list[Peer]):
     """Connections, closed at the end of the test."""
 
-    async def open(self, port: int, tls: ssl.SSLContext | None = None) -> Peer:
-        self.append(peer := await Peer.open(port, tls=tls))
+    async def open(self, port: int, tls: ssl.SSLContext | None = None, address: str = "127.0.0.1") -> Peer:
+        self.append(peer := await Peer.open(port, address, tls))
         return peer
 
 
@@ -174,22 +174,24 @@ async def test_a_peer_that_takes_nothing_of_an_answer_is_cut_off() -> None:
             assert sender.transports[0].get_write_buffer_size() == 0
 
 
-async def test_answers_that_nobody_reads_have_a_bound_together(peers: Peers) -> None:
-    """The one that waits longest ends for a further one, and who reads gets all of its own."""
-    sender = Sender()
-    limits = HttpLimits(unread_s=NEVER_S, unsent_bytes=80 * MIB)
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_answers_that_nobody_reads_have_a_bound_together(peers: Peers, is_tls: bool) -> None:
+    """The one that waits longest of the address with most ends for a further one, and who reads gets all of its own."""
+    sender, tls = Sender(), _client_tls() if is_tls else None
+    limits = HttpLimits(unread_s=NEVER_S, unsent_bytes=100 * MIB)
+    routes, server_tls = web.get("/large", sender.show), _server_tls() if is_tls else None
     with structlog.testing.capture_logs() as logged:
-        async with serving(web.get("/large", sender.show), limits=limits) as port, asyncio.timeout(DEADLINE_S):
-            with socket.socket() as first, socket.socket() as second:
-                for sock in (first, second):
-                    await ask_and_read_nothing(port, sock)
-                while len(sender.transports) < 2:
+        async with serving(routes, limits=limits, tls=server_tls) as port, asyncio.timeout(DEADLINE_S):
+            for number, address in enumerate(("127.0.0.2", "127.0.0.1", "127.0.0.1")):
+                (await peers.open(port, tls, address)).ask("/large")
+                while len(sender.transports) <= number:
                     await asyncio.sleep(QUICK / 5)
-                assert not any(transport.is_closing() for transport in sender.transports)
-                status, body = await (await peers.open(port)).get("/large")
-                await sender.wait_closing(0)
-                assert (status, len(body)) == (200, 32 * MIB)
-                assert sender.transports[1].get_write_buffer_size()
+            assert not any(transport.is_closing() for transport in sender.transports)
+            status, body = await (await peers.open(port, tls)).get("/large")
+            assert (status, len(body)) == (200, 32 * MIB)
+            await sender.wait_closing(1)
+            assert [transport.is_closing() for transport in sender.transports[:3]] == [False, True, False]
+            assert (await peers[0].answer())[0] == 200
     assert [line["event"] for line in logged] == ["answers_dropped"]
 
 

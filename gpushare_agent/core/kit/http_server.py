@@ -7,7 +7,7 @@
 | keeps a connection that it does not use | `idle_s`, by aiohttp |
 | does not go on with its TLS handshake | `handshake_s`, by asyncio |
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
-| takes answers slowly, or many at once | `unsent_bytes` of all peers: a further answer closes those that wait longest |
+| takes answers slowly, or many at once | `unsent_bytes` of all: a further answer closes the oldest of who has most |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
 | goes on with a body after its answer | dropped: of one longer than `body_bytes` UNREAD_BYTES, then it waits in the kernel |
@@ -30,7 +30,7 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn, cast
@@ -164,17 +164,19 @@ class HttpServer:
         if victim.task is not None:
             victim.task.cancel()
 
-    def _make_room(self, connection: _Connection, answer: web.StreamResponse) -> None:
-        """Closes others until this answer fits too: 256 that nobody reads would be more memory than an agent may have."""
-        connection.answer_bytes = answer.content_length or 0
+    def _make_room(self, connection: _Connection) -> None:
+        """Closes others until its answer fits too: 256 that nobody reads would be more memory than an agent may have."""
         unsent = {other: size for other in self._open if other is not connection and (size := other.unsent_bytes)}
         excess = sum(unsent.values()) + connection.answer_bytes - self._limits.unsent_bytes
-        for other, size in unsent.items():
-            if excess <= 0:
-                break
-            self._close(other)
-            self._warn("answers_dropped", most_bytes=self._limits.unsent_bytes, then="the oldest of them are closed")
-            excess -= size
+        while excess > 0 and unsent:
+            held = Counter({connection.address: connection.answer_bytes})
+            for other, size in unsent.items():
+                held[other.address] += size
+            # Not just the oldest: who asks for many and reads none must not end a slow scrape of Prometheus.
+            victim = max(unsent, key=lambda other: held[other.address])
+            self._close(victim)
+            excess -= unsent.pop(victim)
+            self._warn("answers_dropped", most_bytes=self._limits.unsent_bytes, then="the oldest of who has most ends")
 
     def _note(self, connection: _Connection, *, is_busy: bool) -> None:
         connection.is_busy = is_busy
@@ -224,7 +226,8 @@ class HttpServer:
             refusal = self._refusal(request)
             if refusal is None:
                 answer = await handler(request)
-                self._make_room(connection, answer)
+                connection.address, connection.answer_bytes = request.remote or "", answer.content_length or 0
+                self._make_room(connection)
                 return answer
             # The rest of a body in chunks has to be parsed to be dropped, which costs more than any other answer.
             if refusal.status == HTTPStatus.LENGTH_REQUIRED:
@@ -279,18 +282,22 @@ class _Connection(web.RequestHandler):
         self._user = user
         self._headers_s = limits.headers_s
         self._wire: asyncio.Transport | None = None
+        self._lowest: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unread: StreamReader | None = None
         self._unread_bytes = 0
         self.sock = sock
         self.task: asyncio.Task[None] | None = None
         self.is_begun = self.is_busy = False
+        self.address = ""
         self.answer_bytes = 0
         self.has_ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._wire = cast("asyncio.Transport", transport)  # aiohttp forgets its own before the last bytes are sent
+        # Of TLS the one below: all of an answer is encrypted at once, and the upper one keeps nothing.
+        self._lowest = getattr(getattr(transport, "_ssl_protocol", None), "_transport", self._wire)
         self._timer = self._loop.call_later(self._headers_s, self.cut)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -324,7 +331,7 @@ class _Connection(web.RequestHandler):
     @property
     def unsent_bytes(self) -> int:
         """The length of its answer while the peer has not taken all of it: until then aiohttp keeps the whole."""
-        return self.answer_bytes if self._wire is not None and self._wire.get_write_buffer_size() else 0
+        return self.answer_bytes if self._lowest is not None and self._lowest.get_write_buffer_size() else 0
 
     def note_request(self) -> None:
         """The first request is there: from now on `idle_s` bounds the time between two."""
