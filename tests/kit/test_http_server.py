@@ -256,6 +256,28 @@ async def test_a_peer_that_asks_for_the_end_ends_its_own_connection_alone(peers:
             assert await probe.ended()
 
 
+async def test_a_peer_that_does_not_end_tls_costs_no_other_an_answer(peers: Peers) -> None:
+    """Its transport is closed twice and in use until `handshake_s` is over: asyncio cannot be asked about it any more."""
+    found: list[asyncio.Transport] = []
+
+    def ask(port: int) -> ssl.SSLSocket:
+        sock = _client_tls().wrap_socket(socket.create_connection(("127.0.0.1", port)))
+        sock.sendall(b"GET /whose HTTP/1.1\r\nHost: x\r\n\r\n" + CHUNKED)
+        return sock
+
+    async def show(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        found.append(request.transport)
+        return web.Response()
+
+    limits = HttpLimits(handshake_s=DEADLINE_S)
+    async with serving(web.get("/whose", show), limits=limits, tls=_server_tls()) as port, asyncio.timeout(DEADLINE_S):
+        with await asyncio.to_thread(ask, port):
+            while not found or getattr(found[0], "_ssl_protocol", None) is not None:
+                await asyncio.sleep(QUICK / 5)
+            assert await (await peers.open(port, _client_tls())).status("/healthz") == 200
+
+
 # --- bodies, and the time that they take of the loop ---
 
 
