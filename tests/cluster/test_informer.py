@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
+import pytest
 from aiohttp.web import Request, StreamResponse
 from msgspec import Raw as Undecoded
 
 from gpushare_agent.core.kube.client import LIVE_PODS
-from gpushare_agent.core.kube.informer import Handler, Informer
+from gpushare_agent.core.kube.informer import HEALTHY_S, Handler, Informer
 from gpushare_agent.core.kube.objects import pod_uid
 from gpushare_agent.core.kube.pods import read_pod_json
 from gpushare_agent.core.model.errors import Corrupt
@@ -143,8 +144,9 @@ async def test_an_unreadable_object_keeps_its_last_readable_state() -> None:
         assert b'objects_unreadable_total{kind="pods"} 0.0' not in metrics.exposition("")[1]
 
 
-async def test_a_watch_that_ends_without_an_event_was_heard_from() -> None:
-    """Else an API server that sends no bookmarks would look silent."""
+@pytest.mark.parametrize("step_s", [0.1, HEALTHY_S])
+async def test_a_watch_that_ends_without_an_event_was_heard_from_if_it_lasted(step_s: float) -> None:
+    """Else an API server that sends no bookmarks would look silent, or a proxy that ends each watch at once not."""
     heard, ticks = list[float | None](), count()
 
     async def ends(server: FakeApiServer, seen: Seen, request: Request) -> StreamResponse:
@@ -153,8 +155,13 @@ async def test_a_watch_that_ends_without_an_event_was_heard_from() -> None:
 
     metrics = ExtenderMetrics()
     informer = Informer(
-        kind="pods", watched=LIVE_PODS, handler=Pods(), metrics=metrics, backoff=FAST, clock=lambda: float(next(ticks))
+        kind="pods",
+        watched=LIVE_PODS,
+        handler=Pods(),
+        metrics=metrics,
+        backoff=FAST,
+        clock=lambda: step_s * next(ticks),
     )
     async with fake_api(watches=[ends]) as server, opened(server.url) as api, running(lambda: informer.run(api)):
         await server.wait_watches(2)
-    assert heard[0] is not None and heard[1] is not None and heard[0] < heard[1]
+    assert heard[0] is not None and heard[1] is not None and (heard[0] < heard[1]) is (step_s == HEALTHY_S)

@@ -90,7 +90,7 @@ class Informer(Struct, kw_only=True, eq=False):
     _lists: ChangeSignal = field(default_factory=ChangeSignal)
     _scope: asyncio.Timeout | None = None
     last_message_at: float | None = None
-    """When a list or an event last came from the API server, or a watch ended cleanly, by the monotonic clock."""
+    """When a list or an event last came from the API server, or a healthy watch ended, by the monotonic clock."""
     lost: Lost | None = None
     """Since when nothing could be listed or watched, and why; None once a watch is under way."""
 
@@ -157,7 +157,6 @@ class Informer(Struct, kw_only=True, eq=False):
                     events += 1
                     self.last_message_at = self.clock()
                     self._apply(event)
-            self.last_message_at = self.clock()  # the server has ended it, or has said that nothing is new
         except AgentError as e:
             error = e
             # The error of now; the time is that of the first one.
@@ -168,7 +167,10 @@ class Informer(Struct, kw_only=True, eq=False):
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
-        is_healthy = self.clock() - began_at >= HEALTHY_S
+        is_healthy = (now := self.clock()) - began_at >= HEALTHY_S
+        # The server has ended it, or has said that nothing is new. One that ends at once, as by a proxy, says nothing.
+        if is_healthy and error is None:
+            self.last_message_at = now
         # An API server that was away, and cannot continue the watch, is back: its list is what all others wait for.
         is_back = isinstance(error, Conflict) and not has_listed
         failures = 1 if is_healthy or is_back or (events and error is None) else failures + 1
