@@ -282,7 +282,6 @@ class _Connection(web.RequestHandler):
         self._user = user
         self._headers_s = limits.headers_s
         self._wire: asyncio.Transport | None = None
-        self._lowest: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unread: StreamReader | None = None
         self._unread_bytes = 0
@@ -295,9 +294,11 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._wire = cast("asyncio.Transport", transport)  # aiohttp forgets its own before the last bytes are sent
-        # Of TLS the one below: all of an answer is encrypted at once, and the upper one keeps nothing.
-        self._lowest = getattr(getattr(transport, "_ssl_protocol", None), "_transport", self._wire)
+        # Not aiohttp's, which it forgets before the last bytes are sent. Of TLS the one below: all of an answer is encrypted
+        # at once and the upper one keeps nothing, nor can it be asked or aborted once it was closed twice.
+        self._wire = cast(
+            "asyncio.Transport", getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
+        )
         self._timer = self._loop.call_later(self._headers_s, self.cut)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -331,7 +332,7 @@ class _Connection(web.RequestHandler):
     @property
     def unsent_bytes(self) -> int:
         """The length of its answer while the peer has not taken all of it: until then aiohttp keeps the whole."""
-        return self.answer_bytes if self._lowest is not None and self._lowest.get_write_buffer_size() else 0
+        return self.answer_bytes if self._wire is not None and self._wire.get_write_buffer_size() else 0
 
     def note_request(self) -> None:
         """The first request is there: from now on `idle_s` bounds the time between two."""
@@ -351,12 +352,10 @@ class _Connection(web.RequestHandler):
         self._user.log_failure(error if isinstance(error, BaseException) else None)
 
     def cut(self) -> None:
-        """During a handshake only asyncio has the transport: the end of the socket makes it give up. So it does where a
-        TLS transport was closed twice, as aiohttp does after `Connection: close`: Python 3.11.2 cannot abort it then."""
+        """During a handshake only asyncio has the transport: the end of the socket makes it give up."""
         if self._wire is not None:
-            with contextlib.suppress(AttributeError):
-                self._wire.abort()
-                return
+            self._wire.abort()
+            return
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
