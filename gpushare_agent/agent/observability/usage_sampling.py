@@ -90,6 +90,8 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _is_requested: asyncio.Event = field(default_factory=asyncio.Event)
     _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
+    _is_logged: bool = False
+    """The log's last word is that it fails."""
     _is_slow: bool = False
     _lines_at: dict[str, float] = field(default_factory=dict)
     _last: UsageRound | None = None
@@ -174,13 +176,13 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             self._failed(str(e))
             return
         except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
-            if not self._is_failing and self._is_new("usage_not_sampled"):
+            if self._is_to_be_logged():
                 log.exception("usage_not_sampled", next_in_s=self.period_s)
             self._failed("")
             return
-        if self._is_failing and self._is_new("usage_sampled_again"):
+        if self._is_logged:
             log.info("usage_sampled_again")
-        self._is_failing = False
+        self._is_failing = self._is_logged = False
         self._round_at = started_at
         self.metrics.sampled(self.clock() - started_at)
         now = self.clock()
@@ -253,7 +255,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         if not self._is_failing:
             self._is_requested.set()
         # A bug has been logged with its traceback already.
-        if error and not self._is_failing and self._is_new("usage_not_sampled"):
+        if error and self._is_to_be_logged():
             log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
         # Only now: one missed round must not make the dashboard and the metrics blink.
@@ -269,10 +271,17 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
         self._is_slow = True
 
+    def _is_to_be_logged(self) -> bool:
+        # Asked in each round that fails: what begins soon after another failure may go on for hours.
+        is_new = not self._is_logged and self._is_new("usage_not_sampled")
+        self._is_logged |= is_new
+        return is_new
+
     def _is_new(self, event: str) -> bool:
         now, before = self.clock(), self._lines_at.get(event, float("-inf"))
-        self._lines_at[event] = now
-        return now - before >= LOG_AGAIN_S
+        is_new = now - before >= LOG_AGAIN_S
+        self._lines_at[event] = now if is_new else before
+        return is_new
 
     def _publish(self, found: UsageRound | None) -> None:
         self._last, self.is_idle = found, False
