@@ -453,10 +453,10 @@ def test_a_library_that_cannot_do_without_a_module_is_imported_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the first attempt stays, and the agent starts, a little later."""
-    (tmp_path / "needing.py").write_text("import colorsys\nhue = colorsys.rgb_to_hsv(1, 1, 1)[0]\n")
+    (tmp_path / "needing.py").write_text("import colorsys\nhue = {1 / 3: 0.0}[colorsys.ONE_THIRD]\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert isinstance(import_lean("needing", {"colorsys": Hollow("colorsys")}), TypeError)
+    assert isinstance(import_lean("needing", {"colorsys": Hollow("colorsys")}), KeyError)
     assert import_module("needing").hue == 0.0
     del sys.modules["needing"]
 

@@ -373,6 +373,13 @@ def test_before_anything_was_made_there_is_nothing_to_list(files: GpushareFiles)
     assert not files.containers.exists() and not files.library.directory.exists()
 
 
+def test_a_file_next_to_the_containers_hides_none_of_them(files: GpushareFiles) -> None:
+    """Else the next start takes a node with running shares for one without: one of the host left a note, say."""
+    files.prepare(KEY)
+    (files.containers / UID / "NOTE").write_text("mine")
+    assert files.list_pods() == (UID,)
+
+
 # ---- a region that is read all the time ----
 
 

@@ -129,7 +129,7 @@ def names_in(directory: int) -> list[str]:
 def status_of(directory: int, name: str) -> os.stat_result | None:
     try:
         return os.lstat(name, dir_fd=directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
