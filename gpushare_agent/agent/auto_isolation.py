@@ -7,6 +7,8 @@ isolation can be had.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 import structlog
 from msgspec import Struct
@@ -17,6 +19,8 @@ from gpushare_agent.agent.isolation.choice import Candidate, Choice, choose
 from gpushare_agent.agent.isolation.part import NodeProbe, build_probes, pods_with_files
 from gpushare_agent.agent.runtime.cgroups import Cgroups
 from gpushare_agent.agent.share_readiness import problem_of
+from gpushare_agent.core.kit.daemon_thread import DaemonThread
+from gpushare_agent.core.kit.directories import has_files
 from gpushare_agent.core.model.errors import AgentError
 from gpushare_agent.core.model.gpus import GpuInventory
 from gpushare_agent.core.model.isolation import AUTO
@@ -25,14 +29,18 @@ from gpushare_agent.core.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
+RECORDS_TIMEOUT_S = 1.0
+
 
 class NodeSettings(Struct, frozen=True, kw_only=True):
     """Settings without `auto`. `isolation_reason` is why the isolation was chosen, empty where the operator chose it.
-    `mig_profiles` are those of the node's MIG instances where resources are named after them."""
+    `mig_profiles` are those of the node's MIG instances where resources are named after them. `has_claim_records`: there
+    are, or may be, claims of an earlier agent."""
 
     settings: Settings
     isolation_reason: str = ""
     mig_profiles: frozenset[str] = frozenset()
+    has_claim_records: bool = False
 
     @property
     def follows_mig(self) -> bool:
@@ -45,7 +53,7 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
 
     Raises StartupError for wrong settings.
     """
-    node = NodeSettings(settings=settings)
+    node = NodeSettings(settings=settings, has_claim_records=await _has_claim_records(settings.claim_directory))
     # The driver is asked only where something depends on it.
     if settings.isolation != AUTO and not node.follows_mig:
         return node
@@ -66,6 +74,18 @@ async def resolve_isolation(settings: Settings) -> NodeSettings:
     log.info("isolation_chosen", isolation=choice.isolation, reason=choice.reason)
     chosen = settings.model_copy(update={"isolation": choice.isolation})
     return replace(node, settings=chosen, isolation_reason=choice.reason)
+
+
+async def _has_claim_records(directory: Path | None) -> bool:
+    if directory is None:
+        return False
+    thread = DaemonThread("claim-records", advice=f"Check the disk of {directory}.")
+    try:
+        return await thread.call(partial(has_files, directory), "looking for claims' records", RECORDS_TIMEOUT_S)
+    except AgentError as e:
+        # A claim that is not known would have its GPU given to others; records are read again until they can be.
+        log.warning("claim_records_unknown", error=str(e))
+        return True
 
 
 async def _choose(settings: Settings, driver: NodeDriver, inventory: GpuInventory | None) -> Choice:

@@ -33,7 +33,6 @@ from gpushare_agent.agent.observability import part as observability_part
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.observability.part import ObservabilityPart
 from gpushare_agent.agent.share_readiness import ShareReadiness
-from gpushare_agent.core.kit.directories import has_files
 from gpushare_agent.core.kube.informer import Informer
 from gpushare_agent.core.model.allocations import Allocation
 from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE
@@ -87,7 +86,6 @@ def build(
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(health_policy(settings))
     # Counters go on over a reload: a scrape must not see them fall.
     metrics = previous.node.metrics.begin_again() if previous is not None else AgentMetrics()
-    records = settings.claim_directory
     node = Node(
         settings=settings,
         isolation_reason=chosen.isolation_reason,
@@ -99,7 +97,7 @@ def build(
         claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(KEPT_DECISIONS),
         # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
-        has_claims=settings.has_claims or (records is not None and has_files(records)),
+        has_claims=settings.has_claims or chosen.has_claim_records,
     )
     cluster = ClusterPart(node)
     isolation = isolations.build(

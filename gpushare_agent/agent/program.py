@@ -43,6 +43,8 @@ DRIVER_CLOSE_S = 1.0
 LEAST_GENERATION_S = 5.0
 """The least time from one reload to the next that nobody sent a signal for."""
 Reload = Callable[[NamedConfiguration | None], Settings]
+FIRST_CHECK_S = 0.5
+"""For what the isolations in use need, before the first lists."""
 RETRY_S = 1.0
 CLAIMS_WAIT_S = 2.0
 """After it pods without claims are served, though the claims' files cannot be read yet."""
@@ -296,13 +298,18 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
                 await agent.gpus.offer(await agent.gpus.read())
             elif is_first:
-                # Lists and registration as early as can be: a kubelet that starts admits pods a second later, and rejects
-                # for good what finds no plugin. The calls wait until the ledger is there.
                 await agent.gpus.offer(await agent.gpus.read())
-                start_tasks(group, kubelet.registration())
             else:
                 await _succeed(agent, group, is_incoming=is_incoming)
-            await agent.isolation.start()
+            starting = group.create_task(agent.isolation.start(), name="isolations start")
+            if is_first and not is_reload:
+                # Pods that wait would be placed by lists with shares that cannot be had, and rejected.
+                await asyncio.wait({starting}, timeout=FIRST_CHECK_S if agent.isolation.watches else 0)
+                kubelet.tables.refresh()
+                # Lists and registration as early as can be: a kubelet that starts admits pods a second later, and rejects
+                # for good what finds no plugin. The calls wait until the ledger is there.
+                start_tasks(group, kubelet.registration())
+            await starting
             await kubelet.recover()
             # Registrations that go on have lists of the new settings only now that the ledger says what is used.
             if is_reload:

@@ -71,21 +71,23 @@ CLAIM_ADVICE: dict[str, str] = {
 }
 
 
-def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableType]:
-    """Everything about one decision; in few columns without bars, because otherwise the verdicts are broken."""
-    lines = [_title(decision), *_facts(decision)]
+def decision_parts(decision: DecisionDocument, width: int, ended_by: str = "") -> list[RenderableType]:
+    """Everything about one decision; in few columns without bars, because otherwise the verdicts are broken. `ended_by` is
+    the container of the same pod whose refusal made the pod fail."""
+    lines = [_title(decision, ended_by), *_facts(decision)]
     candidates = decision["candidates"]
     bar_width = _BAR if width >= _WIDTH_WITH_BARS else 0
     return [*lines, _candidates_table(candidates, bar_width)] if candidates else [*lines]
 
 
-def _title(decision: DecisionDocument) -> Text:
+def _title(decision: DecisionDocument, ended_by: str) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     names = ", ".join(map(plain, decision["labels"]))
-    what = f"got GPU {names}" if is_allocated else f"was refused: {plain(decision['reason'])}"
-    if is_allocated and len(decision["gpus"]) > 1:
-        what = f"got GPUs {names}"
+    what = f"was refused: {plain(decision['reason'])}"
+    if is_allocated:
+        what = f"{'had' if ended_by else 'got'} GPU{'s' * (len(decision['gpus']) > 1)} {names}"
+        what += f" until container {plain(ended_by)} was refused" if ended_by else ""
     name = f"{plain(decision['namespace'])}/{plain(decision['pod'])}, container {plain(decision['container'])}"
     # A call whose container could not be identified is recorded without one.
     if not decision["pod"]:
@@ -207,8 +209,15 @@ async def run(call: Invocation) -> int:
                 if why := limits.get((decision["pod_uid"], decision["container"])):
                     decision["not_limited"] = why
 
+    # The kubelet tries a claim again, and a start, whose refusal has no request; of a pod whose container is refused at its
+    # admission nothing starts.
+    refused = [one for one in newest_of_containers(decisions, "") if one["outcome"] == Outcome.REFUSED.value]
+    at_admission = [one for one in refused if one["asked"] and one["resource"] != CLAIMS_RESOURCE]
+    ended_by = {one["namespace"]: one["container"] for one in at_admission}
+
     def tables(width: int) -> Sequence[RenderableType]:
-        return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
+        parts = [decision_parts(one, width, ended_by.get(one["namespace"], "")) for one in chosen]
+        return [part for of_one in parts for part in (*of_one, Text(""))]
 
     print_as(options.output, {"schema": SCHEMA, "pod": pod, "decisions": chosen}, tables)
     return 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.agent import auto_isolation
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.commands.check import check_node
+from gpushare_agent.agent.composition import build
 from gpushare_agent.agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.names import PodUid
@@ -75,6 +78,21 @@ async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
     (settings.runtime.cgroup_root / "kubepods" / f"pod{UID}").mkdir(parents=True)
     found = await resolve_isolation(settings)
     assert found.settings.isolation == "vcuda" and "containers run" in found.isolation_reason
+
+
+async def test_a_state_directory_that_hangs_keeps_no_agent_from_its_start(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a reload. Claims may be recorded in it, so the agent goes on to read them."""
+    settings = settings_of(short_dir, "--isolation=none", f"--state-directory={short_dir}")
+    assert not (await resolve_isolation(settings)).has_claim_records
+    ends = threading.Event()
+    monkeypatch.setattr(auto_isolation, "has_files", lambda _: ends.wait())
+    monkeypatch.setattr(auto_isolation, "RECORDS_TIMEOUT_S", 0.01)
+    try:
+        assert build(await resolve_isolation(settings)).node.has_claims
+    finally:
+        ends.set()
 
 
 async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path) -> None:

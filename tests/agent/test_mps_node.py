@@ -120,13 +120,25 @@ async def test_neither_daemon_nor_agent_disturbs_a_share_that_runs(place: MpsPla
                 assert process_of(node, "seed") == pid
             said = {command.split()[0] for command in daemon.commands}
         assert said == {"get_default_active_thread_percentage"}, "the agent only asks"
+        await node.wait_allocatable(CORE, 0)
+        node.api.create_pod(share("waits"))
         async with open_agent(node, *flags(place), wait=False) as agent:  # started while the daemon is down
-            await node.wait_until(lambda: bool(node.healthy(CORE)), "the cores healthy")
+            offered = set[int]()
+
+            def is_served() -> bool:
+                offered.add(node.healthy(MEMORY))
+                return bool(node.healthy(CORE)) and agent.parts.kubelet.has_recovered
+
+            await node.wait_until(is_served, "the cores healthy, the ledger there")
             await wait_shares(node, agent, served=False)
             await node.wait_ledger_equal(agent)
+            # Not rejected: the first list has no shares either.
+            assert offered == {0}
+            assert node.api.pod("default", "waits")["status"]["phase"] == "Pending"
             async with open_fake_mps(place.pipe, place.logs, place.program):
                 await wait_shares(node, agent, served=True)
                 await node.start_pods(share("second"))
+                await node.wait_running("waits")
             await wait_shares(node, agent, served=False)
             assert process_of(node, "seed") == pid and process_of(node, "second")
             await node.wait_ledger_equal(agent)

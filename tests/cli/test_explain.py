@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from gpushare_agent.core.cli import render_text
-from gpushare_agent.core.model.decision_records import Asked, DecisionRecord, Outcome
+from gpushare_agent.core.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.core.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.core.model.names import GpuUuid
 from gpushare_agent.kubectl.explain import ADVICE, TOO_LARGE
@@ -124,6 +125,17 @@ async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytes
     only = await explained(capsys, decisions, "train", "-c", "b")
     assert "container a" not in only
     assert "container b" in only
+
+
+@pytest.mark.parametrize("flags", [(), ("-c", "a")])
+async def test_what_a_refused_pod_had_is_free_again(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Not of a claim nor at a start, which the kubelet tries again."""
+    refused = decision(2, container="b", outcome=Outcome.REFUSED, reason="NotEnoughCores", gpus=())
+    out = await explained(capsys, [refused, decision(1, container="a")], "train", *flags)
+    assert "default/train, container a had GPU 0 until container b was refused  (" in out
+    for again in (replace(refused, resource=CLAIMS_RESOURCE), replace(refused, asked=None)):
+        out = await explained(capsys, [again, decision(1, container="a")], "train", *flags)
+        assert "container a got GPU 0  (" in out
 
 
 async def test_a_pod_made_again_is_another_pod(capsys: pytest.CaptureFixture[str]) -> None:

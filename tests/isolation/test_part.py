@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.isolation.choice import Standing
 from gpushare_agent.agent.isolation.isolations import Isolations
+from gpushare_agent.agent.isolation.kept import WHOLE_GPU
 from gpushare_agent.agent.isolation.part import IsolationPart, NodeProbe, pods_with_files
 from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
@@ -82,6 +83,21 @@ async def test_a_pod_of_an_isolation_that_is_not_in_use_any_more_is_prepared_for
     key = ContainerKey(PodUid(uid), "main")
     assert await found.prepare([key]) == (refused if key == SHARE.key else None)
     assert part.keys == ([key] if key == SHARE.key else [])
+
+
+@pytest.mark.parametrize("isolation", ["", "none"])
+@pytest.mark.parametrize("uid", ["uid-share", "uid-other"])
+async def test_a_share_of_an_isolation_that_is_not_in_use_any_more_is_enforced_by_it(uid: str, isolation: str) -> None:
+    """Its program has the library of before. Who keeps it is not known, unless its pod names it."""
+    former = Answers("its limit stays", [])
+    found = replace(isolations(isolation), former=[(former, frozenset({PodUid(uid)}))])
+    is_former = uid == SHARE.key.pod_uid
+    assert await found.enforce(SHARE) == ("its limit stays" if is_former else "")
+    name = None if is_former and not isolation else isolation or BOTH
+    assert found.isolation_name(SHARE) == name
+    assert found.kept(SHARE) == (ISOLATIONS[name].keeps if name is not None else None)
+    whole = replace(SHARE, is_whole=True)
+    assert found.kept(whole) == WHOLE_GPU and await found.enforce(whole) == ""
 
 
 async def test_pods_with_files_are_listed_in_a_thread_and_a_failure_costs_its_isolation_alone() -> None:

@@ -21,7 +21,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import DecodeError, Meta, Struct, ValidationError, field
 
-from gpushare_agent.core.kit.directories import DIRECTORY_MODE, holds, opened, replace_file, status_of
+from gpushare_agent.core.kit.directories import (
+    DIRECTORY_MODE,
+    holds,
+    opened,
+    remove_left_behind,
+    replace_file,
+    status_of,
+)
 from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 from gpushare_agent.core.model.isolation import DEVICE_NAME, KIND, OWN_SPEC_NAME, SpecFile
 
@@ -88,6 +95,7 @@ class CdiFiles:
         directory = self.directories[-1]
         with self._renamed("writing"):
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            remove_left_behind(directory)
             with opened(directory, None, _DIRECTORY) as opened_directory:
                 # A link or a socket under our name is replaced; a directory may hold what somebody needs.
                 status = status_of(opened_directory, OWN_SPEC_NAME)

@@ -24,7 +24,7 @@ from gpushare_agent.agent.dra.decisions.edits import PreparedClaim, encode_spec
 from gpushare_agent.agent.isolation import ISOLATIONS
 from gpushare_agent.agent.runtime.machine import is_before_boot, this_boot
 from gpushare_agent.core.claims.claim import is_claim_uid
-from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, replace_file
+from gpushare_agent.core.kit.directories import DIRECTORY, opened, read_content, remove_left_behind, replace_file
 from gpushare_agent.core.kit.json_schema import decoded
 from gpushare_agent.core.kit.supervision import ReportOnce
 from gpushare_agent.core.model.errors import Corrupt, may_pass
@@ -45,6 +45,8 @@ class ClaimFiles:
 
     def load(self) -> list[PreparedClaim]:
         """All that are recorded. Raises OSError: the directory, or a record and its copy, cannot be read now."""
+        for directory in (self._records, self._copies, self._specs):
+            remove_left_behind(directory)
         try:
             names = sorted(path.stem for path in self._records.iterdir() if path.suffix == ".json")
         except FileNotFoundError:

@@ -36,7 +36,7 @@ from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import NodeEventReason, Refused
 from gpushare_agent.core.model.gpus import KernelModule
 from gpushare_agent.core.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.core.model.names import GpuUuid, PodUid
+from gpushare_agent.core.model.names import ISOLATION_ANNOTATION, GpuUuid, PodUid
 from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.usage import UsageRound
 from gpushare_agent.core.settings.settings import Settings
@@ -122,13 +122,21 @@ class Isolations(Struct, kw_only=True, eq=False):
             part.prepare_ahead(key)
 
     def isolation_name(self, allocation: Allocation) -> str | None:
-        """The pod's, None where the pod is not known, or names none that the node allows; of replicas of GPUs under NVIDIA's
-        names what limits those."""
+        """The pod's, None where the pod is not known, names none that the node allows, or names none and has run since the
+        node had another; of replicas of GPUs under NVIDIA's names what limits those."""
         sharing = allocation.sharing
         # By the allocation, not by the setting of now: a replica keeps the terms that it was given with.
         if sharing is not None and sharing.isolation:
             return sharing.isolation
+        pod = self.host.node.pods.get(allocation.key.pod_uid)
+        # No file tells which it was created under, of those that were in use before.
+        if pod is not None and ISOLATION_ANNOTATION not in pod.annotations and self._former(allocation):
+            return None
         return self.host.chosen(allocation)
+
+    def _former(self, allocation: Allocation) -> list[IsolationPart]:
+        is_limited, uid = allocation.is_limited, allocation.key.pod_uid
+        return [part for part, pods in self.former if is_limited and uid in pods]
 
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None if its isolation is not known."""
@@ -203,11 +211,12 @@ class Isolations(Struct, kw_only=True, eq=False):
         """Why a resized share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
         if (chosen := self.host.chosen(allocation)) is None:
             return "the pod's isolation is not in use on this node"
-        names = isolation_parts(chosen)
-        if self.vdevices is not None and any(ISOLATIONS[name].mounts_vdevice for name in names):
+        names, former = isolation_parts(chosen), self._former(allocation)
+        if self.vdevices is not None and (former or any(ISOLATIONS[name].mounts_vdevice for name in names)):
             await self.vdevices.enforce(self.host.share_of(allocation.key))
-        for name in names:
-            if name in self.parts and (problem := await self.parts[name].enforce(allocation)):
+        # A program that runs has the library that was there when its container was created.
+        for part in [*former, *(self.parts[name] for name in names if name in self.parts)]:
+            if problem := await part.enforce(allocation):
                 return problem
         return ""
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,8 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW_PREFIX = ".new-"
 """Begins the name under which a file is written before it is renamed; a killed writer leaves one behind."""
 
+_NEW_NAME = re.compile(rf"{re.escape(NEW_PREFIX)}[0-9a-f]{{16}}", re.ASCII)
+_LEFT_AFTER_S = 600
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_DEPTH = 8
@@ -91,6 +95,16 @@ def replace_file(directory: int, name: str, content: bytes, *, is_synced: bool =
             os.unlink(new, dir_fd=directory)
         raise
     return True
+
+
+def remove_left_behind(directory: Path) -> None:
+    """Removes the new files of writers that were killed, by name and age: others may write there now. Where that fails they
+    stay."""
+    with suppress(OSError), opened(directory, None, DIRECTORY & ~os.O_NOFOLLOW) as descriptor:
+        for name in filter(_NEW_NAME.fullmatch, names_in(descriptor)):
+            status = status_of(descriptor, name)
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_mtime < time.time() - _LEFT_AFTER_S:
+                os.unlink(name, dir_fd=descriptor)
 
 
 def holds(directory: int | None, name: str | Path, content: bytes) -> bool:

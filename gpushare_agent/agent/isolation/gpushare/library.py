@@ -19,7 +19,7 @@ from pathlib import Path
 from gpushare_agent.agent.isolation.directories import opened_root, step
 from gpushare_agent.agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
 from gpushare_agent.agent.runtime.node_probes import require_writable
-from gpushare_agent.core.kit.directories import DIRECTORY_MODE, replace_file, status_of
+from gpushare_agent.core.kit.directories import DIRECTORY_MODE, remove_left_behind, replace_file, status_of
 from gpushare_agent.core.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable, os_errors_as
 from gpushare_agent.core.settings.settings import Settings
 
@@ -129,6 +129,7 @@ class Library:
         self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         with opened_root(self.directory) as directory:
             if content is not None:
+                remove_left_behind(self.directory)
                 replace_file(directory, LIBRARY_NAME, content, is_synced=True)
             # The loader prints a line in every program for a file that it cannot preload, as an empty one.
             installed = status_of(directory, LIBRARY_NAME)
