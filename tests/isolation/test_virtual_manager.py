@@ -88,14 +88,20 @@ class HookedFiles(VDeviceFiles):
 
 
 class HookedProcesses(ContainerProcesses):
-    """Awaits `after_read` before a list that was read is returned; `on_read_ids` is called when IDs are asked for."""
+    """Awaits `after_read` before a list that was read is returned; `on_read_ids` is called when IDs are asked for;
+    `compared` is what `changed` was last asked for."""
 
     after_read: Callable[[], Awaitable[None]] | None = None
+    compared: Iterable[ContainerKey] | None = None
     on_read_ids: Callable[[], None] = lambda: None
 
     async def read_ids(self, keys: Iterable[ContainerKey] = ()) -> None:
         self.on_read_ids()
         await super().read_ids(keys)
+
+    async def changed(self, keys: Iterable[ContainerKey] | None = None) -> set[ContainerKey]:
+        self.compared = keys
+        return await super().changed(keys)
 
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         found = await super().read(wanted)
@@ -302,14 +308,20 @@ async def test_a_container_prepared_ahead_that_was_changed_since_is_prepared_aga
 
 
 async def test_a_container_just_prepared_is_polled_more_often(world: World) -> None:
-    """Its first processes are in its list long before the next round of all, which here never comes."""
+    """Its first processes are in its list, and its new limit is, long before the next period ends, which here it never
+    does."""
     world.set_pids(ID)
-    intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_for_s=3600.0)
+    intervals = Intervals(poll_s=3600.0, recent_poll_s=0.001, recent_for_s=3600.0, ids_s=0.001)
     manager = world.manager(intervals=intervals, clock=time.monotonic)
     async with running(manager.run):
         assert await manager.prepare([KEY]) is None
         world.set_pids(ID, 77)
-        await poll_until(lambda: world.pids == (77,), "the new process in the list")
+        await poll_until(lambda: world.pids == (77,) and world.processes.is_known(KEY), "the new process in the list")
+        world.set_pids(ID, 78)
+        await poll_until(lambda: world.pids == (78,), "a process that was found by the container's ID")
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        manager.changed(POD)
+        await poll_until(lambda: world.limit == 60, "the new limit")
 
 
 @pytest.mark.parametrize(
@@ -690,6 +702,7 @@ async def test_after_a_change_only_the_containers_of_that_pod_are_compared(world
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)
         assert not (world.directory / "vcuda.sock").exists()
+        assert world.processes.compared == set()  # though it was to be compared again: it has changed in any case
         world.allocations[KEY] = share  # as a pod that is created again under its UID
         manager.changed(POD)
         await manager._poll_changed(is_of_all=False)

@@ -473,7 +473,8 @@ class VirtualManager:
     async def _run_polls(self) -> NoReturn:
         cleaned_at, compared_at, comparisons = float("-inf"), float("-inf"), 0
         while True:
-            is_due = self._clock() - compared_at >= self._intervals.settled_poll_s
+            begun_at = self._clock()
+            is_due = begun_at - compared_at >= self._intervals.settled_poll_s
             if self._has_changed or (is_due and comparisons % self._intervals.polls_of_all == 0):
                 self._has_changed, comparisons = False, 0
                 self._changed.clear()
@@ -485,7 +486,7 @@ class VirtualManager:
             if self._pods.is_synced and self._clock() - cleaned_at >= self._intervals.cleanup_s:
                 cleaned_at = self._clock()
                 await self._try(self.remove_stale)
-            await self._poll_recent()
+            await self._pause(self._clock() - begun_at)
 
     async def _run_removal(self) -> NoReturn:
         while True:
@@ -493,10 +494,10 @@ class VirtualManager:
             await asyncio.sleep(self._intervals.cleanup_s)
             await wait_for(self._has_aside, self._intervals.settled_cleanup_s)
 
-    async def _poll_recent(self) -> None:
-        """Until the next poll of all: polls those that were prepared recently more often, because the in-container library
+    async def _pause(self, took_s: float) -> None:
+        """Until the next poll. Those that were prepared recently are compared more often, because the in-container library
         counts only processes that are in the list."""
-        polled_at, took_s = self._clock(), 0.0
+        polled_at = self._clock()
         while (left_s := polled_at + self._period_s() - self._clock()) > 0:
             now, recent_for_s = self._clock(), self._intervals.recent_for_s
             young = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
@@ -504,10 +505,8 @@ class VirtualManager:
             if recent := self._desired(young):
                 age_s = now - max(self._prepared_at[key] for key in recent)
                 await asyncio.sleep(min(left_s, self._intervals.recent_pause_s(age_s, took_s)))
-                begun_at = self._clock()
-                await self._try(partial(self._poll_prepared, recent))
-                took_s = self._clock() - begun_at
-                continue
+                self._unsettled |= recent.keys()
+                return
             self._prepared_at.clear()
             self._has_recent.clear()
             if not await wait_for(self._has_recent, left_s):
@@ -521,16 +520,10 @@ class VirtualManager:
         """The containers of pods that changed, and those with other processes than before."""
         of_changed = {key for uid in self._changed for key in self._keys.get(uid, ())}
         self._changed.clear()
-        compared, self._unsettled = self._unsettled, set()
+        compared, self._unsettled = self._unsettled - of_changed, set()
         if keys := of_changed | await self._processes.changed(None if is_of_all else compared):
             self._unsettled |= keys  # what has changed is compared soon again
             await self._poll_of(keys, keys)
-
-    async def _poll_prepared(self, keys: Collection[ContainerKey]) -> None:
-        """Those of which the processes are others, or not known."""
-        if found := await self._processes.changed(keys):
-            processes = await self._processes.read(found)
-            await self._write(self._unlike_written(found, processes), processes)
 
     def _unlike_written(
         self, keys: Collection[ContainerKey], processes: Mapping[ContainerKey, Processes]
