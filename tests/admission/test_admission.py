@@ -199,9 +199,30 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     assert agent.outcomes[2:] == ["chain/s vmemory", "chain/s vcore", "taken 5", "chain/m vcore"]
     # Nobody planned the sidecar's place, and people ask for it all the same: once, by the first of its resources.
     sidecar, further = agent.explained[2:4]
-    assert sidecar and (sidecar.gpus, sidecar.asked) == (("GPU-0",), Asked(cores=5, memory_bytes=512 << 20))
-    assert "init container" in sidecar.why and further is None
+    assert sidecar and (sidecar.gpus, sidecar.asked) == (
+        ("GPU-0",),
+        Asked(cores=5, memory_bytes=512 << 20, must_gpus=("GPU-0",)),
+    )
+    assert "kubelet's IDs" in sidecar.why and further is None
     assert used_cores(agent.cache) == {"GPU-0": 15}
+
+
+async def test_what_is_passed_on_is_on_the_gpu_of_the_ids_that_no_sidecar_took() -> None:
+    """Also where memory comes first, whose IDs name no GPU, and the GPU of the sidecar is full."""
+    late = container("j", cores=5, blocks=2, kind=ContainerKind.INIT, position=2)
+    agent = Scripted(
+        owner := chain(late, container("m", cores=5, blocks=2)), (other := pod("b", container(cores=95, blocks=1)))
+    )
+    for resource in (CORE, MEMORY):
+        await agent.admit(owner, "i", resource)
+    for resource, kind in ((CORE, ResourceKind.VCORE), (MEMORY, ResourceKind.VMEMORY)):
+        await agent.admission.allocate(resource, agent.held("i", kind))
+    assert isinstance(await agent.admit(other, "main", CORE), ContainerEdits)
+    for resource in (CORE, MEMORY):
+        assert isinstance(await agent.admit(owner, "j", resource), ContainerEdits)
+    for resource, kind in ((MEMORY, ResourceKind.VMEMORY), (CORE, ResourceKind.VCORE)):
+        assert isinstance(await agent.admission.allocate(resource, agent.held("j", kind)), ContainerEdits)
+    assert used_cores(agent.cache) == {"GPU-0": 100, "GPU-1": 5}
 
 
 async def test_the_same_allocate_again_gets_the_same_answer() -> None:

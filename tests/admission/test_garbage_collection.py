@@ -147,6 +147,7 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     assert not node.cache.of_pod(deleted.uid)
     (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
     assert freed["resources"] == {NAMES.vcore: 5, NAMES.vmemory: 2} and freed["gpus"] == ["GPU-0"]
+    assert freed["pod_uid"] == deleted.uid
 
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:

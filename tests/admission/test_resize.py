@@ -159,12 +159,16 @@ def test_nothing_is_decided_where_nothing_changes() -> None:
         (None, 81, ResizeReason.NOT_ENOUGH_MEMORY),
         (100, None, ResizeReason.INVALID_REQUEST),
         (10, 81, ResizeReason.NOT_ENOUGH_MEMORY),
+        (10, 500, ResizeReason.NOT_ENOUGH_MEMORY),
     ],
 )
 def test_growth_must_fit_beside_the_others(cores: int | None, memory: int | None, reason: ResizeReason | None) -> None:
     """On the same GPU, and below a whole one; the refusal has the cure."""
     outcome = decided(cores=cores, memory=memory)
     assert (outcome.reason if isinstance(outcome, ResizeRefused) else None) is reason
+    # What no GPU of this size ever has free is not promised.
+    if isinstance(outcome, ResizeRefused) and reason is not ResizeReason.INVALID_REQUEST:
+        assert ("as soon as" in outcome.detail) is (memory != 500) and outcome.detail.endswith("for less.")
 
 
 def test_what_is_booked_already_needs_no_free_capacity() -> None:

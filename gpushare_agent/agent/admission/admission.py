@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.agent.admission.decisions.container_edits import EditPolicy, renumbered
-from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids, passed_on
+from gpushare_agent.agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.agent.admission.decisions.former_devices import texts
 from gpushare_agent.agent.admission.decisions.identity import Call, Target
 from gpushare_agent.agent.admission.decisions.ledger import Case, Policy
@@ -32,7 +32,7 @@ from gpushare_agent.agent.node import Node
 from gpushare_agent.core.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.core.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.core.model.names import DeviceId, GpuUuid, PodUid
-from gpushare_agent.core.model.pods import ContainerKind, Pod
+from gpushare_agent.core.model.pods import Pod
 from gpushare_agent.core.model.resources import ResourceKind, replica_layout, request_of
 
 log = structlog.get_logger(__name__)
@@ -197,17 +197,15 @@ class Admission(Struct, kw_only=True, eq=False):
             if pending is None:
                 next_container = self.identification.next_container(resource, ids)
                 if next_container is not None:
-                    pod_has = self.node.cache.of_pod(next_container.pod.uid)
-                    planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
-                    decision = passed_on(next_container, resource, planned, self.node.names)
-                    return self._allocate(next_container, decision, kind, ids, planned)
+                    # Its cores may be on another GPU than the init container's: of those a sidecar may have them by now.
+                    self._decide(next_container, resource, ids, ids)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
                 # Without a target GetPreferredAllocation could not say whose call it was: the refusal says why, and nothing
                 # is allocated on the guess that this Allocate is the same container's.
                 if pending.target is None or pending.refused is not None:
                     return self._refuse(pending, pending.refused or _without_plan(resource, ids))
-                return self._allocate(pending.target, pending, kind, ids, pending.gpus)
+                return self._allocate(pending.target, pending, kind, ids)
             repeated = self._answer_again(kind, ids)
             if repeated is not None:
                 return repeated
@@ -253,12 +251,7 @@ class Admission(Struct, kw_only=True, eq=False):
         return decision
 
     def _allocate(
-        self,
-        target: Target,
-        decision: Decision,
-        kind: ResourceKind,
-        ids: Sequence[DeviceId],
-        planned: tuple[GpuUuid, ...],
+        self, target: Target, decision: Decision, kind: ResourceKind, ids: Sequence[DeviceId]
     ) -> ContainerEdits | Refused:
         """Check the IDs, commit the allocation, report it. Refused, in this order, where
 
@@ -279,7 +272,7 @@ class Admission(Struct, kw_only=True, eq=False):
             )
             return self._refuse(Decision(target=target, resource=decision.resource), deleted)
         ledger = self.node.cache.ledger(self.node.plugins_gpus(), without=target.key)
-        gpus = check(Case(target, kind, ids, ledger, self.policy), planned)
+        gpus = check(Case(target, kind, ids, ledger, self.policy), decision.gpus)
         if isinstance(gpus, Refused):
             return self._refuse(decision, gpus)
         edits: ContainerEdits | Refused = decision.edits

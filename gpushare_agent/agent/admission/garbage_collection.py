@@ -331,6 +331,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             log.info(
                 "share_freed",
                 reason=reason,
+                pod_uid=uid,  # the kubelet's checkpoint, which may be all that is known, has no names
                 namespace=old.namespace,
                 pod=old.pod_name,
                 container=old.key.container,

@@ -139,16 +139,6 @@ def decide(case: Case, edits: EditPolicy, unavailable_reason: Callable[[str], st
     return replace(decision, target=case.target, size=size, taken_ids=len(case.ids) - len(case.free))
 
 
-def passed_on(target: Target, resource: str, gpus: tuple[GpuUuid, ...], names: ResourceNames) -> Decision:
-    """For a container to which the kubelet gives an init container's IDs without asking where it should go."""
-    request = request_of(target.container, names)
-    asked = Asked(cores=request.cores, memory_bytes=names.requested_mib(request) * MIB)
-    placed = Placed(
-        gpus=gpus, policy="must-include", explanation="the kubelet gives it devices of the pod's init container"
-    )
-    return Decision(target=target, resource=resource, placed=placed, asked=asked)
-
-
 def offer_accounts(case: Case) -> Sequence[GpuAccount]:
     """Each GPU as the container may use it, with no more cores than are offered."""
     return case.accounts(offered=case.free if case.kind.measure is Measure.CORES else None)

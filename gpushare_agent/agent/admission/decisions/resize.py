@@ -30,7 +30,7 @@ from gpushare_agent.core.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.core.model.pods import ContainerKind, Pod
 from gpushare_agent.core.model.resources import NOTHING, Measure, Request, ResourceKind, ResourceNames
 from gpushare_agent.core.placement import GpuAccount
-from gpushare_agent.core.placement.gpu_account import describe_request
+from gpushare_agent.core.placement.gpu_account import Cause, describe_request
 
 MAX_CHARS = 1024
 MAX_ENTRIES = 32
@@ -365,10 +365,11 @@ def _lack(charged: ShareSize, target: ShareSize, allocation: Allocation, account
         RefusalReason.NO_HEALTHY_GPU: ResizeReason.UNHEALTHY_GPU,
         RefusalReason.NOT_ENOUGH_CORES: ResizeReason.NOT_ENOUGH_CORES,
     }.get(lack.reason, ResizeReason.NOT_ENOUGH_MEMORY)
+    cure = "It is granted as soon as the GPU can serve it; or ask" if lack.cause is not Cause.TOO_LARGE else "Ask"
     return ResizeRefused(
         reason,
         f"GPU {account.label} cannot serve the size next to its other containers: {lack.of_gpu_in_detail()}. A share"
-        " cannot move to another GPU. It is granted as soon as the GPU has so much free; or ask for less.",
+        f" cannot move to another GPU. {cure} for less.",
     )
 
 
