@@ -10,7 +10,7 @@ longer true are worse than none. It stands for the time since the round before (
 longer time, in which rounds failed, for one period.
 
 State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
-in the log, since when.
+in the log.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from gpushare_agent.agent.observability.attribution import (
 )
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.core.kit.rate import TokenBucket, lines_by_event
 from gpushare_agent.core.kit.supervision import ChangeSignal, bounded, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError
@@ -55,9 +56,6 @@ MAX_SAMPLE_TIMEOUT_S = 10.0
 IDS_TIMEOUT_S = 0.5
 IDS_AGAIN_S = 2.0
 """Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
-LOG_AGAIN_S = 60.0
-"""Least time between two beginnings of one problem that are both in the log: a driver may fail, or be late, in every other
-round."""
 
 Observer = Callable[[UsageRound | None], None]
 
@@ -91,10 +89,15 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
     _is_slow: bool = False
-    _lines_at: dict[str, float] = field(default_factory=dict)
+    _is_reported: bool = False
+    _lines: Mapping[str, TokenBucket] = field(default_factory=dict)
     _last: UsageRound | None = None
     is_idle: bool = False
     """True if nobody reads, and there was a pause since the last round."""
+
+    def __post_init__(self) -> None:
+        # A driver may fail, or be late, in every other round.
+        self._lines = lines_by_event(self.clock)
 
     @property
     def current(self) -> UsageRound | None:
@@ -170,17 +173,12 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         started_at = self.clock()
         try:
             found = await self._sample()
-        except AgentError as e:
-            self._failed(str(e))
+        except Exception as e:  # noqa: BLE001 - one cycle: shares are given whether or not their use can be shown
+            self._failed(e)
             return
-        except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
-            if not self._is_failing and self._is_new("usage_not_sampled"):
-                log.exception("usage_not_sampled", next_in_s=self.period_s)
-            self._failed("")
-            return
-        if self._is_failing and self._is_new("usage_sampled_again"):
+        if self._is_reported:
             log.info("usage_sampled_again")
-        self._is_failing = False
+        self._is_failing = self._is_reported = False
         self._round_at = started_at
         self.metrics.sampled(self.clock() - started_at)
         now = self.clock()
@@ -247,32 +245,31 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         before, self._reported = self._reported, {container_id: key for key, container_id in reported.items()}
         return self._reported != before
 
-    def _failed(self, error: str) -> None:
+    def _failed(self, error: Exception) -> None:
         self.metrics.sampling_failed()
         # Once more before a pause: whoever requested it would wait for the next one for a minute.
         if not self._is_failing:
             self._is_requested.set()
-        # A bug has been logged with its traceback already.
-        if error and not self._is_failing and self._is_new("usage_not_sampled"):
-            log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
+        # Not only where the failures begin: the last of many beginnings may be the one that lasts.
+        if not self._is_reported and self._lines["usage_not_sampled"].take():
+            self._is_reported, fields = True, {"error": str(error), "next_in_s": self.period_s}
+            if isinstance(error, AgentError):
+                log.warning("usage_not_sampled", **fields)
+            else:
+                log.error("usage_not_sampled", **fields, exc_info=error)
         # Only now: one missed round must not make the dashboard and the metrics blink.
         if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
-            if self._is_new("usage_unknown"):
+            if self._lines["usage_unknown"].take():
                 log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._covered_at = float("-inf")
             self._publish(None)
 
     def _note_slow(self, took_s: float) -> None:
         self.metrics.sampling_overran()
-        if not self._is_slow and self._is_new("usage_sampling_slow"):
+        if not self._is_slow and self._lines["usage_sampling_slow"].take():
+            self._is_slow = True
             log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
-        self._is_slow = True
-
-    def _is_new(self, event: str) -> bool:
-        now, before = self.clock(), self._lines_at.get(event, float("-inf"))
-        self._lines_at[event] = now
-        return now - before >= LOG_AGAIN_S
 
     def _publish(self, found: UsageRound | None) -> None:
         self._last, self.is_idle = found, False

@@ -449,8 +449,8 @@ class KubeLists:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch, or when nothing comes and the server has the version. Entering or
-        iterating raises Conflict where the version is too old (HTTP or ERROR event 410), WentBack where nothing comes,
-        Unavailable for a cut line, Corrupt for a line that is no event.
+        iterating raises Conflict where the version is too old (HTTP or ERROR event 410), WentBack where nothing comes and it
+        lacks the version, Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
         # Jittered, so that the agents of a cluster do not all come back in one second.
