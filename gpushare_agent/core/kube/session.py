@@ -314,6 +314,8 @@ def excerpt(content: bytes | bytearray) -> str:
 
 PAGE_SIZES = (500, 50, 5, 1)
 """Objects in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
+_FROM_CACHE = ("resourceVersion", "0")
+"""Whatever the watch cache has, without a read of etcd. It ignores the page's limit, so the answer comes whole."""
 PAGED_TRIES = 3
 MAX_LINE_BYTES = 2 << 20
 """One watch event is one line: an object of at most 1.5 MiB and its frame."""
@@ -396,12 +398,8 @@ class KubeLists:
         """
         request = watched.request("list")
         if watched.from_cache:
-            # Version 0: whatever the watch cache has, without a read of etcd. It ignores the page's limit, so the
-            # answer comes whole.
-            whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
-            list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
             with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
-                items, version, _ = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
+                items, version, _ = await self._one_page(request, read, _FROM_CACHE)
                 return items, version
         # A list of the cache that was too long for one answer has the whole time once more.
         ends_at = time.monotonic() + self._timeouts.list_s
@@ -432,6 +430,13 @@ class KubeLists:
             items += page
             if not token:
                 return items, version
+
+    async def _one_page(
+        self, request: Request, read: Callable[[Raw], T | None], query: tuple[str, str]
+    ) -> tuple[list[T], str, str]:
+        request = replace(request, query=(*request.query, query))
+        list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
+        return await self._page(request, read, timeout_s=list_s, limit_bytes=list_bytes)
 
     async def _page(
         self, request: Request, read: Callable[[Raw], T | None], *, timeout_s: float, limit_bytes: int
@@ -474,10 +479,8 @@ class KubeLists:
 
     async def _has(self, watched: Watched, version: str) -> bool:
         """Whether the server is known to have this version or a later one, by a list that is as short as can be."""
-        request, only = watched.request("list"), ("resourceVersion", "0") if watched.from_cache else ("limit", "1")
-        request = replace(request, query=(*request.query, only))
-        list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
-        _, newest, _ = await self._page(request, lambda _: None, timeout_s=list_s, limit_bytes=list_bytes)
+        short = _FROM_CACHE if watched.from_cache else ("limit", "1")
+        _, newest, _ = await self._one_page(watched.request("list"), lambda _: None, short)
         return 0 < version_number(version) <= version_number(newest)
 
     async def _events(
