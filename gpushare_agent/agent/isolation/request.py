@@ -121,10 +121,6 @@ class Follows(Enum):
     RUNNING_PROCESSES = auto()
 
     @property
-    def can_change(self) -> bool:
-        return self is not Follows.NOBODY
-
-    @property
     def is_live(self) -> bool:
         return self is Follows.RUNNING_PROCESSES
 

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.gpus.watch import GpuDriver
-from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.container_ids import ContainerIds, in_statuses
 from gpushare_agent.agent.observability.attribution import (
     AllocatedContainers,
     PaidRatio,
@@ -214,11 +214,6 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         )
 
     def _allocated(self) -> AllocatedContainers:
-        in_statuses = {
-            container_id: ContainerKey(pod.uid, name)
-            for pod in self.pods.pods()
-            for name, container_id in pod.container_ids.items()
-        }
         return AllocatedContainers(
             gpus={
                 key: allocation.gpus
@@ -226,7 +221,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 if not has_handed_over(allocation, self.pods.get(key.pod_uid))
             },
             # The statuses win: the runtime's answer may be old, because it is asked only about IDs that no status has.
-            by_id={**self._reported, **in_statuses},
+            by_id={**self._reported, **in_statuses(self.pods.pods())},
             claims=self.claims(),
         )
 
