@@ -121,6 +121,10 @@ class Follows(Enum):
     RUNNING_PROCESSES = auto()
 
     @property
+    def can_change(self) -> bool:
+        return self is not Follows.NOBODY
+
+    @property
     def is_live(self) -> bool:
         return self is Follows.RUNNING_PROCESSES
 

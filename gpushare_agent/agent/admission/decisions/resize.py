@@ -23,7 +23,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.agent.isolation import Isolation
-from gpushare_agent.agent.isolation.request import Follows
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.core.model.errors import RefusalReason
 from gpushare_agent.core.model.isolation import ResizeMode
@@ -347,7 +346,7 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
         (target.cores != before.cores, isolation.cores_follow, "cores"),
         (target.memory != before.memory, isolation.memory_follows, "memory"),
     ):
-        if is_changed and follows is Follows.NOBODY:
+        if is_changed and not follows.can_change:
             return ResizeRefused(
                 ResizeReason.UNSUPPORTED,
                 f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
