@@ -136,7 +136,7 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
         # None outside of a pod: no Service selects such a process.
         labelling = start("leader label", parts.label.run) if parts.label is not None else None
         electing = start("election", parts.election.run)
-        # A port that cannot be had ends the process before the service manager is told that it is ready.
+        # A port that cannot be had ends the process before the service manager hears that it is ready.
         await parts.web.wait_listening()
         sd_notify("READY=1", os.environ)
         await stop.wait()

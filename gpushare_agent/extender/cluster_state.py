@@ -7,7 +7,7 @@ one step, so that no share is allocated twice.
 State owned: the nodes (a NodeLedger each, decisions/ledger.py), a reservation for every pod that has something of ours or
 may have it, nominated pods, and the CPU and main memory that every other pod requests; answers already worked out, by
 signature of the pod; under policy fgd costs by kind of pod; the pods that usually come (learnt_pods.py), and since when each
-node is known without a report. decisions/quota.py is told what counts against quotas. Times are monotonic seconds.
+node is known without a report. decisions/quota.py learns what counts against quotas. Times are monotonic seconds.
 
 Sources of what a pod has, best first: the report of the node's agent; our own plan; without both, all that it may have.
 """
@@ -99,7 +99,7 @@ few do, of thousands."""
 
 
 class ClusterState:
-    """`quota` is asked for each kind of node, and told what counts; nobody has one where it is not given."""
+    """`quota` is asked for each kind of node, and learns what counts; nobody has one where it is not given."""
 
     def __init__(self, *, policy: ClusterPolicy, quota: QuotaState | None = None) -> None:
         self.policy = policy

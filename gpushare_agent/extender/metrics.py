@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import choose_encoder
 
 from gpushare_agent import __version__
+from gpushare_agent.core.kube.informer import WATCH_OUTCOMES
 
 VERBS = ("bind", "filter", "mutate", "preempt", "prioritize")
 KINDS = ("configmap", "nodes", "pods")
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 LIST_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-WATCH_OUTCOMES = ("conflict", "corrupt", "ended", "notfound", "rejected", "throttled", "unavailable")
 COUNTERS: Mapping[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     "requests": (
         "Requests by how they ended; mutate is the webhook.",

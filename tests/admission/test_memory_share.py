@@ -138,7 +138,7 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     """How many IDs of each GPU are withheld."""
     ledger = ledger_of(*held)
     gpus = ledger.accounts(POLICY.names)
-    offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus})
+    offered = {gpu.uuid: offered_ids(gpu.uuid, NAMES.units(gpu, kind)) for gpu in GPUS.gpus}
     found = withheld(kind, gpus, offered, ledger.holders[kind], NAMES, borrowed={}, missing=Missing(shares=no_shares))
     assert no_shares or not any(found & one.ids_of(kind) for one in held)
     counts: dict[str, int] = {}

@@ -70,7 +70,7 @@ class Node(RuleBasedStateMachine):
     def healthy_ids(self, kind: ResourceKind) -> list[str]:
         """Those that ListAndWatch offers and the kubelet has not handed out."""
         holders = {kind: self.cache.holders(kind) for kind in NAMES.table}
-        offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus})
+        offered = {gpu.uuid: offered_ids(gpu.uuid, NAMES.units(gpu, kind)) for gpu in GPUS.gpus}
         borrowed = {gpu: charge.count(kind) for gpu, charge in self.cache.borrowed().items()}
         kept_back = withheld(kind, accounts(self.cache), offered, holders[kind], NAMES, borrowed=borrowed)
         return [

@@ -91,7 +91,7 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
             kind, accounts, ids, holders[kind], world.policy.names, borrowed={}, missing=Missing(units=bool(unlike))
         )
     else:
-        ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus})
+        ids = {gpu.uuid: offered_ids(gpu.uuid, world.policy.names.units(gpu, kind)) for gpu in world.found.gpus}
         kept_back = withheld(kind, accounts, ids, holders[kind], world.policy.names, borrowed={})
     return {gpu.index: sum(device not in kept_back for device in ids[gpu.uuid]) for gpu in world.found.gpus}
 

@@ -21,10 +21,8 @@ loader = loaded.kube_config.KubeConfigLoader(
     config_base_path=None,
 )
 unneeded = [name for name in ("urllib3", "urllib3.util", "dateutil.parser", "multiprocessing.pool") if name in sys.modules]
-client = sys.modules["kubernetes_asyncio.client.api_client"]
 print(json.dumps({{
     "unneeded": unneeded,
-    "day": client.parse("2026-11-24T06:16:44Z").day,
     "basic": loaded.client.Configuration(username="u", password="p").get_basic_auth_token(),
     "modules": sum(name.startswith("kubernetes_asyncio") for name in sys.modules),
     "is_same": again.client is loaded.client,
@@ -52,7 +50,6 @@ def test_the_library_is_loaded_without_its_generated_modules() -> None:
     assert report.pop("modules") in range(1, 60)
     assert report == {
         "unneeded": [],
-        "day": 24,
         "basic": "Basic dTpw",
         "is_same": True,
         "host": "http://127.0.0.1:1",

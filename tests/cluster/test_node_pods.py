@@ -228,10 +228,12 @@ async def test_after_etcd_was_restored_from_a_backup_the_list_counts() -> None:
         "lists": [lists_pods, lists_restored],
         "watches": [streams(*events, gone, then="ends"), stalls_after_headers],
     }
-    async with informed(SHORT, pods=[raw_pod("went", version="90")], **behaviour) as (_, store, _):
+    counted = Counted()
+    async with informed(SHORT, counted, pods=[raw_pod("went", version="90")], **behaviour) as (_, store, _):
         await wait_store(store, lambda store: list(_phases(store)) == ["a", "since"])
         await wait_store(store, lambda store: list(_phases(store)) == ["a", "went"])
         assert [one.resource_version for one in store.pods()] == ["110", "90"]
+    assert counted.ends[:2] == ["ended", "conflict"]
 
 
 async def test_pods_of_other_nodes_are_left_out() -> None:

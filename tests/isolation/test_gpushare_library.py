@@ -109,13 +109,16 @@ def test_a_link_to_the_library_is_as_good_as_the_library(short_dir: Path) -> Non
 
 
 def test_a_directory_that_cannot_be_made_is_reported_with_its_path(short_dir: Path) -> None:
-    """At the start as a start-up error, later as something to try again."""
+    """At the start as a start-up error, later as something to try again, by the setting that has it."""
     (short_dir / "file").write_text("")
     library = Library(fake_library(short_dir / "libgpushare.so"), short_dir / "file/own")
     with pytest.raises(StartupError, match="file/own"):
         library.install()
     with pytest.raises(Unavailable, match=r"setting libgpushare\.directory"):
         GpushareFiles(library, short_dir / "vm").prepare(KEY)
+    writable = Library(library.source, short_dir / "own")
+    with pytest.raises(Unavailable, match=r"setting virtual_manager\.path"):
+        GpushareFiles(writable, short_dir / "file/vm").prepare(KEY)
 
 
 def test_without_a_library_simulated_gpus_say_that_none_is_needed(short_dir: Path) -> None:

@@ -91,11 +91,12 @@ def world(short_dir: Path) -> Iterator[World]:
 
 
 async def test_a_share_that_is_about_to_start_finds_its_files(world: World) -> None:
-    """A whole GPU gets none, and neither does what holds nothing."""
+    """A whole GPU gets none, and neither does what holds nothing. Whatever else lies there hides it from no later agent."""
     await world.preparation.check()
     unknown = ContainerKey(PodUid("33333333-2222-3333-4444-555555555555"), "cuda")
     assert await world.preparation.prepare([KEY, ContainerKey(WHOLE, "cuda"), unknown]) is None
     assert world.usage().is_file()
+    (world.files.containers / UID / "a-file").touch()
     assert world.files.list_pods() == (UID,)
 
 

@@ -142,7 +142,7 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
 
 def rows_of(kind: ResourceKind, names: ResourceNames, *gpus: Gpu) -> list[DeviceRow]:
     """Of a node that nobody uses yet."""
-    devices = offered_ids({one.uuid: names.units(one, kind) for one in gpus})
+    devices = {one.uuid: offered_ids(one.uuid, names.units(one, kind)) for one in gpus}
     return device_rows(inventory(*gpus), devices, DeviceIds(one.uuid for one in gpus))
 
 
@@ -157,7 +157,7 @@ def test_vcore_ids_are_a_hundred_per_gpu_in_order_of_index() -> None:
 
 def test_the_texts_of_a_list_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists of a node have thousands, and are made again at every change."""
-    found, devices = inventory(gpu(0)), offered_ids({gpu(0).uuid: 100})
+    found, devices = inventory(gpu(0)), {gpu(0).uuid: offered_ids(gpu(0).uuid, 100)}
     ids = DeviceIds([gpu(0).uuid])
     rows = device_rows(found, devices, ids)
     monkeypatch.delattr(DeviceIds, "write")

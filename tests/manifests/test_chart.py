@@ -480,6 +480,7 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"simulated": {"enabled": True, "memoryMiB": 4194305}}, "simulated.memoryMiB"),
         ({"image": {"repository": None}}, "repository is required"),
         ({"config": {"map": {"a": {"web": {"port": 9}}}}}, "config.map.a.web.port: Service, probes and policies"),
+        ({"config": {"map": {"a": "web:\n  port: 9\n"}}}, "config.map.a.web.port: Service, probes and policies"),
         (
             {"isolation": "mps", "config": {"map": {"a": {"isolation": "none"}}}},
             "config.map.a.isolation: has no effect",

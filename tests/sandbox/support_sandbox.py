@@ -511,7 +511,7 @@ class NodeUnderTest(EmbeddedNode, frozen=True, kw_only=True, eq=False):
     async def wait_ledger_equal(self, agent: InnerAgent) -> None:
         """The ledger of the agent are the kubelet's records of the pods that live."""
         try:
-            await self.wait_until(lambda: agent.held() == self.kubelet_held(), "books like the kubelet's records")
+            await self.wait_until(lambda: agent.held() == self.kubelet_held(), "a ledger like the kubelet's records")
         except TimeoutError as error:
             raise AssertionError(f"agent: {_brief(agent.held())}\nkubelet: {_brief(self.kubelet_held())}") from error
 

@@ -65,10 +65,7 @@
   {{- $variables = append $variables (dict "name" "GPUSHARE_NODE_CONFIGURATION__DEFAULT" "value" .) -}}
 {{- end -}}
 {{- with $variables }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
-{{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "container" $container) -}}
-{{- range $name, $one := $values.config.map -}}
-  {{- if kindIs "map" $one }}{{ include "gpushare-agent.refuse-overridden" (dict "value" (printf "config.map.%s" $name) "settings" $one "container" $container) }}{{ end -}}
-{{- end -}}
+{{- include "gpushare-agent.refuse-overridden" (dict "value" "settings" "settings" $values.settings "map" $values.config.map "container" $container) -}}
 {{- with $values.env }}{{ include "gpushare-agent.merge" (dict "into" $container "patch" (dict "env" .)) }}{{ end -}}
 
 {{- if $values.runtimeSocket.enabled -}}

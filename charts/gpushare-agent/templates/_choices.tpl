@@ -119,9 +119,7 @@ manifests/components/{{ . }}
 {{- $refused := dict "web.port" "Service, probes and policies have 5678, leave it out" -}}
 {{- $_ := set $refused "root" "the manifests mount the node's places where they are, leave it out" -}}
 {{- $_ := set $refused "kubelet.root_dir" "in the agent's pod it is /var/lib/kubelet, use the value `kubeletDirectory`" -}}
-{{- range $name, $one := $values.config.map -}}
-  {{- if kindIs "map" $one }}{{ include "gpushare-agent.refuse" (dict "value" (printf "config.map.%s" $name) "settings" $one "refused" $refused) }}{{ end -}}
-{{- end -}}
+{{- include "gpushare-agent.refuse-in-map" (dict "map" $values.config.map "refused" $refused) -}}
 {{- range $setting, $value := $owned }}{{ $_ := set $refused $setting (printf "use the value `%s`, which brings the mounts and rights that it needs" $value) }}{{ end -}}
 {{- include "gpushare-agent.refuse" (dict "value" "settings" "settings" $values.settings "refused" $refused) -}}
 {{- $refused = dict -}}
@@ -142,11 +140,19 @@ from a setting's name to the reason. */ -}}
   {{- $path := splitList "." $setting -}}
   {{- $section := $arguments.settings -}}
   {{- if gt (len $path) 1 }}{{ $section = get $section (first $path) | default dict }}{{ end -}}
-  {{- if hasKey $section (last $path) }}{{ fail (printf "%s.%s: %s" $arguments.value $setting $reason) }}{{ end -}}
+  {{- if and (kindIs "map" $section) (hasKey $section (last $path)) }}{{ fail (printf "%s.%s: %s" $arguments.value $setting $reason) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Those that a variable of the manifests overrides. Arguments: value, settings, container. */ -}}
+{{- /* The same in the configurations of single nodes. Arguments: map, of settings or of their YAML; refused. */ -}}
+{{- define "gpushare-agent.refuse-in-map" -}}
+{{- range $name, $one := .map -}}
+  {{- $settings := kindIs "string" $one | ternary (fromYaml (toString $one)) $one -}}
+  {{- include "gpushare-agent.refuse" (dict "value" (printf "config.map.%s" $name) "settings" $settings "refused" $.refused) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Those that a variable of the manifests overrides. Arguments: value, settings, container; map, as above. */ -}}
 {{- define "gpushare-agent.refuse-overridden" -}}
 {{- $refused := dict -}}
 {{- range $one := .container.env -}}
@@ -156,6 +162,7 @@ from a setting's name to the reason. */ -}}
   {{- end -}}
 {{- end -}}
 {{- include "gpushare-agent.refuse" (dict "value" .value "settings" .settings "refused" $refused) -}}
+{{- include "gpushare-agent.refuse-in-map" (dict "map" .map "refused" $refused) -}}
 {{- end -}}
 
 {{- /* Arguments: image, a map of the values; tag, its default. */ -}}

@@ -43,13 +43,9 @@ from gpushare_agent.core.model.resources import (
 from gpushare_agent.core.placement import GpuAccount
 
 
-def offered_ids(units: Mapping[GpuUuid, int]) -> dict[GpuUuid, Sequence[DeviceId]]:
-    """The IDs of one resource by GPU: as many as it has units, by number."""
-    return {gpu: _numbered(gpu, count) for gpu, count in units.items()}
-
-
 @lru_cache(maxsize=512)
-def _numbered(gpu: GpuUuid, count: int) -> tuple[DeviceId, ...]:
+def offered_ids(gpu: GpuUuid, count: int) -> Sequence[DeviceId]:
+    """The IDs of one resource on a GPU that has so many units of it, by number."""
     return tuple(device_id(gpu, number) for number in range(count))
 
 
@@ -76,11 +72,11 @@ def _by_gpu(devices: Iterable[DeviceId]) -> dict[GpuUuid, list[DeviceId]]:
 
 def unit_ids(
     gpus: Sequence[Gpu], resource: str, layout: UnitLayout, in_use: Collection[DeviceId]
-) -> dict[GpuUuid, list[DeviceId]]:
+) -> dict[GpuUuid, Sequence[DeviceId]]:
     """The units under one of NVIDIA's names: those that every GPU serves, by number, and those that containers hold by
     another replica layout or under NVIDIA's own texts, until they end. `in_use` are those that containers have."""
     by_gpu = _by_gpu(in_use)
-    found: dict[GpuUuid, list[DeviceId]] = {}
+    found: dict[GpuUuid, Sequence[DeviceId]] = {}
     for gpu in gpus:
         served = layout.served(gpu)
         own = served.ids(gpu.uuid) if served is not None and served.resource == resource else []
@@ -230,28 +226,23 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         borrowed = cache.borrowed()
         away = {gpu.uuid for gpu in known.gpus if any(missing) or not gpu.is_healthy}
         self._followed = others | away | borrowed.keys()
-        init = (
-            {one.key for one in cache if one.kind is ContainerKind.INIT}
-            if others or away
-            else frozenset[ContainerKey]()
-        )
+        init = {one.key for one in cache if one.kind is ContainerKind.INIT and (others or away)}
         for resource, table in self.tables.items():
             kind = names.by_name[resource]
             holders = ledger.holders[kind]
             layout, found = kind.layout(names), missing
             held: Collection[DeviceId] = self._in_use(resource, holders) if kind.is_part else holders.keys()
             if kind.is_part:
-                ids: dict[GpuUuid, Sequence[DeviceId]] = {**unit_ids(inventory.gpus, resource, layout, held)}
+                ids = unit_ids(inventory.gpus, resource, layout, held)
                 found = missing._replace(units=bool(layout.unlike(inventory.gpus)))
             else:
-                ids = as_held(offered_ids({gpu.uuid: names.units(gpu, kind) for gpu in inventory.gpus}), holders)
+                ids = as_held(
+                    {gpu.uuid: offered_ids(gpu.uuid, names.units(gpu, kind)) for gpu in inventory.gpus}, holders
+                )
             of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             withheld_ids = withheld(kind, gpus, ids, holders, names, borrowed=of_kind, missing=found)
-            kept = (
-                {one for one in held if gpu_of(one) in in_order and not init.isdisjoint(holders[one])}
-                if init
-                else set()
-            )
+            of_init = [one for one in held if not init.isdisjoint(holders[one])] if init else ()
+            kept = {one for one in of_init if gpu_of(one) in in_order}
             of_others = _by_gpu(sorted(device for device in kept if gpu_of(device) in others))
             ids |= {gpu: of_others.get(gpu, []) for gpu in others}
             made_of = (known, ids, withheld_ids, kept)

@@ -7,7 +7,7 @@ costs that second. State owned: whether its absence was logged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,6 +20,7 @@ from gpushare_agent.core.model.names import PodUid
 
 if TYPE_CHECKING:
     from gpushare_agent.agent.cluster.pod_store import PodStore
+    from gpushare_agent.core.model.pods import Pod
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +47,8 @@ class ContainerIds:
         except AgentError as e:
             # Not an error: access to the socket is root on the node, and is often not given.
             self._note(e)
-            return self._in_statuses(uids)
+            pods = self._pods.pods() if uids is None else filter(None, map(self._pods.get, uids))
+            return {key: container_id for container_id, key in in_statuses(pods).items()}
         self._note(None)
         return running
 
@@ -63,9 +65,8 @@ class ContainerIds:
             return None
         except AgentError as e:
             self._note(e)
-            for key, known in self._in_statuses().items():
-                if known == container_id:
-                    return key
+            if (named := in_statuses(self._pods.pods()).get(container_id)) is not None:
+                return named
             raise Unavailable(
                 f"container {container_id} is not known yet: the runtime does not answer, and no pod's status names it;"
                 " it takes a second or two after the start. Try again"
@@ -80,10 +81,7 @@ class ContainerIds:
         elif self._unavailable.is_new("unavailable"):
             log.info("runtime_unavailable", why=str(error), then="container IDs come from the pods' statuses")
 
-    def _in_statuses(self, uids: Collection[PodUid] | None = None) -> dict[ContainerKey, str]:
-        pods = self._pods.pods() if uids is None else filter(None, map(self._pods.get, uids))
-        return {
-            ContainerKey(PodUid(pod.uid), name): container_id
-            for pod in pods
-            for name, container_id in pod.container_ids.items()
-        }
+
+def in_statuses(pods: Iterable[Pod]) -> dict[str, ContainerKey]:
+    """The containers by the IDs that the pods' statuses have."""
+    return {found: ContainerKey(pod.uid, name) for pod in pods for name, found in pod.container_ids.items()}

@@ -8,15 +8,18 @@ tenant_files.py's. No state.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from gpushare_agent.core.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
+from gpushare_agent.core.kit.directories import DIRECTORY, made_directory, names_in, opened
 from gpushare_agent.core.model.allocations import ContainerKey
 from gpushare_agent.core.model.directory_names import is_pod_uid, require_nameable
 from gpushare_agent.core.model.errors import NotFound, Unavailable, file_remedy
 from gpushare_agent.core.model.names import PodUid
+
+T = TypeVar("T")
 
 CLOSED_MODE = 0o700
 """It has files that any user in a container may write; a user of the host, who is in no container, must not."""
@@ -59,12 +62,19 @@ def has_file(root: int, uid: PodUid, name: str) -> bool:
     """Whether a container of the pod has that file."""
     # The start looks through a full node before it registers: a glob takes twice as long.
     with suppress(OSError), opened(uid, root, DIRECTORY) as pod:
-        return any(status_of(pod, f"{container}/{name}") is not None for container in names_in(pod))
+        return any(os.access(f"{container}/{name}", os.F_OK, dir_fd=pod) for container in names_in(pod))
     return False
 
 
+def listed(root: Path, read: Callable[[int], tuple[T, ...]]) -> tuple[T, ...]:
+    """What `read` finds in the opened `root`; nothing where there is none. Raises Unavailable."""
+    with suppress(NotFound), step("listing", root), opened_root(root) as directory:
+        return read(directory)
+    return ()
+
+
 @contextmanager
-def step(verb: str, path: Path | str, setting: str) -> Iterator[None]:
+def step(verb: str, path: Path | str, setting: str = "virtual_manager.path") -> Iterator[None]:
     """Puts errors into the words of those who can repair them; `setting` names the directory. Raises NotFound if nothing is
     there, Unavailable."""
     try:

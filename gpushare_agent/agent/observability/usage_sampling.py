@@ -9,8 +9,8 @@ delays the next one, which then begins at the next full period. A round counts f
 longer true are worse than none. It stands for the time since the round before (`covered_s`), also for a pause; after a
 longer time, in which rounds failed, for one period.
 
-State owned: the last round, when it was read, the container IDs as the runtime last reported them, and what the log says,
-since when.
+State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
+in the log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.cluster.pod_store import PodStore
 from gpushare_agent.agent.gpus.watch import GpuDriver
-from gpushare_agent.agent.isolation.container_ids import ContainerIds
+from gpushare_agent.agent.isolation.container_ids import ContainerIds, in_statuses
 from gpushare_agent.agent.observability.attribution import (
     AllocatedContainers,
     PaidRatio,
@@ -37,6 +37,7 @@ from gpushare_agent.agent.observability.attribution import (
 )
 from gpushare_agent.agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.agent.runtime.cgroups import ProcessOwners
+from gpushare_agent.core.kit.rate import TokenBucket, lines_by_event
 from gpushare_agent.core.kit.supervision import ChangeSignal, bounded, wait_for
 from gpushare_agent.core.model.allocations import Allocation, ContainerKey
 from gpushare_agent.core.model.errors import AgentError
@@ -55,9 +56,6 @@ MAX_SAMPLE_TIMEOUT_S = 10.0
 IDS_TIMEOUT_S = 0.5
 IDS_AGAIN_S = 2.0
 """Least time between two calls of the runtime for IDs that the pods' statuses do not have yet."""
-LOG_AGAIN_S = 60.0
-"""Least time between two lines of one event: a driver may fail, or be late, in every other round. What lasts is in the log
-after this time at the latest."""
 
 Observer = Callable[[UsageRound | None], None]
 
@@ -91,12 +89,15 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     _rounds: ChangeSignal = field(default_factory=ChangeSignal)
     _is_failing: bool = False
     _is_slow: bool = False
-    _is_logged: bool = False
-    """The last line says that rounds fail."""
-    _lines_at: dict[str, float] = field(default_factory=dict)
+    _is_reported: bool = False
+    _lines: Mapping[str, TokenBucket] = field(default_factory=dict)
     _last: UsageRound | None = None
     is_idle: bool = False
     """True if nobody reads, and there was a pause since the last round."""
+
+    def __post_init__(self) -> None:
+        # A driver may fail, or be late, in every other round.
+        self._lines = lines_by_event(self.clock)
 
     @property
     def current(self) -> UsageRound | None:
@@ -172,17 +173,12 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         started_at = self.clock()
         try:
             found = await self._sample()
-        except AgentError as e:
-            self._failed(str(e))
+        except Exception as e:  # noqa: BLE001 - one cycle: shares are given whether or not their use can be shown
+            self._failed(e)
             return
-        except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
-            if self._is_due("usage_not_sampled", is_failing=True):
-                log.exception("usage_not_sampled", next_in_s=self.period_s)
-            self._failed("")
-            return
-        if self._is_due("usage_sampled_again", is_failing=False):
+        if self._is_reported:
             log.info("usage_sampled_again")
-        self._is_failing = False
+        self._is_failing = self._is_reported = False
         self._round_at = started_at
         self.metrics.sampled(self.clock() - started_at)
         now = self.clock()
@@ -218,11 +214,6 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         )
 
     def _allocated(self) -> AllocatedContainers:
-        in_statuses = {
-            container_id: ContainerKey(pod.uid, name)
-            for pod in self.pods.pods()
-            for name, container_id in pod.container_ids.items()
-        }
         return AllocatedContainers(
             gpus={
                 key: allocation.gpus
@@ -230,7 +221,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
                 if not has_handed_over(allocation, self.pods.get(key.pod_uid))
             },
             # The statuses win: the runtime's answer may be old, because it is asked only about IDs that no status has.
-            by_id={**self._reported, **in_statuses},
+            by_id={**self._reported, **in_statuses(self.pods.pods())},
             claims=self.claims(),
         )
 
@@ -249,39 +240,31 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         before, self._reported = self._reported, {container_id: key for key, container_id in reported.items()}
         return self._reported != before
 
-    def _failed(self, error: str) -> None:
+    def _failed(self, error: Exception) -> None:
         self.metrics.sampling_failed()
         # Once more before a pause: whoever requested it would wait for the next one for a minute.
         if not self._is_failing:
             self._is_requested.set()
-        # A bug has been logged with its traceback already.
-        if error and self._is_due("usage_not_sampled", is_failing=True):
-            log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
+        # Not only where the failures begin: the last of many beginnings may be the one that lasts.
+        if not self._is_reported and self._lines["usage_not_sampled"].take():
+            self._is_reported, fields = True, {"error": str(error), "next_in_s": self.period_s}
+            if isinstance(error, AgentError):
+                log.warning("usage_not_sampled", **fields)
+            else:
+                log.error("usage_not_sampled", **fields, exc_info=error)
         # Only now: one missed round must not make the dashboard and the metrics blink.
         if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
-            if self._is_new("usage_unknown"):
+            if self._lines["usage_unknown"].take():
                 log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._covered_at = float("-inf")
             self._publish(None)
 
     def _note_slow(self, took_s: float) -> None:
         self.metrics.sampling_overran()
-        if not self._is_slow and self._is_new("usage_sampling_slow"):
+        if not self._is_slow and self._lines["usage_sampling_slow"].take():
+            self._is_slow = True
             log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
-        self._is_slow = True
-
-    def _is_new(self, event: str) -> bool:
-        now = self.clock()
-        if is_new := now - self._lines_at.get(event, float("-inf")) >= LOG_AGAIN_S:
-            self._lines_at[event] = now
-        return is_new
-
-    def _is_due(self, event: str, *, is_failing: bool) -> bool:
-        if self._is_logged is is_failing or not self._is_new(event):
-            return False
-        self._is_logged = is_failing
-        return True
 
     def _publish(self, found: UsageRound | None) -> None:
         self._last, self.is_idle = found, False

@@ -138,7 +138,7 @@ class BoundedGrpcServer(GrpcServer):
             self.count(1)
             return _Bounded(self)
         self._refused += 1
-        if self._warnings.take():
+        if self._lines["grpc_connections_refused"].take():
             log.warning("grpc_connections_refused", refused=self._refused, open=len(self.open), **self._fields)
             self._refused = 0
         return None

@@ -41,7 +41,7 @@ from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from gpushare_agent.core.kit.grpc_codec import Decoder, StrictCodec
 from gpushare_agent.core.kit.protobuf import MalformedMessageError
-from gpushare_agent.core.kit.rate import TokenBucket
+from gpushare_agent.core.kit.rate import lines_by_event
 from gpushare_agent.core.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 from gpushare_agent.core.model.errors import Unavailable, os_errors_as
 
@@ -57,7 +57,6 @@ _BACKLOG = 16
 """So many connections of one socket may wait to be accepted; one is accepted at a time."""
 _ACCEPT_RETRY_S = 1.0
 """After one could not be accepted, as without a free descriptor."""
-_WARNING_INTERVAL_S = 60.0
 _PREFIX = struct.Struct(">BI")
 """The prefix of each message: whether it is compressed, and its length."""
 _MAX_REQUEST_FIELDS = 256
@@ -91,8 +90,7 @@ class GrpcServer(Server):
         self._listener: socket.socket | None = None
         self._fields: Mapping[str, str] = {}
         """The fields of its log lines."""
-        clock = asyncio.get_running_loop().time
-        self._warnings = TokenBucket(rate=1 / _WARNING_INTERVAL_S, burst=1, clock=clock)
+        self._lines = lines_by_event(asyncio.get_running_loop().time)
 
     @property
     def connections(self) -> int:
@@ -150,7 +148,7 @@ class GrpcServer(Server):
             # The listener stays readable: without this the loop would call here again at once, for ever.
             self._leave_listener()
             asyncio.get_running_loop().call_later(_ACCEPT_RETRY_S, self._watch_listener)
-            if self._warnings.take():
+            if self._lines["grpc_accept_failed"].take():
                 log.warning("grpc_accept_failed", error=e.strerror, retry_after_s=_ACCEPT_RETRY_S, **self._fields)
             return
         # grpclib's own factory sweeps closed connections here; this one replaces it.

@@ -30,7 +30,7 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn, cast
@@ -40,14 +40,13 @@ from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
-from gpushare_agent.core.kit.rate import TokenBucket
+from gpushare_agent.core.kit.rate import lines_by_event
 
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ACCEPT_AGAIN_S = 0.5
-LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
 """How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer
 first."""
@@ -97,8 +96,7 @@ class HttpServer:
         self.headers = {"Server": "gpushare-agent", **(headers or {})}
         self._open: dict[_Connection, None] = {}
         """In the order of their last change from idle to busy or back."""
-        clock = asyncio.get_running_loop().time
-        self._lines = defaultdict[str, TokenBucket](lambda: TokenBucket(rate=1 / LOG_PERIOD_S, burst=1, clock=clock))
+        self._lines = lines_by_event(asyncio.get_running_loop().time)
         app = web.Application(middlewares=[self._bound_request, *middlewares], client_max_size=limits.body_bytes)
         app.add_routes(routes)
         # At the response's start, so that answers of middlewares and refusals have the headers too.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+
+LOG_PERIOD_S = 60.0
 
 
 class TokenBucket:
@@ -41,3 +44,8 @@ class TokenBucket:
         now = self._clock()
         self._level = min(self._burst, self._level + (now - self._at) * self._rate)
         self._at = now
+
+
+def lines_by_event(clock: Callable[[], float]) -> defaultdict[str, TokenBucket]:
+    """One line in LOG_PERIOD_S of each event, for what others may cause as often as they like."""
+    return defaultdict(lambda: TokenBucket(rate=1 / LOG_PERIOD_S, burst=1, clock=clock))

@@ -9,7 +9,7 @@ of one CPU (docs/reference/measurements.md), for an agent that works on raw JSON
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
 already is used as it is; code that wants all of it next to the agent's client imports it first. Where the layout is not the
 one known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
-password alone, and dateutil's parser for the models' dates. State owned: the library's entries in sys.modules.
+password alone. State owned: the library's entries in sys.modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.core.kit.lean_imports import import_lean
+from gpushare_agent.core.kit.lean_imports import Hollow, import_lean
 from gpushare_agent.core.model.errors import StartupError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -43,12 +43,8 @@ _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
 """Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
 """The modules that the library imports from its client package, in the order in which they need each other."""
-_ON_USE: Mapping[str, Sequence[str]] = {
-    "urllib3": (),
-    "dateutil.parser": ("parse",),
-    "multiprocessing.pool": ("ThreadPool",),
-}
-"""Modules that the library imports for one function each, which the agent does not need, and what is imported by name."""
+_UNUSED = ("dateutil.parser", "multiprocessing.pool")
+"""Modules that the library imports for the dates of its models and for a pool of threads."""
 
 _lock = threading.Lock()
 
@@ -65,7 +61,7 @@ def load_library() -> KubeLibrary:
     """The library, imported at the first call. Raises ImportError where it is not installed."""
     # Called in threads: two clients may be opened at once, and modules must not be put in place twice.
     with _lock:
-        stand_ins = {name: _LoadedOnUse(name, used) for name, used in _ON_USE.items()}
+        stand_ins = {"urllib3": _LoadedOnUse("urllib3"), **{name: Hollow(name) for name in _UNUSED}}
         if (reason := import_lean(_LIBRARY, stand_ins, _load_lean)) is not None:
             log.info("kubernetes_library_loaded_whole", reason=str(reason))
         return KubeLibrary(
@@ -87,21 +83,10 @@ class _LoadedOnUse(ModuleType):
     """Stands for a module while another one imports it. importlib.util.LazyLoader does not: until Python 3.12 the import
     statement itself loads the module."""
 
-    def __init__(self, name: str, functions: Sequence[str]) -> None:
-        """`functions` are imported from it by name, which would load it."""
-        super().__init__(name)
-        if functions:
-            self.__path__: list[str] = []  # asked for by `from … import`
-        for function in functions:
-            setattr(self, function, partial(self._call, function))
-
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)
-
-    def _call(self, function: str, *arguments: Any) -> Any:
-        return self.__getattr__(function)(*arguments)
 
 
 def _put_package(name: str) -> None:

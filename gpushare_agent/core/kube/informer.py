@@ -29,6 +29,7 @@ from gpushare_agent.core.model.pods import version_number
 
 log = structlog.get_logger(__name__)
 
+WATCH_OUTCOMES = ("conflict", "corrupt", "ended", "notfound", "rejected", "throttled", "unavailable")
 HEALTHY_S = 10.0
 """A watch that lasted so long proves the connection: the next one starts at once."""
 
@@ -152,7 +153,7 @@ class Informer(Struct, kw_only=True, eq=False):
                 await self._list(api)
             async with api.watch_all(self.watched, self._version) as stream:
                 began_at, self.lost = self.clock(), None
-                # The stream has its own limits (session.py): a silent one ends as Conflict.
+                # The stream has its own limits (session.py): a silent one ends, or is Conflict.
                 async for event in stream:
                     events += 1
                     self.last_message_at = self.clock()
@@ -161,9 +162,9 @@ class Informer(Struct, kw_only=True, eq=False):
             error = e
             # The error of now; the time is that of the first one.
             self.lost = Lost(since=self.lost.since if self.lost is not None else self.clock(), why=str(e))
-            # Versions are numbers in every API server that is known: another one may be why the watch is refused.
             if isinstance(e, WentBack):
                 self.handler.went_back()
+            # Versions are numbers in every API server that is known: another one may be why the watch is refused.
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
@@ -241,7 +242,8 @@ class Informer(Struct, kw_only=True, eq=False):
             self.handler.remove(key)
 
     def _report(self, error: AgentError | None, delay_s: float) -> None:
-        outcome = "ended" if error is None else type(error).__name__.lower()
+        kinds = (kind.__name__.lower() for kind in type(error).__mro__)
+        outcome = "ended" if error is None else next(filter(WATCH_OUTCOMES.__contains__, kinds), "unavailable")
         self.metrics.watch_ended(self.kind, outcome)
         if error is None:
             # The API server ends each watch after some minutes: nothing has happened.

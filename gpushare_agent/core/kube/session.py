@@ -314,6 +314,8 @@ def excerpt(content: bytes | bytearray) -> str:
 
 PAGE_SIZES = (500, 50, 5, 1)
 """Objects in one page, the next smaller where a page is too long: a pod has up to 1.5 MiB."""
+_FROM_CACHE = ("resourceVersion", "0")
+"""Whatever the watch cache has, without a read of etcd. It ignores the page's limit, so the answer comes whole."""
 PAGED_TRIES = 3
 MAX_LINE_BYTES = 2 << 20
 """One watch event is one line: an object of at most 1.5 MiB and its frame."""
@@ -396,12 +398,8 @@ class KubeLists:
         """
         request = watched.request("list")
         if watched.from_cache:
-            # Version 0: whatever the watch cache has, without a read of etcd. It ignores the page's limit, so the
-            # answer comes whole.
-            whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
-            list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
             with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
-                items, version, _ = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
+                items, version, _ = await self._one_page(request, read, _FROM_CACHE)
                 return items, version
         # A list of the cache that was too long for one answer has the whole time once more.
         ends_at = time.monotonic() + self._timeouts.list_s
@@ -433,6 +431,13 @@ class KubeLists:
             if not token:
                 return items, version
 
+    async def _one_page(
+        self, request: Request, read: Callable[[Raw], T | None], query: tuple[str, str]
+    ) -> tuple[list[T], str, str]:
+        request = replace(request, query=(*request.query, query))
+        list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
+        return await self._page(request, read, timeout_s=list_s, limit_bytes=list_bytes)
+
     async def _page(
         self, request: Request, read: Callable[[Raw], T | None], *, timeout_s: float, limit_bytes: int
     ) -> tuple[list[T], str, str]:
@@ -449,8 +454,8 @@ class KubeLists:
         """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch, or when nothing comes and the server has the version. Entering or
-        iterating raises Conflict where the version is too old (HTTP or ERROR event 410), WentBack where nothing comes,
-        Unavailable for a cut line, Corrupt for a line that is no event.
+        iterating raises Conflict where the version is too old (HTTP or ERROR event 410), WentBack where nothing comes and it
+        lacks the version, Unavailable for a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
         # Jittered, so that the agents of a cluster do not all come back in one second.
@@ -474,11 +479,10 @@ class KubeLists:
 
     async def _has(self, watched: Watched, version: str) -> bool:
         """Whether the server is known to have this version or a later one, by lists that are as short as can be."""
-        request, list_s, list_bytes = watched.request("list"), self._timeouts.list_s, self._limits.list_bytes
+        request = watched.request("list")
         # The watch cache's version shows what the server has, not what it lacks: of one that has lost etcd it stays behind.
-        for only in (("resourceVersion", "0"), ("limit", "1"))[not watched.from_cache :]:
-            short = replace(request, query=(*request.query, only))
-            _, newest, _ = await self._page(short, lambda _: None, timeout_s=list_s, limit_bytes=list_bytes)
+        for short in (_FROM_CACHE, ("limit", "1"))[not watched.from_cache :]:
+            _, newest, _ = await self._one_page(request, lambda _: None, short)
             if 0 < version_number(version) <= version_number(newest):
                 return True
         return False

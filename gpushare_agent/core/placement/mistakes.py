@@ -165,7 +165,7 @@ def _unit_mib(name: str, names: ResourceNames) -> int:
 
 
 def write_instead(name: str, given: Quantity, names: ResourceNames) -> str:
-    """The remedy, with the number that was meant as far as it can be told: fractions are of a GPU's compute, and GiB."""
+    """The remedy, with the number that was meant as far as it can be known: fractions are of a GPU's compute, and GiB."""
     text = str(given).strip()
     value, unit_mib = amount(text.rstrip("% ")) or Fraction(0), _unit_mib(name, names)
     if unit_mib:

@@ -1,7 +1,7 @@
 """The extender's ledger of one node: what is allocated, and to which pod. Synchronous, no clock, no I/O.
 
 `NodeLedger` has the node's reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
-Every change is told, because it outdates the answers worked out for the node. extender/cluster_state.py has one for each
+Every change comes here, because it outdates the answers worked out for the node. extender/cluster_state.py has one for each
 node and is the only one to change them.
 """
 

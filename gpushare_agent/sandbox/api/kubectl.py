@@ -201,7 +201,7 @@ def _pod_status(raw: RawObject) -> str:
 
 def _main_status(raw: RawObject, text: str) -> str:
     has_running = False
-    # Backwards, so that the first container's trouble is what remains, as kubectl has it.
+    # Backwards, so that what is wrong with the first container remains, as kubectl has it.
     for status in reversed(_statuses(raw, "containerStatuses")):
         state = status.get("state") or {}
         if reason := at(state, "waiting.reason", ""):

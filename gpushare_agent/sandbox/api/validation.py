@@ -96,7 +96,7 @@ def _check(value: Any, kind: type, name: str, path: str) -> None:
 def fields_of_model(kind: str) -> dict[str, str] | None:
     """The type of each field, by name; None for a type without a model: `object`, `datetime`."""
     words = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", kind)).lower()
-    # Its top module loads 1,259 others unless it is told not to.
+    # Its top module loads 1,259 others unless it is kept from it.
     load_library()
     try:
         model = getattr(import_module(f"{_MODELS}.{words}"), kind)

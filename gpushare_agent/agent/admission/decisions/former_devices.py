@@ -8,7 +8,7 @@ The device IDs do not name them (`read_former_id` in core/model/names.py). What 
 | gpu-manager's own checkpoint | device nodes | gpu-manager |
 | the pod's annotations or environment | minor numbers | gpu-manager once it is `gpu-assigned`; GPUShare's extender |
 
-The n of `/dev/nvidia<n>` is the minor number of now: containers get their nodes anew at each start. An index in NVIDIA's
+The n of `/dev/nvidia<n>` is the minor number of now: containers get their nodes again at each start. An index in NVIDIA's
 variable is the driver's, GPUShare's own one is a minor number (`getDevices` in pkg/gpu/nvidia/nvidia.go): where they differ
 both GPUs may be meant. Such a container's devices here are `<GPU UUID>::<n>~<its text>`, like every device that a container
 holds under another text. One whose GPU is not known, or how much it has of it, is on `one_of` those that it may have:

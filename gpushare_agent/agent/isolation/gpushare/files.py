@@ -34,6 +34,7 @@ from gpushare_agent.agent.isolation.directories import (
     CLOSED_MODE,
     container_path,
     has_file,
+    listed,
     opened_container,
     opened_root,
     pods_in,
@@ -59,7 +60,7 @@ from gpushare_agent.agent.isolation.gpushare.format import (
     write_limits,
     write_observed,
 )
-from gpushare_agent.agent.isolation.gpushare.library import SETTING, Library
+from gpushare_agent.agent.isolation.gpushare.library import Library
 from gpushare_agent.agent.runtime.machine import is_before_boot, this_boot
 from gpushare_agent.core.kit.directories import DIRECTORY_MODE, made_directory, opened, replace_file, status_of
 from gpushare_agent.core.model.allocations import ContainerKey
@@ -139,7 +140,7 @@ class GpushareFiles:
         """
         if self._is_claims(key) and self._has_claims_files(key):
             return
-        with step("making", self.container_directory(key), SETTING):
+        with step("making", self.container_directory(key)):
             self.library.put_back()
             self.containers.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened_root(self.containers) as root, made_directory(root, key.pod_uid, CLOSED_MODE) as pod:
@@ -189,9 +190,9 @@ class GpushareFiles:
 
     def list_pods(self) -> tuple[PodUid, ...]:
         """The containers that have a gpushare.config; others may be of isolation vcuda. Raises Unavailable."""
-        with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
-            return tuple(uid for uid in pods_in(root) if has_file(root, uid, CONFIG_NAME))
-        return ()
+        return listed(
+            self.containers, lambda root: tuple(uid for uid in pods_in(root) if has_file(root, uid, CONFIG_NAME))
+        )
 
     def unseen(self, keys: Iterable[ContainerKey]) -> list[ContainerKey]:
         """Those of which the last call of `changed_heads` has not seen, or not lately, that their `usage` is as large as it
@@ -205,7 +206,7 @@ class GpushareFiles:
         """The containers with a `usage` larger than the library makes it, and its size in bytes, the largest first. One that
         cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
         found = []
-        with suppress(NotFound), step("listing", self.containers, SETTING), opened_root(self.containers) as root:
+        with suppress(NotFound), step("listing", self.containers), opened_root(self.containers) as root:
             for key in filter(is_nameable, keys):
                 with suppress(OSError):
                     # By its path: only its last part is the tenant's.
@@ -388,7 +389,7 @@ class GpushareFiles:
     def _container(self, key: ContainerKey) -> Iterator[int]:
         path = self.container_directory(key)
         with (
-            step("opening", path, SETTING),
+            step("opening", path),
             opened_root(self.containers) as root,
             opened_container(root, key) as directory,
         ):

@@ -107,8 +107,9 @@ class Library:
 
     def put_back(self) -> None:
         """Puts library and preload file back if they were removed: the runtime would make a directory instead of a missing
-        mount source. Raises OSError, Unavailable."""
-        self._write(None if self._is_installed() else self.content())
+        mount source. Raises NotFound, Unavailable."""
+        with step("preparing", self.directory, SETTING):
+            self._write(None if self._is_installed() else self.content())
 
     def content(self) -> bytes:
         """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also if it is another one."""

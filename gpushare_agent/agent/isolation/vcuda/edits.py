@@ -45,7 +45,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
 def _not_shared(use: ClaimUse) -> Refused | None:
     """Its limits are kept for all processes, of any containers and pods; under the open kernel modules from 515 on for those
     of one container."""
-    # The library asks the driver for the GPU's processes and counts those that it is told of.
+    # The library asks the driver for the GPU's processes and counts those that it knows of.
     if not use.is_shared or use.module is None or not use.module.lists_namespace_pids:
         return None
     return invalid(

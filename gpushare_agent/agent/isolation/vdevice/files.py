@@ -26,6 +26,7 @@ import structlog
 
 from gpushare_agent.agent.isolation.directories import (
     container_path,
+    listed,
     made_container,
     opened_container,
     opened_root,
@@ -65,7 +66,6 @@ from gpushare_agent.core.model.names import PodUid, is_container_id
 
 log = structlog.get_logger(__name__)
 
-SETTING = "virtual_manager.path"
 SOCKET_MODE = 0o666
 """Every user in the container may register: the mount, not the mode, decides who reaches the socket."""
 
@@ -153,43 +153,31 @@ class VDeviceFiles:
         """Puts all of a pod aside, for `remove_aside`; whether there was anything. A directory with entries that the agent
         never makes is not the agent's and stays as it is: Rejected."""
         require_nameable(ContainerKey(uid, "x"))
-        with self._step("removing", self.root / uid):
-            try:
-                with opened_root(self.root) as root:
-                    # The root is a setting: a wrong one must not cost directories of others that have names like pods'.
-                    if foreign := _foreign_entry(root, uid):
-                        raise Rejected(
-                            f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
-                            "setting virtual_manager.path right?"
-                        )
-                    put_aside(root, uid)
-            except FileNotFoundError:
-                return False
-        return True
+        with suppress(NotFound), self._step("removing", self.root / uid), opened_root(self.root) as root:
+            # The root is a setting: a wrong one must not cost directories of others that have names like pods'.
+            if foreign := _foreign_entry(root, uid):
+                raise Rejected(
+                    f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the setting"
+                    " virtual_manager.path right?"
+                )
+            put_aside(root, uid)
+            return True
+        return False
 
     def list_aside(self) -> tuple[str, ...]:
         """What `remove_aside` is to remove."""
         # Without the lock: to remove may take half a minute, and starts wait for the lock.
-        with step("listing", self.root, SETTING):
-            try:
-                with opened_root(self.root) as root:
-                    return list_aside(root)
-            except FileNotFoundError:
-                return ()
+        return listed(self.root, list_aside)
 
     def remove_aside(self, name: str) -> None:
         """Removes one of these while other calls go on: it may take half a minute."""
-        with step("removing", self.root, SETTING), opened_root(self.root) as root:
+        with step("removing", self.root), opened_root(self.root) as root:
             remove_aside(root, name)
 
     def pod_names(self) -> tuple[PodUid, ...]:
         """The pods that have an entry."""
-        with self._step("listing", self.root):
-            try:
-                with opened_root(self.root) as root:
-                    return pods_in(root)
-            except FileNotFoundError:
-                return ()
+        with self._lock:
+            return listed(self.root, pods_in)
 
     def bind_socket(self, key: ContainerKey) -> BoundSocket:
         """Binds vcuda.sock, open to all, in place of whatever lies there.
@@ -242,7 +230,7 @@ class VDeviceFiles:
     @contextmanager
     def _step(self, verb: str, path: Path | str) -> Iterator[None]:
         """One call at a time, its errors renamed."""
-        with self._lock, step(verb, path, SETTING):
+        with self._lock, step(verb, path):
             yield
 
 

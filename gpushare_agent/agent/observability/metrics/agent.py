@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from gpushare_agent import __version__
 from gpushare_agent.agent.observability.metrics.text import NodePage, families_text
 from gpushare_agent.core.kit.http_answers import in_slices
+from gpushare_agent.core.kube.informer import WATCH_OUTCOMES
 from gpushare_agent.core.model.errors import RefusalReason
 
 RPC_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -95,8 +96,7 @@ class AgentMetrics:
         # The API server's pods.
         self._pod_lists = count("pod_lists", "Lists of the node's pods from the API server.")
         text = "Ended watches of the node's pods: ended, or the kind of error."
-        outcomes = ("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable")
-        self._pod_watches = count("pod_watches_ended", text, outcome=outcomes)
+        self._pod_watches = count("pod_watches_ended", text, outcome=WATCH_OUTCOMES)
         self._unreadable = count("pods_unreadable", "Pods of the API server that could not be read.")
         text, ends = "Patches of pod annotations by outcome.", ("gone", "patched", "refused", "unavailable")
         self.pod_annotated = count("pod_annotations", text, outcome=ends)
