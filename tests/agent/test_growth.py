@@ -72,9 +72,9 @@ async def _compare(agent: NodeAgent) -> None:
     vdevices, cluster = agent.isolation.vdevices, agent.cluster
     if vdevices is not None:
         is_of_all, vdevices._has_changed = vdevices._has_changed, False
+        vdevices._unsettled |= vdevices._prepared_at.keys()  # as after the pause
         await (vdevices.poll() if is_of_all else vdevices._poll_changed(is_of_all=False))
         await vdevices._processes.read_ids()
-        await vdevices._poll_prepared(list(vdevices._prepared_at))
     for part in agent.isolation.parts.values():
         if isinstance(part, GpusharePart):
             part._shares()
