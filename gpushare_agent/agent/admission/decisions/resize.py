@@ -365,7 +365,7 @@ def _lack(charged: ShareSize, target: ShareSize, allocation: Allocation, account
         RefusalReason.NO_HEALTHY_GPU: ResizeReason.UNHEALTHY_GPU,
         RefusalReason.NOT_ENOUGH_CORES: ResizeReason.NOT_ENOUGH_CORES,
     }.get(lack.reason, ResizeReason.NOT_ENOUGH_MEMORY)
-    cure = "It is granted as soon as the GPU can serve it; or ask" if lack.cause is not Cause.TOO_LARGE else "Ask"
+    cure = "It is done as soon as the GPU can serve it; or ask" if lack.cause is not Cause.TOO_LARGE else "Ask"
     return ResizeRefused(
         reason,
         f"GPU {account.label} cannot serve the size next to its other containers: {lack.of_gpu_in_detail()}. A share"
